@@ -1,0 +1,258 @@
+"""The plan: where every variable is at every moment of a step, as data.
+
+A plan is a set of **residencies**. One residency is one stay of one variable in the pool: how it
+begins (born, loaded, or kept from the step before), how it stops (dies, evicted, dropped, or kept
+for the next step), and which chunks it holds meanwhile. What an executor does at each op follows
+from the residencies alone, so the same plan drives the CPU, a GPU, the simulator and the checker.
+
+An eviction is two acts. The *write* starts right after op `write_op`; the *release*, when the
+chunks pass to their next occupant, is at the start of op `release_op`. A plan that writes early
+releases without waiting (DESIGN.md section 9).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
+
+from scheduler.trace import Trace
+
+PLAN_SCHEMA_VERSION = 1
+
+
+class PlanError(ValueError):
+    """A plan that breaks a rule, or a file that is not a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Born:
+    """Begins with the variable's allocation, at its `birth_tick`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Begins with a load issued right before op `before_op`, which need not be the op that uses it.
+
+    The residency counts from that op's `start_tick`; each op that uses the variable waits for
+    the load to be complete.
+    """
+
+    before_op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Crosses the step boundary in memory: begins at the step's start, or stops at its end.
+
+    In a cyclic trace, a variable that stops by `Kept` becomes a variable that starts by `Kept`
+    in the same chunks, and the other way round.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Dies:
+    """Stops with the variable's free, at its `death_tick`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Written out and released.
+
+    The write starts right after op `write_op` (no op of this residency writes the variable
+    later); no op from `release_op` on uses it in this residency. The chunks count until
+    `release_op`'s `start_tick` (`release_op == len(ops)`: until the end of the step), and
+    whoever takes them waits for the write.
+    """
+
+    write_op: int
+    release_op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Released without a write right after op `after_op`, because the store's copy is current.
+
+    Legal if the variable came by `Loaded` and no op of this residency wrote it, or came by
+    `Kept` from such a residency. Counts until that op's `stop_tick`.
+    """
+
+    after_op: int
+
+
+Start: TypeAlias = Born | Loaded | Kept
+Stop: TypeAlias = Dies | Evicted | Dropped | Kept
+
+_STARTS: dict[str, type[Start]] = {"born": Born, "loaded": Loaded, "kept": Kept}
+_STOPS: dict[str, type[Stop]] = {"dies": Dies, "evicted": Evicted, "dropped": Dropped, "kept": Kept}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residency:
+    """One stay of one variable in the pool.
+
+    Attributes:
+        chunks: Runs `(first chunk, count)` in the order in which the variable's bytes lie in
+            them. Empty in a plan that has not been coloured yet.
+    """
+
+    variable: int
+    start: Start
+    stop: Stop
+    chunks: tuple[tuple[int, int], ...] = ()
+
+    def chunk_indices(self) -> tuple[int, ...]:
+        """The runs spelled out, one index a chunk, in the order of the variable's bytes."""
+        return tuple(c for first, count in self.chunks for c in range(first, first + count))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a plan is made for.
+
+    Attributes:
+        chunk_nbytes: Size of one chunk; every variable occupies whole chunks.
+        num_chunks: The budget, in chunks.
+        load_bytes_per_s, evict_bytes_per_s: Measured rate of the store, each way alone.
+        shared_bytes_per_s: Rate of both ways together when both are busy; None: no contention.
+        latency_ns: Fixed cost of one transfer.
+    """
+
+    chunk_nbytes: int
+    num_chunks: int
+    load_bytes_per_s: float = 2e9
+    evict_bytes_per_s: float = 2e9
+    shared_bytes_per_s: float | None = None
+    latency_ns: int = 50_000
+
+    def __post_init__(self) -> None:
+        if self.chunk_nbytes <= 0 or self.num_chunks < 0:
+            raise ValueError(f"machine with {self.num_chunks} chunks of {self.chunk_nbytes} bytes")
+        if min(self.load_bytes_per_s, self.evict_bytes_per_s) <= 0 or self.latency_ns < 0:
+            raise ValueError("transfer rates must be positive and latency not negative")
+
+    @property
+    def budget_nbytes(self) -> int:
+        """The pool's size."""
+        return self.chunk_nbytes * self.num_chunks
+
+    def chunks_of(self, nbytes: int) -> int:
+        """Chunks that a variable of `nbytes` occupies."""
+        return -(-nbytes // self.chunk_nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A coloured schedule for one trace on one machine.
+
+    Attributes:
+        trace_fingerprint: `Trace.fingerprint()` of the trace that it was made for.
+        policy, parameters: Who made it, and how.
+        residencies: Ordered by start (op, tick), then variable.
+        predicted: What the simulator says of it (`duration_ns`, `stall_ns`, `peak_nbytes`,
+            `loaded_nbytes`, `evicted_nbytes`, `dropped_nbytes`, `num_remapped_chunks`).
+        bounds: Lower bounds for any plan of this trace on this machine.
+    """
+
+    trace_fingerprint: str
+    policy: str
+    machine: Machine
+    residencies: tuple[Residency, ...]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    predicted: Mapping[str, int] = field(default_factory=dict)
+    bounds: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The plan as JSON text with a schema version; `from_json` reads it back equal."""
+        document = {
+            "schema": "ooc.plan",
+            "schema_version": PLAN_SCHEMA_VERSION,
+            "trace_fingerprint": self.trace_fingerprint,
+            "policy": self.policy,
+            "parameters": dict(self.parameters),
+            "machine": asdict(self.machine),
+            "predicted": dict(self.predicted),
+            "bounds": dict(self.bounds),
+            "residencies": [
+                {
+                    "variable": r.variable,
+                    "start": _act_to_json(r.start),
+                    "stop": _act_to_json(r.stop),
+                    "chunks": [list(run) for run in r.chunks],
+                }
+                for r in self.residencies
+            ],
+        }
+        return json.dumps(document, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan back. Raises `PlanError` naming what is wrong with the text."""
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"not JSON: {error}") from error
+        if not isinstance(document, dict) or document.get("schema") != "ooc.plan":
+            raise PlanError("not an ooc plan: its 'schema' is not 'ooc.plan'")
+        if document.get("schema_version") != PLAN_SCHEMA_VERSION:
+            raise PlanError(
+                f"plan has schema version {document.get('schema_version')!r}; "
+                f"this version of ooc reads {PLAN_SCHEMA_VERSION}. Plan the trace again."
+            )
+        try:
+            return cls(
+                trace_fingerprint=document["trace_fingerprint"],
+                policy=document["policy"],
+                parameters=document["parameters"],
+                machine=Machine(**document["machine"]),
+                predicted=document["predicted"],
+                bounds=document["bounds"],
+                residencies=tuple(
+                    Residency(
+                        variable=r["variable"],
+                        start=_STARTS[r["start"][0]](*r["start"][1:]),
+                        stop=_STOPS[r["stop"][0]](*r["stop"][1:]),
+                        chunks=tuple((first, count) for first, count in r["chunks"]),
+                    )
+                    for r in document["residencies"]
+                ),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"not a complete plan: {type(error).__name__}: {error}") from error
+
+
+def occupied_ticks(residency: Residency, trace: Trace) -> tuple[int, int]:
+    """`[start, stop)` in ticks during which the residency holds its chunks."""
+    v = trace.variables[residency.variable]
+    match residency.start:
+        case Born():
+            assert v.birth_tick is not None
+            start = v.birth_tick
+        case Loaded(before_op=op):
+            start = trace.ops[op].start_tick
+        case Kept():
+            start = 0
+    match residency.stop:
+        case Dies():
+            assert v.death_tick is not None
+            stop = v.death_tick
+        case Evicted(release_op=op):
+            stop = trace.ops[op].start_tick if op < len(trace.ops) else trace.num_ticks
+        case Dropped(after_op=op):
+            stop = trace.ops[op].stop_tick
+        case Kept():
+            stop = trace.num_ticks
+    return start, stop
+
+
+def _act_to_json(act: Start | Stop) -> list[Any]:
+    match act:
+        case Loaded(before_op=op):
+            return ["loaded", op]
+        case Evicted(write_op=write, release_op=release):
+            return ["evicted", write, release]
+        case Dropped(after_op=op):
+            return ["dropped", op]
+        case Born() | Dies() | Kept():
+            return [type(act).__name__.lower()]

@@ -1,0 +1,266 @@
+"""The trace: one training step as data.
+
+A trace is what the planner knows of a step, and all it knows: ops in order, the variables they
+use, and when each variable is allocated and freed. It holds no tensors and imports no torch, so
+a trace recorded on a board can be planned on a workstation.
+
+Time has two scales. *Durations* are integer nanoseconds. *Order* is counted in **ticks**: every
+event of a step (an op's start, an allocation, a free) takes one tick, in the order in which it
+happened. Ops are too coarse for lifetimes: within one op a temporary may be freed and its
+address handed out again, and a log bucketed by op index loses that (DESIGN.md section 8).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+TRACE_SCHEMA_VERSION = 1
+
+
+class TraceError(ValueError):
+    """A trace that contradicts itself, or a file that is not a trace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """One op's use of one variable. A fresh output or temporary is `writes` without `reads`."""
+
+    variable: int
+    reads: bool
+    writes: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One ATen call as the dispatcher sees it (the papers' *function*).
+
+    Attributes:
+        name: The operator, e.g. `"aten.convolution_backward.default"`.
+        where: The module that called it, e.g. `"layers.17"`; empty when unknown.
+        start_tick: The tick of the op's own start.
+        stop_tick: One past the op's last event. Events in `[start_tick + 1, stop_tick)` happened
+            inside the op; those between one op's `stop_tick` and the next op's `start_tick`
+            happened between the two (frees by Python, mostly).
+        duration_ns: Time the op itself took, without waiting for memory or transfers.
+        uses: Distinct variables in operand order, then results and temporaries in order of
+            allocation (the papers' V_i).
+    """
+
+    name: str
+    start_tick: int
+    stop_tick: int
+    duration_ns: int
+    uses: tuple[Use, ...]
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """One tensor storage at or above the size threshold; views share it.
+
+    Attributes:
+        nbytes: Bytes as requested (the largest seen, where a size varies with the data).
+        birth_tick: Tick of its allocation; None if it exists when the step starts.
+        death_tick: Tick of its free; None if it is alive when the step ends. At `death_tick`
+            itself the variable is already gone: its lifetime is `[birth_tick, death_tick)`.
+        becomes: For a variable alive at the end of a cyclic trace, the variable that it is at
+            the start of the next step: itself for a parameter, another index for, say, a
+            gradient that is freed and allocated anew in each step. None otherwise.
+        evictable: False for memory that an op allocated and kept without ever naming it as an
+            operand or result (a library's workspace): later ops may use it unseen, so it must
+            never be away.
+        kind: parameter, gradient, optimizer_state, buffer, activation, temporary, input, other.
+        label: For people: a parameter's name, or the op that made it.
+    """
+
+    nbytes: int
+    birth_tick: int | None
+    death_tick: int | None
+    becomes: int | None = None
+    evictable: bool = True
+    kind: str = "other"
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One step. Validated when made; immutable.
+
+    Attributes:
+        ops: In execution order; `Op.start_tick` grows strictly.
+        variables: Indexed by `Use.variable`.
+        num_ticks: One past the last event of the step.
+        cyclic: True when steps repeat: what is alive at the end is alive at the next start, and
+            residency wraps around. False for a step taken alone: what exists at its start is
+            outside (in the store), and must be outside at its end if still alive.
+        metadata: Free-form facts for reports (model, torch version); not in the fingerprint.
+    """
+
+    ops: tuple[Op, ...]
+    variables: tuple[Variable, ...]
+    num_ticks: int
+    cyclic: bool = True
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @property
+    def duration_ns(self) -> int:
+        """Sum of all op durations: the step's time if memory were free."""
+        return sum(op.duration_ns for op in self.ops)
+
+    def lifetime(self, variable: int) -> tuple[int, int]:
+        """`[start, stop)` in ticks, with the step's own ends for what crosses them."""
+        v = self.variables[variable]
+        start = 0 if v.birth_tick is None else v.birth_tick
+        stop = self.num_ticks if v.death_tick is None else v.death_tick
+        return start, stop
+
+    def uses_by_variable(self) -> tuple[tuple[tuple[int, Use], ...], ...]:
+        """For each variable, its `(op index, use)` pairs in order."""
+        found: list[list[tuple[int, Use]]] = [[] for _ in self.variables]
+        for index, op in enumerate(self.ops):
+            for use in op.uses:
+                found[use.variable].append((index, use))
+        return tuple(tuple(uses) for uses in found)
+
+    def live_nbytes(self) -> Iterator[tuple[int, int]]:
+        """`(tick, bytes alive from this tick on)` at every tick where it changes, from tick 0."""
+        change: dict[int, int] = {0: 0}
+        for index, v in enumerate(self.variables):
+            start, stop = self.lifetime(index)
+            change[start] = change.get(start, 0) + v.nbytes
+            if stop < self.num_ticks:
+                change[stop] = change.get(stop, 0) - v.nbytes
+        total = 0
+        for tick in sorted(change):
+            total += change[tick]
+            yield tick, total
+
+    def peak_nbytes(self) -> int:
+        """Most bytes alive at once: what the step needs in core, unrounded."""
+        return max((nbytes for _, nbytes in self.live_nbytes()), default=0)
+
+    def fingerprint(self) -> str:
+        """Identity of the *sequence*: ops, operands, sizes, lifetimes; not durations or labels."""
+        body = (
+            TRACE_SCHEMA_VERSION,
+            self.num_ticks,
+            self.cyclic,
+            tuple(
+                (o.name, o.start_tick, o.stop_tick, tuple((u.variable, u.reads, u.writes) for u in o.uses))
+                for o in self.ops
+            ),
+            tuple((v.nbytes, v.birth_tick, v.death_tick, v.becomes, v.evictable) for v in self.variables),
+        )
+        return hashlib.sha256(repr(body).encode()).hexdigest()[:32]
+
+    def to_json(self) -> str:
+        """The trace as JSON text with a schema version; `from_json` reads it back equal."""
+        document = {
+            "schema": "ooc.trace",
+            "schema_version": TRACE_SCHEMA_VERSION,
+            "cyclic": self.cyclic,
+            "num_ticks": self.num_ticks,
+            "metadata": dict(self.metadata),
+            "variables": [asdict(v) for v in self.variables],
+            "ops": [
+                {
+                    "name": o.name,
+                    "where": o.where,
+                    "start_tick": o.start_tick,
+                    "stop_tick": o.stop_tick,
+                    "duration_ns": o.duration_ns,
+                    "uses": [[u.variable, ("r" if u.reads else "") + ("w" if u.writes else "")] for u in o.uses],
+                }
+                for o in self.ops
+            ],
+        }
+        return json.dumps(document, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """Read a trace back. Raises `TraceError` naming what is wrong with the text."""
+        document = _load(text)
+        try:
+            return cls(
+                ops=tuple(
+                    Op(
+                        name=o["name"],
+                        where=o["where"],
+                        start_tick=o["start_tick"],
+                        stop_tick=o["stop_tick"],
+                        duration_ns=o["duration_ns"],
+                        uses=tuple(Use(variable=v, reads="r" in how, writes="w" in how) for v, how in o["uses"]),
+                    )
+                    for o in document["ops"]
+                ),
+                variables=tuple(Variable(**v) for v in document["variables"]),
+                num_ticks=document["num_ticks"],
+                cyclic=document["cyclic"],
+                metadata=document["metadata"],
+            )
+        except (KeyError, TypeError) as error:
+            raise TraceError(f"not a complete trace: {type(error).__name__}: {error}") from error
+
+
+def _load(text: str) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise TraceError(f"not JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("schema") != "ooc.trace":
+        raise TraceError("not an ooc trace: its 'schema' is not 'ooc.trace'")
+    if document.get("schema_version") != TRACE_SCHEMA_VERSION:
+        raise TraceError(
+            f"trace has schema version {document.get('schema_version')!r}; "
+            f"this version of ooc reads {TRACE_SCHEMA_VERSION}. Record the step again."
+        )
+    return document
+
+
+def _validate(trace: Trace) -> None:
+    def check(condition: bool, message: str) -> None:
+        if not condition:
+            raise TraceError(message)
+
+    previous_stop = 0
+    for i, op in enumerate(trace.ops):
+        check(op.start_tick >= previous_stop, f"op {i} ({op.name}) starts before op {i - 1} has ended")
+        check(op.stop_tick > op.start_tick, f"op {i} ({op.name}): stop_tick {op.stop_tick} <= start_tick")
+        check(op.stop_tick <= trace.num_ticks, f"op {i} ({op.name}) ends after the step's {trace.num_ticks} ticks")
+        check(op.duration_ns >= 0, f"op {i} ({op.name}): negative duration {op.duration_ns}")
+        previous_stop = op.stop_tick
+        seen = [use.variable for use in op.uses]
+        check(len(seen) == len(set(seen)), f"op {i} ({op.name}) lists a variable twice in {seen}")
+        for use in op.uses:
+            check(0 <= use.variable < len(trace.variables), f"op {i} uses unknown variable {use.variable}")
+            start, stop = trace.lifetime(use.variable)
+            check(
+                start < op.stop_tick and stop > op.start_tick,
+                f"op {i} ({op.name}) uses variable {use.variable} outside its lifetime [{start}, {stop})",
+            )
+    heirs: set[int] = set()
+    for index, v in enumerate(trace.variables):
+        start, stop = trace.lifetime(index)
+        check(v.nbytes > 0, f"variable {index} has {v.nbytes} bytes")
+        check(0 <= start < stop <= trace.num_ticks, f"variable {index}: lifetime [{start}, {stop}) is empty or outside")
+        if v.becomes is None:
+            check(v.death_tick is not None or not trace.cyclic, f"variable {index} outlives the step: becomes what?")
+            continue
+        check(trace.cyclic, f"variable {index} has an heir in a trace that is not cyclic")
+        check(v.death_tick is None, f"variable {index} dies and cannot become {v.becomes}")
+        check(0 <= v.becomes < len(trace.variables), f"variable {index} becomes unknown variable {v.becomes}")
+        check(v.becomes not in heirs, f"two variables become variable {v.becomes}")
+        heir = trace.variables[v.becomes]
+        check(heir.birth_tick is None, f"variable {index} becomes {v.becomes}, which is born within the step")
+        check(heir.nbytes == v.nbytes, f"variable {index} ({v.nbytes} bytes) becomes {v.becomes} ({heir.nbytes})")
+        heirs.add(v.becomes)
+    if trace.cyclic:
+        orphans = [i for i, v in enumerate(trace.variables) if v.birth_tick is None and i not in heirs]
+        check(not orphans, f"variables {orphans[:5]} exist at the start of a cyclic step, but nothing becomes them")

@@ -1,0 +1,84 @@
+"""What the rest of vmm asks of a kind of memory: the `Driver` protocol.
+
+A driver owns the physical memory of one pool, cut into chunks of one size, and a large range of
+virtual addresses. Any chunk may be mapped at any number of addresses at once (an *alias*): that
+is what makes paging free in steady state (DESIGN.md section 5). A driver has no opinions about
+which chunk is free or what a variable is; `ChunkPool` and `AddressSpace` keep those books.
+
+Drivers: `vmm.posix.PosixDriver` (a memfd). Every driver passes the same test suite.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Protocol, runtime_checkable
+
+
+class Access(enum.Enum):
+    """What a touch of a mapped range does."""
+
+    NONE = "none"
+    """Faults."""
+    READ_WRITE = "read_write"
+    """Reaches the mapped chunks."""
+
+
+class MemoryFault(RuntimeError):
+    """A driver call failed. The message holds the call, its arguments, the cause and remedies."""
+
+
+class MapCountExceeded(MemoryFault):
+    """The process would need more memory mappings than the kernel allows (vm.max_map_count)."""
+
+
+@runtime_checkable
+class Driver(Protocol):
+    """Physical chunks, virtual ranges, and mappings from the second to the first.
+
+    All calls are made by one thread at a time (the caller holds a lock). Addresses are plain
+    integers; a range is whole chunks. Nothing here waits for device work: callers order their
+    maps and unmaps after the last use of what they replace.
+    """
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Size of one chunk: a multiple of the driver's granularity."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that exist. Their memory is committed: touching one cannot fail for lack of it."""
+
+    @property
+    def view_address(self) -> int:
+        """Start of the linear view, where chunk `c` is always visible at `c * chunk_nbytes`.
+
+        Transfers go through it, so that they do not depend on how a variable is mapped.
+        """
+
+    @property
+    def arena(self) -> tuple[int, int]:
+        """`[start, stop)` of the addresses that `reserve` hands out."""
+
+    def reserve(self, num_chunks: int) -> int:
+        """A fresh range of addresses, mapped to nothing (a touch faults). Returns its address."""
+
+    def release(self, address: int, num_chunks: int) -> None:
+        """Give a reserved range back, whatever is mapped there. The chunks are not affected."""
+
+    def map(self, address: int, first_chunk: int, num_chunks: int) -> None:
+        """Map chunks `[first_chunk, first_chunk + num_chunks)` at `address`, read-write.
+
+        Replaces what was mapped there; other mappings of the chunks stay.
+        """
+
+    def unmap(self, address: int, num_chunks: int) -> None:
+        """Map nothing at the range: a touch faults. The range stays reserved."""
+
+    def protect(self, address: int, num_chunks: int, access: Access) -> None:
+        """Change what a touch of a mapped range does, keeping the mapping."""
+
+    def populate(self, address: int, num_chunks: int) -> None:
+        """Make the page tables of a mapped range now, so that the first touch costs nothing."""
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
