@@ -1,0 +1,246 @@
+"""Compile the package's C++ on first use into a per-user cache.
+
+Two of our parts must run without the GIL: the transfer engine and torch's allocator. They are
+small C++ files, compiled in about a second on first use rather than shipped as wheels, because
+the allocator must match the c10 headers of the torch that is installed. The file name carries a
+hash of everything that decides the result, so a stale library is never loaded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+__all__ = ["BuildFailed", "CompilerMissing", "NativeBuildError", "build", "cache_directory", "find_compiler"]
+
+_log = logging.getLogger(__name__)
+
+_CANDIDATES = ("g++", "c++", "clang++")
+_BASE_FLAGS = ("-std=c++17", "-O2", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread")
+_HEADER_SUFFIXES = frozenset({".h", ".hh", ".hpp", ".inc"})
+_NUM_OUTPUT_LINES = 30
+
+_fallback_directory: Path | None = None
+"""Private directory of this process, used when no cache can be written; removed at exit."""
+
+
+class NativeBuildError(RuntimeError):
+    """A native library could not be had."""
+
+
+class CompilerMissing(NativeBuildError):
+    """No C++ compiler was found.
+
+    Attributes:
+        searched: The commands that were looked for.
+    """
+
+    def __init__(self, message: str, *, searched: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.searched = searched
+
+
+class BuildFailed(NativeBuildError):
+    """The compiler ran and failed.
+
+    Attributes:
+        command: The compiler's command line.
+        output: All that it printed.
+    """
+
+    def __init__(self, message: str, *, command: tuple[str, ...], output: str) -> None:
+        super().__init__(message)
+        self.command = command
+        self.output = output
+
+
+def build(
+    name: str,
+    sources: Sequence[Path],
+    *,
+    include_dirs: Sequence[Path | str] = (),
+    library_dirs: Sequence[Path | str] = (),
+    libraries: Sequence[str] = (),
+    extra_flags: Sequence[str] = (),
+    cache_key: str = "",
+) -> Path:
+    """The path of a shared library made from `sources`, compiled now if it was not before.
+
+    Safe against other processes and threads that build the same library at the same time: one of
+    them compiles, the others wait and use its result. A half-written file is never visible.
+
+    Args:
+        name: Stem of the file name; letters, digits, `_` and `-`.
+        sources: C++ files to compile. Headers among them are hashed but not compiled.
+        include_dirs: Directories for `-I`.
+        library_dirs: Directories for `-L`, also recorded as run-time search path.
+        libraries: Names for `-l`.
+        extra_flags: Flags that come after ours and so override them (`-std=c++20`).
+        cache_key: What else decides the result, such as the version of the headers.
+
+    Returns:
+        The library, in the cache directory (`cache_directory`), or in a directory private to this
+        process where the cache cannot be written. It must not be deleted while it is loaded.
+
+    Raises:
+        CompilerMissing: No compiler; the message says how to install one.
+        BuildFailed: The compiler failed; the message has the command and the last of its output.
+    """
+    if not name or not name.replace("_", "").replace("-", "").isalnum():
+        raise ValueError(f"name={name!r}: letters, digits, '_' and '-' are allowed")
+    compiler = find_compiler()
+    arguments = _arguments(sources, include_dirs, library_dirs, libraries, extra_flags)
+    digest = _digest(sources, (*compiler, *arguments, _compiler_version(compiler), cache_key))
+    file_name = f"{name}-{digest}.so"
+    try:
+        return _build_in(cache_directory(), file_name, compiler, arguments)
+    except OSError as error:
+        directory = _private_directory()
+        _log.warning("cannot cache %s in %s (%s); building in %s", name, cache_directory(), error, directory)
+        return _build_in(directory, file_name, compiler, arguments)
+
+
+def cache_directory() -> Path:
+    """Where libraries are kept: $OOC_CACHE_DIR, else $XDG_CACHE_HOME/ooc, else ~/.cache/ooc."""
+    own = os.environ.get("OOC_CACHE_DIR")
+    if own:
+        return Path(own)
+    general = os.environ.get("XDG_CACHE_HOME")
+    return (Path(general) if general else Path(os.path.expanduser("~")) / ".cache") / "ooc"
+
+
+def find_compiler() -> tuple[str, ...]:
+    """The C++ compiler's command: $CXX if set (it may hold arguments), else the first found.
+
+    Raises:
+        CompilerMissing: There is none.
+    """
+    own = os.environ.get("CXX", "").strip()
+    if own:
+        command = tuple(shlex.split(own))
+        if shutil.which(command[0]) is None:
+            raise CompilerMissing(
+                f"no C++ compiler: CXX={own!r} is set, but {command[0]!r} is not a program that can be run.\n"
+                "  Options: set CXX to a C++17 compiler, or unset it to use g++.",
+                searched=(command[0],),
+            )
+        return command
+    for candidate in _CANDIDATES:
+        path = shutil.which(candidate)
+        if path is not None:
+            return (path,)
+    raise CompilerMissing(
+        f"no C++ compiler: looked for {', '.join(_CANDIDATES)} on PATH={os.environ.get('PATH', '')!r}.\n"
+        "  ooc compiles two small files on first use.\n"
+        "  Options: apt install g++ (Debian, Ubuntu, Raspberry Pi OS), dnf install gcc-c++ (Fedora),\n"
+        "  apk add g++ (Alpine), conda install gxx; or set CXX to a C++17 compiler.",
+        searched=_CANDIDATES,
+    )
+
+
+def _arguments(
+    sources: Sequence[Path],
+    include_dirs: Sequence[Path | str],
+    library_dirs: Sequence[Path | str],
+    libraries: Sequence[str],
+    extra_flags: Sequence[str],
+) -> tuple[str, ...]:
+    """The compiler's arguments, less the output file."""
+    compiled = [str(source) for source in sources if Path(source).suffix not in _HEADER_SUFFIXES]
+    if not compiled:
+        raise ValueError(f"sources={[str(s) for s in sources]}: nothing to compile")
+    return (
+        *_BASE_FLAGS,
+        *extra_flags,
+        *(f"-I{directory}" for directory in include_dirs),
+        *compiled,
+        *(f"-L{directory}" for directory in library_dirs),
+        *(f"-Wl,-rpath,{directory}" for directory in library_dirs),
+        *(f"-l{library}" for library in libraries),
+    )
+
+
+def _digest(sources: Sequence[Path], rest: tuple[str, ...]) -> str:
+    """16 hex digits over the sources' bytes and everything else that decides the result."""
+    state = hashlib.sha256()
+    for part in (*(Path(source).read_bytes() for source in sources), *(text.encode() for text in rest)):
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.hexdigest()[:16]
+
+
+def _compiler_version(compiler: tuple[str, ...]) -> str:
+    """What the compiler says of itself; part of the hash."""
+    done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+def _build_in(directory: Path, file_name: str, compiler: tuple[str, ...], arguments: tuple[str, ...]) -> Path:
+    """Compile into `directory` unless the file is there. OSError if the directory is unusable."""
+    target = directory / file_name
+    if target.exists():
+        return target
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _lock(directory / f"{file_name}.lock"):
+        if target.exists():  # another process made it while we waited
+            return target
+        partial = directory / f"{file_name}.{os.getpid()}.partial"
+        try:
+            _compile((*compiler, *arguments, "-o", str(partial)))
+            partial.rename(target)
+        finally:
+            partial.unlink(missing_ok=True)
+    return target
+
+
+def _compile(command: tuple[str, ...]) -> None:
+    _log.info("compiling: %s", shlex.join(command))
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode == 0:
+        return
+    lines = done.stdout.splitlines()
+    shown = "\n".join(f"    {line}" for line in lines[-_NUM_OUTPUT_LINES:])
+    raise BuildFailed(
+        f"the C++ compiler failed with exit code {done.returncode}.\n"
+        f"  command: {shlex.join(command)}\n"
+        f"  last {min(len(lines), _NUM_OUTPUT_LINES)} of {len(lines)} lines of output:\n{shown}\n"
+        "  Options: another compiler through CXX (g++ 9 or newer, clang++ 10 or newer); free disk space and memory;\n"
+        "  if neither helps, please report this output.",
+        command=command,
+        output=done.stdout,
+    )
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path` between processes and threads. The file stays."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # closing drops the lock
+
+
+def _private_directory() -> Path:
+    """A temporary directory of this process alone, removed when it exits."""
+    global _fallback_directory
+    if _fallback_directory is None or not _fallback_directory.is_dir():
+        _fallback_directory = Path(tempfile.mkdtemp(prefix="ooc-native-"))
+        atexit.register(_remove_private_directory, _fallback_directory, os.getpid())
+    return _fallback_directory
+
+
+def _remove_private_directory(directory: Path, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # a forked child that exits must not remove its parent's files
+        shutil.rmtree(directory, ignore_errors=True)
