@@ -1,0 +1,45 @@
+# Everything a person types, on a machine with Python 3.11 or newer, g++ and pip.
+#
+#   make demo    set up, then train in core and out of core, and compare
+#   make test    set up, then run the tests
+#   make check   format, lint, types, layers
+#   make bench   one interleaved benchmark run: JSON rows and a table
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check bench format clean
+.DELETE_ON_ERROR:
+
+demo: $(READY)
+	$(BIN)/ooc demo $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.cpu $(ARGS)
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# torch first, by its exact version: a build with a local version (+cpu) that is installed or offered
+# nearby then counts as that version, instead of being replaced while the rest is resolved.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("ooc needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Options: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

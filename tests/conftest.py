@@ -1,0 +1,23 @@
+"""Options and skips that all tests share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        help="tests marked gpu fail, rather than skip, where there is no CUDA device",
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None or torch.cuda.is_available():
+        return
+    reason = "torch sees no CUDA device"
+    if item.config.getoption("--require-gpu"):
+        pytest.fail(f"--require-gpu: {reason}", pytrace=False)
+    pytest.skip(reason)
