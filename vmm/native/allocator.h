@@ -1,0 +1,77 @@
+// Shared between the CPU allocator (allocator.cpp, against c10 only) and whoever plays a plan.
+//
+// One process-wide table. Python reads and writes it through ctypes, so the layout is plain C.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace vmm {
+
+// Arena addresses are looked up per granule, whatever the chunk size of the session.
+constexpr uint32_t kGranuleShift = 16;  // 64 KiB: the smallest chunk
+constexpr uint64_t kGranule = uint64_t{1} << kGranuleShift;
+
+enum Mode : int32_t {
+  kOff = 0,      // no session: every allocation goes to the allocator that was there before
+  kDemand = 1,   // a session: large allocations go to the cold path
+  kPlanned = 2,  // a session plays a plan: inside an op the plan's table serves
+};
+
+// One planned allocation of one op, in the order in which the op makes them.
+struct PlannedAlloc {
+  uint64_t capacity;   // bytes the plan holds for it
+  uint32_t role;       // variable index in the plan
+  uint32_t dead_start; // [dead_start, dead_stop) in Plan::must_be_dead
+  uint32_t dead_stop;
+  uint32_t reserved;
+};
+
+// Tables of the plan being played; owned by Python, which keeps them alive while installed.
+struct PlanTables {
+  const PlannedAlloc* allocs;
+  const uint32_t* must_be_dead;   // roles whose chunks an allocation takes over
+  const uint64_t* role_address;   // where each role lives in this step
+  uint8_t* role_alive;            // 1 from its allocation to its free
+  uint32_t num_roles;
+  uint32_t reserved;
+};
+
+enum EventKind : uint32_t { kAlloc = 0, kFree = 1 };
+
+// The common log: allocations and frees of large storages, by position.
+struct Event {
+  uint64_t address;
+  uint64_t nbytes;   // of the allocation; for a free: 0, or a survivor's whole granules
+  uint32_t kind;
+  uint32_t position; // State::position when it happened
+};
+
+// Called without any lock held when the table cannot serve. Returns an address, or 0: no memory.
+using ColdAllocate = uint64_t (*)(uint64_t nbytes);
+
+struct State {
+  // Written by Python between ops, read by the allocator.
+  std::atomic<uint64_t> arena_start;
+  std::atomic<uint64_t> arena_stop;
+  std::atomic<uint64_t> threshold;
+  std::atomic<int32_t> mode;
+  std::atomic<int32_t> session_open;
+  std::atomic<ColdAllocate> cold_allocate;
+  std::atomic<const PlanTables*> plan;
+  // The op being executed by the owner thread: its window of planned allocations.
+  std::atomic<uint64_t> owner_thread;
+  // Where in the step we are: 2i + 1 inside op i, 2i between op i - 1 and op i.
+  std::atomic<uint32_t> position;
+  uint32_t window_next;
+  uint32_t window_stop;
+  uint32_t reserved;
+  // Statistics, only ever growing.
+  std::atomic<uint64_t> num_planned;
+  std::atomic<uint64_t> num_cold;
+  std::atomic<uint64_t> cold_ns;
+  std::atomic<uint64_t> num_late_frees;
+  std::atomic<uint64_t> num_events;  // events in the log now
+};
+
+}  // namespace vmm
