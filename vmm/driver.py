@@ -11,6 +11,7 @@ Drivers: `vmm.posix.PosixDriver` (a memfd). Every driver passes the same test su
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 
@@ -36,8 +37,9 @@ class Driver(Protocol):
     """Physical chunks, virtual ranges, and mappings from the second to the first.
 
     All calls are made by one thread at a time (the caller holds a lock). Addresses are plain
-    integers; a range is whole chunks. Nothing here waits for device work: callers order their
-    maps and unmaps after the last use of what they replace.
+    integers; a range is whole chunks of one reservation. A call that raises has changed nothing:
+    wrong arguments raise ValueError, all else MemoryFault. Nothing here waits for device work:
+    callers order their maps and unmaps after the last use of what they replace.
     """
 
     @property
@@ -65,10 +67,12 @@ class Driver(Protocol):
     def release(self, address: int, num_chunks: int) -> None:
         """Give a reserved range back, whatever is mapped there. The chunks are not affected."""
 
-    def map(self, address: int, first_chunk: int, num_chunks: int) -> None:
-        """Map chunks `[first_chunk, first_chunk + num_chunks)` at `address`, read-write.
+    def map(self, address: int, runs: Sequence[tuple[int, int]]) -> None:
+        """Map runs `(first chunk, count)`, one after the other, at `address`, read-write.
 
-        Replaces what was mapped there; other mappings of the chunks stay.
+        Replaces what was mapped there; other mappings of the chunks stay. One call for a whole
+        contiguous range, so that a driver pays only once for what it does per range (access
+        rights on CUDA, keeping the range from forked children on POSIX).
         """
 
     def unmap(self, address: int, num_chunks: int) -> None:

@@ -1,0 +1,278 @@
+"""Reservations: the addresses that variables keep for life, and what is mapped there now."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Sequence
+
+from vmm.driver import Access, Driver
+from vmm.ranges import Run
+
+__all__ = ["AddressSpace", "Reservation"]
+
+
+class Reservation:
+    """A contiguous range of addresses. Made, changed and released by its `AddressSpace` alone."""
+
+    __slots__ = ("_given", "_is_protected", "_is_released", "_runs", "address", "nbytes", "num_chunks")
+
+    def __init__(self, address: int, num_chunks: int, nbytes: int) -> None:
+        self.address = address
+        """First address."""
+        self.num_chunks = num_chunks
+        """Whole chunks that it spans."""
+        self.nbytes = nbytes
+        """Bytes asked for, at most `num_chunks` chunks."""
+        self._runs: tuple[Run, ...] | None = None
+        self._given: Sequence[tuple[int, int]] | None = None  # the very runs last mapped, for a quick "no change"
+        self._is_protected = False
+        self._is_released = False
+
+    def __repr__(self) -> str:
+        if self._is_released:
+            state = "released"
+        elif self._runs is None:
+            state = "unmapped"
+        else:
+            state = f"{len(self._runs)} runs from chunk {self._runs[0].first}"
+            state += ", protected" if self._is_protected else ""
+        return f"<Reservation {self.address:#x}, {self.num_chunks} chunks, {state}>"
+
+    @property
+    def runs(self) -> tuple[Run, ...] | None:
+        """The chunks mapped here in the order of their bytes, neighbours merged; None if none are."""
+        return self._runs
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether a touch of the mapped range faults."""
+        return self._is_protected
+
+    @property
+    def is_released(self) -> bool:
+        """Whether its addresses were given back; then it must not be used."""
+        return self._is_released
+
+
+class AddressSpace:
+    """Reservations over one driver: what each shows, changed by as few driver calls as possible.
+
+    Calls are made by one thread at a time. A call that raises has changed nothing.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._starts: list[int] = []
+        self._reservations: dict[int, Reservation] = {}
+        self._num_maps = 0
+        self._num_mapped_runs = 0
+        self._num_remapped_chunks = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"<AddressSpace {len(self._starts)} reservations, {self._num_maps} maps, "
+            f"{self._num_remapped_chunks} remapped chunks>"
+        )
+
+    @property
+    def driver(self) -> Driver:
+        """What it maps with."""
+        return self._driver
+
+    @property
+    def num_maps(self) -> int:
+        """Calls of the driver's `map` so far."""
+        return self._num_maps
+
+    @property
+    def num_mapped_runs(self) -> int:
+        """Runs that these calls mapped."""
+        return self._num_mapped_runs
+
+    @property
+    def num_remapped_chunks(self) -> int:
+        """Places, so far, that were changed from one chunk to another. Zero a step is the aim."""
+        return self._num_remapped_chunks
+
+    @property
+    def reservations(self) -> tuple[Reservation, ...]:
+        """All that are not released, by address."""
+        return tuple(self._reservations[start] for start in self._starts)
+
+    def reserve(self, nbytes: int) -> Reservation:
+        """A fresh reservation of at least `nbytes` bytes, mapped to nothing (a touch faults)."""
+        if nbytes <= 0:
+            raise ValueError(f"nbytes={nbytes}: must be positive")
+        num_chunks = -(-nbytes // self._driver.chunk_nbytes)
+        reservation = Reservation(self._driver.reserve(num_chunks), num_chunks, nbytes)
+        insort(self._starts, reservation.address)
+        self._reservations[reservation.address] = reservation
+        return reservation
+
+    def release(self, reservation: Reservation) -> None:
+        """Give the addresses back, whatever they show. Its chunks are the caller's to give back."""
+        self._check(reservation)
+        self._driver.release(reservation.address, reservation.num_chunks)
+        del self._starts[bisect_right(self._starts, reservation.address) - 1]
+        del self._reservations[reservation.address]
+        reservation._runs = reservation._given = None
+        reservation._is_protected = False
+        reservation._is_released = True
+
+    def map(self, reservation: Reservation, runs: Sequence[tuple[int, int]]) -> int:
+        """Let all of `reservation` show `runs`, accessible. Only what differs is mapped.
+
+        Args:
+            reservation: Where.
+            runs: `(first chunk, count)` in the order of the bytes; as many chunks as the reservation has.
+
+        Returns:
+            The number of chunk-sized places that show another chunk than before, or show one for the
+            first time.
+        """
+        if runs is reservation._given and not reservation._is_protected:
+            return 0
+        self._check(reservation)
+        wanted = _merged(runs)
+        if sum(run.length for run in wanted) != reservation.num_chunks:
+            raise ValueError(f"{reservation!r}: runs of {sum(run.length for run in wanted)} chunks, {list(runs)}")
+        before = reservation._runs
+        stretches = _differences(before, wanted)
+        done: list[_Stretch] = []
+        try:
+            for stretch in stretches:
+                self._driver.map(self._address(reservation, stretch), stretch.after)
+                done.append(stretch)
+            if reservation._is_protected:  # what was mapped anew is accessible; the rest is not yet
+                self._driver.protect(reservation.address, reservation.num_chunks, Access.READ_WRITE)
+        except BaseException:
+            self._undo(reservation, done)
+            raise
+        num_changed = sum(stretch.num_chunks for stretch in stretches)
+        self._num_maps += len(stretches)
+        self._num_mapped_runs += sum(len(stretch.after) for stretch in stretches)
+        self._num_remapped_chunks += num_changed if before is not None else 0
+        reservation._runs = wanted
+        reservation._given = runs if isinstance(runs, tuple) else None  # a list may change under us
+        reservation._is_protected = False
+        return num_changed
+
+    def unmap(self, reservation: Reservation) -> None:
+        """Let the reservation show nothing: a touch faults. Nothing happens if it shows nothing."""
+        self._check(reservation)
+        if reservation._runs is None:
+            return
+        self._driver.unmap(reservation.address, reservation.num_chunks)
+        reservation._runs = reservation._given = None
+        reservation._is_protected = False
+
+    def protect(self, reservation: Reservation) -> None:
+        """Keep the mapping but let a touch fault. Nothing happens if it does already."""
+        self._check(reservation)
+        if reservation._is_protected or reservation._runs is None:
+            return
+        self._driver.protect(reservation.address, reservation.num_chunks, Access.NONE)
+        reservation._is_protected = True
+
+    def unprotect(self, reservation: Reservation) -> None:
+        """Let a touch reach the mapped chunks again. Nothing happens if it does already."""
+        self._check(reservation)
+        if not reservation._is_protected:
+            return
+        self._driver.protect(reservation.address, reservation.num_chunks, Access.READ_WRITE)
+        reservation._is_protected = False
+
+    def find(self, address: int) -> Reservation | None:
+        """The reservation whose chunks hold `address`, if any."""
+        index = bisect_right(self._starts, address) - 1
+        if index < 0:
+            return None
+        reservation = self._reservations[self._starts[index]]
+        inside = address < reservation.address + reservation.num_chunks * self._driver.chunk_nbytes
+        return reservation if inside else None
+
+    def close(self) -> None:
+        """Release every reservation. Idempotent. The driver stays open: it is the caller's."""
+        for reservation in self.reservations:
+            self.release(reservation)
+
+    def _address(self, reservation: Reservation, stretch: _Stretch) -> int:
+        return reservation.address + stretch.start * self._driver.chunk_nbytes
+
+    def _undo(self, reservation: Reservation, done: Sequence[_Stretch]) -> None:
+        """Let the stretches show again what they showed before a call that failed."""
+        before = reservation._runs
+        reservation._given = None
+        if not done:
+            return
+        reservation._runs = None  # unless all of it succeeds, nothing is known, and `map` maps all anew
+        if before is None:
+            self._driver.unmap(reservation.address, reservation.num_chunks)
+            return
+        for stretch in done:
+            self._driver.map(self._address(reservation, stretch), stretch.before)
+            if reservation._is_protected:
+                self._driver.protect(self._address(reservation, stretch), stretch.num_chunks, Access.NONE)
+        reservation._runs = before
+
+    def _check(self, reservation: Reservation) -> None:
+        if self._reservations.get(reservation.address) is not reservation:
+            raise ValueError(f"{reservation!r} is not a reservation of this address space")
+
+
+class _Stretch:
+    """Neighbouring places of a reservation that must change, and to what."""
+
+    __slots__ = ("after", "before", "num_chunks", "start")
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.num_chunks = 0
+        self.before: list[Run] = []
+        self.after: list[Run] = []
+
+
+def _merged(runs: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
+    """The same chunks in the same order with neighbours in one run."""
+    merged: list[Run] = []
+    for first, length in runs:
+        if length <= 0:
+            raise ValueError(f"run ({first}, {length}): must hold a chunk")
+        if merged and merged[-1].first + merged[-1].length == first:
+            merged[-1] = Run(merged[-1].first, merged[-1].length + length)
+        else:
+            merged.append(Run(first, length))
+    return tuple(merged)
+
+
+def _differences(before: tuple[Run, ...] | None, after: tuple[Run, ...]) -> list[_Stretch]:
+    """The stretches in which two mappings of one length differ, each as long as possible."""
+    num_chunks = sum(run.length for run in after)
+    if before is None:
+        whole = _Stretch(0)
+        whole.num_chunks = num_chunks
+        whole.after = list(after)
+        return [whole]
+    stretches: list[_Stretch] = []
+    old_index = new_index = place = 0
+    old, new = before[0], after[0]
+    while place < num_chunks:
+        length = min(old.length, new.length)
+        if old.first != new.first:
+            if not stretches or stretches[-1].start + stretches[-1].num_chunks != place:
+                stretches.append(_Stretch(place))
+            stretches[-1].num_chunks += length
+            stretches[-1].before.append(Run(old.first, length))
+            stretches[-1].after.append(Run(new.first, length))
+        place += length
+        old, old_index = _rest(before, old, old_index, length)
+        new, new_index = _rest(after, new, new_index, length)
+    return stretches
+
+
+def _rest(runs: tuple[Run, ...], run: Run, index: int, length: int) -> tuple[Run, int]:
+    """What is left of `run` after `length` chunks, or the next run."""
+    if run.length > length:
+        return Run(run.first + length, run.length - length), index
+    index += 1
+    return (runs[index] if index < len(runs) else run), index

@@ -1,0 +1,508 @@
+"""The POSIX driver: chunks are offsets in one memfd, reservations are PROT_NONE addresses.
+
+See DESIGN.md, "OS and driver behaviour we rely on", for the facts behind each choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import weakref
+from bisect import bisect_right, insort
+from collections.abc import Sequence
+from typing import Self
+
+from vmm import machine
+from vmm.driver import Access, MapCountExceeded, MemoryFault
+from vmm.ranges import FreeRanges, Layout, Piece
+
+__all__ = ["PosixDriver", "Syscalls"]
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
+_MAP_NORESERVE = 0x4000
+_MAP_FIXED = 0x10
+_PROT_NONE = 0
+_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_MAX_ARENA_NBYTES = 16 << 40
+_ARENA_ALIGNMENT = 2 << 20  # so that a reservation can be backed by a huge page where the kernel has them
+_COMMIT_STEP_NBYTES = 64 << 20  # a signal interrupts fallocate and undoes it: go in steps that keep their progress
+_MAPPINGS_LEFT_TO_OTHERS = 512
+"""Mappings that we leave to the rest of the process: threads and malloc need some at any time."""
+
+_Mapped = tuple[int, Access] | None
+"""What a chunk-sized place of the arena shows: (chunk - place, access), equal for neighbours that
+the kernel keeps as one mapping; None for nothing."""
+
+
+class Syscalls:
+    """The system calls that the driver makes. Each raises OSError. Tests wrap it to make one fail."""
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        address, nbytes, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        self._mmap = getattr(libc, "mmap64", libc.mmap)
+        self._mmap.restype = ctypes.c_void_p
+        self._mmap.argtypes = (address, nbytes, number, number, number, ctypes.c_int64)
+        self._munmap = libc.munmap
+        self._munmap.argtypes = (address, nbytes)
+        self._mprotect = libc.mprotect
+        self._mprotect.argtypes = (address, nbytes, number)
+        self._madvise = libc.madvise
+        self._madvise.argtypes = (address, nbytes, number)
+
+    def memfd_create(self, name: str) -> int:
+        """A new file in memory, closed on exec."""
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+
+    def ftruncate(self, descriptor: int, nbytes: int) -> None:
+        """Set the file's length."""
+        os.ftruncate(descriptor, nbytes)
+
+    def fallocate(self, descriptor: int, offset: int, nbytes: int) -> None:
+        """Make the file's pages now."""
+        os.posix_fallocate(descriptor, offset, nbytes)
+
+    def close(self, descriptor: int) -> None:
+        """Close a file."""
+        os.close(descriptor)
+
+    def mmap(self, address: int, nbytes: int, prot: int, flags: int, descriptor: int, offset: int) -> int:
+        """Map; the address."""
+        result: int = self._mmap(address, nbytes, prot, flags, descriptor, offset)
+        if result == _MAP_FAILED:
+            raise _os_error("mmap")
+        return result
+
+    def munmap(self, address: int, nbytes: int) -> None:
+        """Unmap, addresses and all."""
+        if self._munmap(address, nbytes):
+            raise _os_error("munmap")
+
+    def mprotect(self, address: int, nbytes: int, prot: int) -> None:
+        """Change what a touch does."""
+        if self._mprotect(address, nbytes, prot):
+            raise _os_error("mprotect")
+
+    def madvise(self, address: int, nbytes: int, advice: int) -> None:
+        """Say how a range is used."""
+        if self._madvise(address, nbytes, advice):
+            raise _os_error("madvise")
+
+
+class PosixDriver:
+    """`num_chunks` chunks of `chunk_nbytes` bytes in one memory file, committed when made.
+
+    Args:
+        num_chunks: Chunks of the pool; their memory is taken from the machine at once.
+        chunk_nbytes: Size of one, a multiple of the page size.
+        arena_nbytes: Addresses to hold for reservations. By default as many as the machine
+            gives, at most 16 TiB; addresses cost no memory.
+        dontfork: A forked child does not see the pool: its touch faults (SIGSEGV). If False the
+            child shares the chunks with this process, which may reuse them at any time.
+        max_map_count: The kernel's limit on mappings; read from the kernel by default.
+        syscalls: What makes the system calls.
+
+    Raises:
+        MemoryFault: The memory or the addresses are not there. Nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        num_chunks: int,
+        chunk_nbytes: int,
+        *,
+        arena_nbytes: int | None = None,
+        dontfork: bool = True,
+        max_map_count: int | None = None,
+        syscalls: Syscalls | None = None,
+    ) -> None:
+        granularity = machine.page_nbytes()
+        if num_chunks <= 0:
+            raise ValueError(f"num_chunks={num_chunks}: must be positive")
+        if chunk_nbytes <= 0 or chunk_nbytes % granularity:
+            raise ValueError(
+                f"chunk_nbytes={chunk_nbytes}: must be a positive multiple of the page, {granularity} bytes"
+            )
+        self._num_chunks = num_chunks
+        self._chunk_nbytes = chunk_nbytes
+        self._granularity = granularity
+        self._dontfork = dontfork
+        self._sys = syscalls if syscalls is not None else Syscalls()
+        self._max_map_count = max_map_count if max_map_count is not None else machine.max_map_count()
+        self._num_mappings_unchecked = 0  # up to here we may grow before the process's mappings are counted again
+        self._is_inherited = False
+        self._descriptor = -1
+        self._whole: tuple[int, int] | None = None  # address and length of all addresses we hold
+        try:
+            self._descriptor = self._commit()
+            self._hold_addresses(arena_nbytes)
+            self._map_view()
+        except BaseException:
+            self.close()
+            raise
+        num_places = (self._arena_stop - self._arena_start) // chunk_nbytes
+        self._free_places = FreeRanges(0, num_places)
+        self._layout: Layout[_Mapped] = Layout(0, num_places, None)
+        self._reserved_starts: list[int] = []
+        self._reserved: dict[int, int] = {}
+        _live_drivers.add(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._whole is None else f"{len(self._reserved)} reservations, {self.num_mappings} mappings"
+        return f"<PosixDriver {self._num_chunks} chunks of {self._chunk_nbytes} bytes, {state}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Size of one chunk."""
+        return self._chunk_nbytes
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that exist, all with their memory."""
+        return self._num_chunks
+
+    @property
+    def view_address(self) -> int:
+        """Start of the linear view: chunk `c` is at `view_address + c * chunk_nbytes`."""
+        return self._view_address
+
+    @property
+    def arena(self) -> tuple[int, int]:
+        """`[start, stop)` of the addresses that `reserve` hands out."""
+        return self._arena_start, self._arena_stop
+
+    @property
+    def num_mappings(self) -> int:
+        """Mappings that the kernel keeps for this driver, of its limit on the whole process."""
+        return self._layout.num_pieces + 1
+
+    @property
+    def num_reserved_chunks(self) -> int:
+        """Places of the arena in reservations."""
+        return sum(self._reserved.values())
+
+    def reserve(self, num_chunks: int) -> int:
+        """A fresh range of addresses, mapped to nothing. No system call."""
+        self._check_usable()
+        place = self._free_places.take(num_chunks)
+        if place is None:
+            raise MemoryFault(
+                f"reserve({num_chunks} chunks of {self._chunk_nbytes} bytes): the arena has no such range free.\n"
+                f"  largest free range {self._free_places.largest} chunks, free in all {self._free_places.total} "
+                f"of {self._free_places.stop}\n"
+                "  Options: a larger arena_nbytes; release reservations that are no longer used; "
+                "no limit on address space (ulimit -v)."
+            )
+        insort(self._reserved_starts, place)
+        self._reserved[place] = num_chunks
+        return self._address(place)
+
+    def release(self, address: int, num_chunks: int) -> None:
+        """Give a reservation back. Unmaps what is mapped there."""
+        self._check_usable()
+        place = self._place(address, num_chunks)
+        if self._reserved.get(place) != num_chunks:
+            raise ValueError(f"release({address:#x}, {num_chunks} chunks): not a reservation")
+        if self._layout.pieces(place, place + num_chunks) != [Piece(place, place + num_chunks, None)]:
+            self.unmap(address, num_chunks)
+        del self._reserved[place]
+        del self._reserved_starts[bisect_right(self._reserved_starts, place) - 1]
+        self._free_places.give(place, num_chunks)
+
+    def map(self, address: int, runs: Sequence[tuple[int, int]]) -> None:
+        """Map runs of chunks, one after the other, at `address`, read-write."""
+        self._check_usable()
+        pieces, place = self._pieces_of_runs(address, runs)
+        self._make_room(len(pieces) + 2)  # at most: one mapping a run, and the rests of a piece at both ends
+        before = self._layout.pieces(pieces[0].start, place)
+        try:
+            for piece in pieces:
+                self._show(piece)
+            self._keep_from_children(pieces[0].start, place)
+        except BaseException as error:
+            self._restore(before)
+            if not isinstance(error, OSError):
+                raise
+            what = f"map({address:#x}, {len(runs)} runs, {place - pieces[0].start} chunks)"
+            raise self._fault(what, error) from error
+        self._layout.assign(pieces)
+
+    def unmap(self, address: int, num_chunks: int) -> None:
+        """Map nothing at the range: a touch faults. Frees its page tables."""
+        self._check_usable()
+        place = self._place_in_reservation(address, num_chunks)
+        self._make_room(2)
+        before = self._layout.pieces(place, place + num_chunks)
+        nothing: Piece[_Mapped] = Piece(place, place + num_chunks, None)
+        try:
+            self._show(nothing)
+        except BaseException as error:
+            self._restore(before)
+            if not isinstance(error, OSError):
+                raise
+            raise self._fault(f"unmap({address:#x}, {num_chunks} chunks)", error) from error
+        self._layout.assign([nothing])
+
+    def protect(self, address: int, num_chunks: int, access: Access) -> None:
+        """Change what a touch of a mapped range does; mapping and page tables stay."""
+        self._check_usable()
+        place = self._place_in_reservation(address, num_chunks)
+        before = self._layout.pieces(place, place + num_chunks)
+        after: list[Piece[_Mapped]] = []
+        for start, stop, value in before:
+            if value is None:
+                raise ValueError(
+                    f"protect({address:#x}, {num_chunks} chunks): nothing is mapped at {self._address(start):#x}"
+                )
+            after.append(Piece(start, stop, (value[0], access)))
+        self._make_room(2)
+        try:
+            self._sys.mprotect(address, num_chunks * self._chunk_nbytes, _prot(access))
+        except BaseException as error:
+            self._restore(before)
+            if not isinstance(error, OSError):
+                raise
+            raise self._fault(f"protect({address:#x}, {num_chunks} chunks, {access.value})", error) from error
+        self._layout.assign(after)
+
+    def populate(self, address: int, num_chunks: int) -> None:
+        """Make the page tables of a mapped, accessible range now."""
+        self._check_usable()
+        place = self._place_in_reservation(address, num_chunks)
+        for start, _, value in self._layout.pieces(place, place + num_chunks):
+            if value is None or value[1] is not Access.READ_WRITE:
+                raise ValueError(
+                    f"populate({address:#x}, {num_chunks} chunks): a touch of {self._address(start):#x} would fault"
+                )
+        nbytes = num_chunks * self._chunk_nbytes
+        try:
+            self._sys.madvise(address, nbytes, _MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise self._fault(f"populate({address:#x}, {num_chunks} chunks)", error) from error
+            for page in range(address, address + nbytes, self._granularity):  # Linux before 5.14
+                ctypes.string_at(page, 1)
+
+    def close(self) -> None:
+        """Unmap everything and give the memory back. Idempotent; in a forked child too."""
+        _live_drivers.discard(self)
+        whole, self._whole = self._whole, None
+        if whole is not None:
+            self._sys.munmap(*whole)
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            self._sys.close(descriptor)
+
+    def _commit(self) -> int:
+        """The memory file with all its pages."""
+        nbytes = self._num_chunks * self._chunk_nbytes
+        what = f"a pool of {self._num_chunks} chunks of {self._chunk_nbytes} bytes = {nbytes} bytes"
+        room = machine.memory_room()
+        # Beyond this the kernel kills a process instead of failing the call.
+        if nbytes > room.available_nbytes:
+            raise MemoryFault(
+                f"{what} does not fit: {room.available_nbytes} bytes are available.\n"
+                f"  {room.explanation}\n"
+                "  Options: a smaller budget; end other processes; a higher limit for the control group."
+            )
+        descriptor = -1
+        try:
+            descriptor = self._sys.memfd_create("ooc-chunks")
+            self._sys.ftruncate(descriptor, nbytes)
+            for offset in range(0, nbytes, _COMMIT_STEP_NBYTES):
+                self._sys.fallocate(descriptor, offset, min(_COMMIT_STEP_NBYTES, nbytes - offset))
+        except BaseException as error:
+            if descriptor >= 0:
+                self._sys.close(descriptor)
+            if not isinstance(error, OSError):
+                raise
+            raise MemoryFault(
+                f"{what} could not be had: {error}.\n  {room.explanation}\n  Options: a smaller budget."
+            ) from error
+        return descriptor
+
+    def _hold_addresses(self, arena_nbytes: int | None) -> None:
+        """One range for the view and, after it, the arena: as large as the machine gives."""
+        view_nbytes = _round_up(self._num_chunks * self._chunk_nbytes, _ARENA_ALIGNMENT)
+        smallest = self._num_chunks * self._chunk_nbytes
+        wanted = arena_nbytes if arena_nbytes is not None else max(_MAX_ARENA_NBYTES, smallest)
+        if wanted < self._chunk_nbytes:
+            raise ValueError(f"arena_nbytes={arena_nbytes}: less than one chunk, {self._chunk_nbytes} bytes")
+        while True:
+            nbytes = view_nbytes + wanted + _ARENA_ALIGNMENT
+            try:
+                address = self._sys.mmap(0, nbytes, _PROT_NONE, _NOTHING, -1, 0)
+                break
+            except OSError as error:
+                if arena_nbytes is None and wanted // 2 >= smallest:
+                    wanted //= 2
+                    continue
+                raise MemoryFault(
+                    f"cannot hold {nbytes} bytes of addresses ({view_nbytes} for the pool, {wanted} for "
+                    f"reservations): {error}.\n"
+                    "  Options: no limit on address space (ulimit -v); a smaller arena_nbytes; a smaller budget."
+                ) from error
+        self._whole = (address, nbytes)
+        self._view_address = _round_up(address, _ARENA_ALIGNMENT)
+        self._arena_start = self._view_address + view_nbytes
+        self._arena_stop = self._arena_start + wanted // self._chunk_nbytes * self._chunk_nbytes
+
+    def _map_view(self) -> None:
+        nbytes = self._num_chunks * self._chunk_nbytes
+        flags = mmap.MAP_SHARED | _MAP_FIXED
+        try:
+            self._sys.mmap(self._view_address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, self._descriptor, 0)
+            if self._dontfork:
+                self._sys.madvise(self._view_address, nbytes, mmap.MADV_DONTFORK)
+        except OSError as error:
+            raise self._fault(f"the linear view of {nbytes} bytes", error) from error
+
+    def _pieces_of_runs(self, address: int, runs: Sequence[tuple[int, int]]) -> tuple[list[Piece[_Mapped]], int]:
+        """The pieces that `runs` make at `address`, neighbours merged, and the place where they end."""
+        if not runs:
+            raise ValueError(f"map({address:#x}): no runs")
+        place = self._place_in_reservation(address, sum(count for _, count in runs))
+        pieces: list[Piece[_Mapped]] = []
+        for first, count in runs:
+            if first < 0 or count <= 0 or first + count > self._num_chunks:
+                raise ValueError(
+                    f"map({address:#x}): run ({first}, {count}) is not inside the pool of {self._num_chunks} chunks"
+                )
+            value: _Mapped = (first - place, Access.READ_WRITE)
+            if pieces and pieces[-1].value == value:
+                pieces[-1] = Piece(pieces[-1].start, place + count, value)
+            else:
+                pieces.append(Piece(place, place + count, value))
+            place += count
+        return pieces, place
+
+    def _show(self, piece: Piece[_Mapped]) -> None:
+        """Let the addresses of `piece` show what it says, in place of what they show now."""
+        address = self._address(piece.start)
+        nbytes = (piece.stop - piece.start) * self._chunk_nbytes
+        if piece.value is None:
+            self._sys.mmap(address, nbytes, _PROT_NONE, _NOTHING | _MAP_FIXED, -1, 0)
+            return
+        delta, access = piece.value
+        offset = (piece.start + delta) * self._chunk_nbytes
+        self._sys.mmap(address, nbytes, _prot(access), mmap.MAP_SHARED | _MAP_FIXED, self._descriptor, offset)
+
+    def _keep_from_children(self, start: int, stop: int) -> None:
+        if self._dontfork:
+            self._sys.madvise(self._address(start), (stop - start) * self._chunk_nbytes, mmap.MADV_DONTFORK)
+
+    def _restore(self, pieces: Sequence[Piece[_Mapped]]) -> None:
+        """Undo: let addresses show again what the layout says that they show."""
+        try:
+            for piece in pieces:
+                self._show(piece)
+                if piece.value is not None:
+                    self._keep_from_children(piece.start, piece.stop)
+        except OSError as error:
+            first, last = self._address(pieces[0].start), self._address(pieces[-1].stop)
+            raise self._fault(
+                f"[{first:#x}, {last:#x}) could not be put back after a failed call; what it shows is unknown", error
+            ) from error
+
+    def _make_room(self, num_added: int) -> None:
+        """Check that `num_added` more mappings stay within the kernel's limit.
+
+        Counting the process's mappings takes milliseconds, so it is done again only when we have
+        taken half of what the last count left free.
+        """
+        if self.num_mappings + num_added <= self._num_mappings_unchecked:
+            return
+        present = machine.map_count()
+        free = self._max_map_count - _MAPPINGS_LEFT_TO_OTHERS - present - num_added
+        if free < 0:
+            self._num_mappings_unchecked = 0
+            raise MapCountExceeded(
+                f"the process has {present} memory mappings, {self.num_mappings} of them for the pool; {num_added} "
+                f"more would leave less than {_MAPPINGS_LEFT_TO_OTHERS} of the kernel's limit, vm.max_map_count = "
+                f"{self._max_map_count}, to the rest of the process.\n"
+                f"  Options: larger chunks (now {self._chunk_nbytes} bytes); a higher limit: "
+                f"sysctl -w vm.max_map_count={max(262144, 4 * self._max_map_count)} (as root)."
+            )
+        self._num_mappings_unchecked = self.num_mappings + num_added + free // 2
+
+    def _check_usable(self) -> None:
+        if self._whole is None:
+            raise MemoryFault("the driver is closed")
+        if self._is_inherited:
+            raise MemoryFault("this process was forked from the one that owns the pool; it cannot use it")
+
+    def _address(self, place: int) -> int:
+        return self._arena_start + place * self._chunk_nbytes
+
+    def _place(self, address: int, num_chunks: int) -> int:
+        place, rest = divmod(address - self._arena_start, self._chunk_nbytes)
+        if rest or num_chunks <= 0:
+            raise ValueError(f"{num_chunks} chunks at {address:#x}: not whole chunks of the arena")
+        return place
+
+    def _place_in_reservation(self, address: int, num_chunks: int) -> int:
+        place = self._place(address, num_chunks)
+        index = bisect_right(self._reserved_starts, place) - 1
+        start = self._reserved_starts[index] if index >= 0 else -1
+        if start < 0 or place + num_chunks > start + self._reserved[start]:
+            raise ValueError(f"{num_chunks} chunks at {address:#x}: not inside one reservation")
+        return place
+
+    def _fault(self, what: str, error: OSError) -> MemoryFault:
+        message = f"{what}: {error}."
+        if error.errno == errno.ENOMEM:
+            with contextlib.suppress(OSError):
+                message += f" The process has {machine.map_count()} of {self._max_map_count} memory mappings."
+            message += "\n  Options: larger chunks; a higher vm.max_map_count; no limit on address space (ulimit -v)."
+        return MemoryFault(message)
+
+    def _become_inherited(self) -> None:
+        """In a forked child: let every address of ours fault, and let go of the memory.
+
+        The kernel has left holes where the pool was mapped (MADV_DONTFORK). They must not stay
+        holes: the child's own allocations could land there, and a stale pointer would read them.
+        """
+        self._is_inherited = True
+        if self._whole is not None and self._dontfork:
+            self._sys.mmap(*self._whole, _PROT_NONE, _NOTHING | _MAP_FIXED, -1, 0)
+            descriptor, self._descriptor = self._descriptor, -1
+            self._sys.close(descriptor)
+
+
+def _prot(access: Access) -> int:
+    return _PROT_NONE if access is Access.NONE else mmap.PROT_READ | mmap.PROT_WRITE
+
+
+def _round_up(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment
+
+
+def _os_error(call: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, f"{call}: {os.strerror(code)}")
+
+
+_live_drivers: weakref.WeakSet[PosixDriver] = weakref.WeakSet()
+"""Drivers that a fork must take from the child; a hook of the interpreter cannot be removed."""
+
+
+def _after_fork_in_child() -> None:
+    for driver in list(_live_drivers):
+        driver._become_inherited()
+
+
+if sys.platform != "linux":
+    raise ImportError(f"vmm.posix needs Linux (memfd_create, MADV_DONTFORK); this is {sys.platform}")
+os.register_at_fork(after_in_child=_after_fork_in_child)
