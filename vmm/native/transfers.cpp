@@ -1,0 +1,579 @@
+// The transfer engine: threads that move memory to and from files, without the GIL.
+//
+// A job copies a list of memory segments to or from one contiguous range of a file. Its ticket is a
+// number; it may wait for earlier tickets before it starts. Jobs that wait sit in no queue, so a
+// blocked read holds up no read behind it; and since a job can only wait for tickets given out
+// before its own, waiting cannot go in a circle. Ready jobs are served in ticket order, each cut
+// into pieces so that all threads of its direction share one large transfer.
+//
+// One mutex guards all books. No I/O, no sleep and no call into Python happens under it.
+// Spoken to from vmm/transfers.py through ctypes; knows neither Python nor torch.
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <new>
+#include <set>
+#include <unordered_map>
+#include <vector>
+
+#define OOC_API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+enum Kind : int { kWrite = 0, kRead = 1, kNumKinds = 2 };
+
+constexpr int kDropCache = 1;              // flag of a job: leave nothing of it in the page cache
+constexpr size_t kNumFailuresKept = 4096;  // failed tickets that can still be asked about
+constexpr size_t kNumRecordsKept = 16384;  // finished tickets in the timeline, oldest dropped first
+
+// What Python sees; the layouts are repeated in vmm/transfers.py.
+struct Failure {
+  int32_t error;  // errno; 0: none
+  int32_t kind;
+  int64_t ticket;  // of the job that failed first; a dependent carries its predecessor's failure
+  int64_t offset;  // in the file, of the call that failed
+  int64_t nbytes;  // of that call
+};
+
+struct Record {
+  int64_t ticket, kind, nbytes, submit_ns, start_ns, stop_ns, error;
+};
+
+struct Statistics {
+  int64_t num_jobs[kNumKinds], nbytes[kNumKinds], num_calls[kNumKinds];
+  int64_t busy_ns[kNumKinds];  // at least one call was under way
+  int64_t call_ns[kNumKinds];  // summed over calls
+  int64_t num_pending, num_records_lost;
+};
+
+struct Faults {  // for tests
+  int64_t calls_until_failure;  // 1: the next call fails; 0: none will
+  int32_t error;
+  int32_t kind;          // kWrite, kRead, or kNumKinds for either
+  int64_t delay_ns;      // before each call
+  int64_t call_nbytes;   // a call moves at most this many bytes; 0: no limit
+};
+
+struct Job {
+  int64_t ticket = 0;
+  Kind kind = kWrite;
+  int fd = -1;
+  int flags = 0;
+  int64_t offset = 0;  // in the file, of the next piece
+  std::vector<iovec> segments;
+  size_t segment = 0, within = 0;  // where the next piece starts
+  int64_t left_nbytes = 0;         // not yet handed out in pieces
+  int64_t nbytes = 0;
+  int num_pieces = 0;   // handed out and not finished
+  int num_waiting = 0;  // predecessors not finished
+  std::vector<int64_t> dependents;
+  Failure failure{};
+  int64_t submit_ns = 0, start_ns = 0;
+};
+
+struct Piece {
+  int64_t offset = 0;
+  size_t nbytes = 0;
+  std::vector<iovec> segments;
+};
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
+}
+
+void sleep_ns(int64_t ns) {
+  timespec t{time_t(ns / 1000000000), long(ns % 1000000000)};
+  while (nanosleep(&t, &t) && errno == EINTR) {
+  }
+}
+
+class Lock {
+ public:
+  explicit Lock(pthread_mutex_t& mutex) : mutex_(mutex) { pthread_mutex_lock(&mutex_); }
+  ~Lock() { pthread_mutex_unlock(&mutex_); }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+
+ private:
+  pthread_mutex_t& mutex_;
+};
+
+class Engine {
+ public:
+  explicit Engine(int64_t piece_nbytes) : pid_(getpid()), piece_nbytes_(piece_nbytes) {
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    for (auto& condition : has_work_) pthread_cond_init(&condition, &attributes);
+    pthread_cond_init(&finished_, &attributes);
+    pthread_condattr_destroy(&attributes);
+  }
+
+  // Starts the threads. An errno, with those that did start stopped again, if one cannot be made.
+  int start(const int num_threads[kNumKinds]) {
+    // Signals belong to Python's main thread.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = 0;
+    for (int kind = 0; kind < kNumKinds && !error; ++kind) {
+      for (int i = 0; i < num_threads[kind] && !error; ++i) {
+        pthread_t thread;
+        error = pthread_create(&thread, nullptr, kind == kWrite ? &run_writer : &run_reader, this);
+        if (error) break;
+        pthread_setname_np(thread, kind == kWrite ? "ooc-write" : "ooc-read");
+        threads_.push_back(thread);
+      }
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    if (error) close();
+    return error;
+  }
+
+  bool is_inherited() const { return getpid() != pid_; }
+
+  int64_t submit(Kind kind, int fd, int64_t offset, int flags, const uint64_t* segments, int num_segments,
+                 const int64_t* after, int num_after) {
+    int64_t nbytes = 0;
+    for (int i = 0; i < num_segments; ++i) nbytes += int64_t(segments[2 * i + 1]);
+    if (nbytes <= 0 || offset < 0) return -EINVAL;
+    bool is_ready = false;
+    int64_t ticket;
+    {
+      Lock lock(mutex_);
+      if (is_closing_) return -ESHUTDOWN;
+      for (int i = 0; i < num_after; ++i)
+        if (after[i] <= 0 || after[i] >= next_ticket_) return -ENOENT;
+      std::unique_ptr<Job> job = spare_job();
+      ticket = next_ticket_++;
+      job->ticket = ticket;
+      job->kind = kind;
+      job->fd = fd;
+      job->flags = flags;
+      job->offset = offset;
+      job->segments.resize(num_segments);
+      for (int i = 0; i < num_segments; ++i)
+        job->segments[i] = {reinterpret_cast<void*>(segments[2 * i]), size_t(segments[2 * i + 1])};
+      job->left_nbytes = job->nbytes = nbytes;
+      job->submit_ns = now_ns();
+      for (int i = 0; i < num_after && !job->failure.error; ++i) {
+        auto found = jobs_.find(after[i]);
+        if (found != jobs_.end()) {
+          found->second->dependents.push_back(ticket);
+          ++job->num_waiting;
+        } else {
+          auto failed = failures_.find(after[i]);
+          if (failed != failures_.end()) job->failure = failed->second;
+        }
+      }
+      Job& entered = *job;
+      jobs_.emplace(ticket, std::move(job));
+      if (entered.failure.error) {
+        finish(entered);
+      } else if (entered.num_waiting == 0) {
+        ready_[kind].insert(ticket);
+        is_ready = true;
+      }
+    }
+    if (is_ready) wake(kind, nbytes);
+    return ticket;
+  }
+
+  // 0: not finished; 1: finished well; 2: failed; -ENOENT: never given out.
+  int state(int64_t ticket) {
+    Lock lock(mutex_);
+    return state_locked(ticket);
+  }
+
+  // As `state`, after waiting up to `timeout_ns` for it to be other than 0.
+  int wait(int64_t ticket, int64_t timeout_ns) {
+    timespec deadline = deadline_after(timeout_ns);
+    Lock lock(mutex_);
+    int state;
+    while ((state = state_locked(ticket)) == 0)
+      if (pthread_cond_timedwait(&finished_, &mutex_, &deadline) == ETIMEDOUT) return state_locked(ticket);
+    return state;
+  }
+
+  // 1 when nothing is pending, 0 after the timeout.
+  int wait_idle(int64_t timeout_ns) {
+    timespec deadline = deadline_after(timeout_ns);
+    Lock lock(mutex_);
+    while (!jobs_.empty())
+      if (pthread_cond_timedwait(&finished_, &mutex_, &deadline) == ETIMEDOUT) return jobs_.empty();
+    return 1;
+  }
+
+  int failure(int64_t ticket, Failure* out) {
+    Lock lock(mutex_);
+    auto found = failures_.find(ticket);
+    if (found == failures_.end()) return -ENOENT;
+    *out = found->second;
+    return 0;
+  }
+
+  void statistics(Statistics* out) {
+    Lock lock(mutex_);
+    *out = statistics_;
+    out->num_pending = int64_t(jobs_.size());
+    for (int kind = 0; kind < kNumKinds; ++kind)
+      if (num_calls_under_way_[kind]) out->busy_ns[kind] += now_ns() - busy_since_ns_[kind];
+  }
+
+  int64_t take_records(Record* out, int64_t capacity) {
+    Lock lock(mutex_);
+    int64_t n = std::min<int64_t>(capacity, int64_t(records_.size()));
+    std::copy(records_.begin(), records_.begin() + n, out);
+    records_.erase(records_.begin(), records_.begin() + n);
+    return n;
+  }
+
+  void set_faults(const Faults& faults) {
+    Lock lock(mutex_);
+    faults_ = faults;
+  }
+
+  // Jobs that have not started fail with ECANCELED; calls under way are finished; threads are joined.
+  void close() {
+    {
+      Lock lock(mutex_);
+      is_closing_ = true;
+      std::vector<int64_t> tickets;
+      for (auto& entry : jobs_) tickets.push_back(entry.first);
+      for (int64_t ticket : tickets) {
+        auto found = jobs_.find(ticket);
+        if (found == jobs_.end()) continue;
+        Job& job = *found->second;
+        if (!job.failure.error) job.failure = {ECANCELED, job.kind, ticket, job.offset, job.left_nbytes};
+        ready_[job.kind].erase(ticket);
+        job.left_nbytes = 0;
+        if (job.num_pieces == 0) finish(job);
+      }
+    }
+    for (auto& condition : has_work_) pthread_cond_broadcast(&condition);
+    std::vector<pthread_t> threads;
+    {
+      Lock lock(mutex_);
+      threads.swap(threads_);  // so that of two that close at once, one joins
+    }
+    for (pthread_t thread : threads) pthread_join(thread, nullptr);
+    pthread_cond_broadcast(&finished_);
+  }
+
+ private:
+  static void* run_writer(void* engine) { return static_cast<Engine*>(engine)->work(kWrite); }
+  static void* run_reader(void* engine) { return static_cast<Engine*>(engine)->work(kRead); }
+
+  static timespec deadline_after(int64_t ns) {
+    int64_t at = now_ns() + ns;
+    return {time_t(at / 1000000000), long(at % 1000000000)};
+  }
+
+  void* work(Kind kind) {
+    Piece piece;
+    piece.segments.reserve(IOV_MAX);
+    for (;;) {
+      Job* job;
+      int fd, flags;
+      {
+        Lock lock(mutex_);
+        while (ready_[kind].empty() && !is_closing_) pthread_cond_wait(&has_work_[kind], &mutex_);
+        if (ready_[kind].empty()) return nullptr;
+        job = jobs_.at(*ready_[kind].begin()).get();
+        cut_piece(*job, piece);
+        fd = job->fd;
+        flags = job->flags;
+        if (job->left_nbytes == 0) ready_[kind].erase(job->ticket);
+      }
+      Failure failure = transfer(kind, fd, flags, piece);
+      {
+        Lock lock(mutex_);
+        --job->num_pieces;
+        if (failure.error && !job->failure.error) {
+          failure.ticket = job->ticket;
+          job->failure = failure;
+          job->left_nbytes = 0;  // the rest of it need not start
+          ready_[kind].erase(job->ticket);
+        }
+        if (job->num_pieces == 0 && job->left_nbytes == 0) finish(*job);
+      }
+    }
+  }
+
+  // Moves the start of what is left of `job` into `piece`.
+  void cut_piece(Job& job, Piece& piece) {
+    if (job.start_ns == 0) job.start_ns = now_ns();
+    piece.offset = job.offset;
+    piece.segments.clear();
+    piece.nbytes = 0;
+    while (job.left_nbytes > 0 && piece.nbytes < size_t(piece_nbytes_) && piece.segments.size() < IOV_MAX) {
+      const iovec& segment = job.segments[job.segment];
+      size_t nbytes = std::min(segment.iov_len - job.within, size_t(piece_nbytes_) - piece.nbytes);
+      if (nbytes > 0) piece.segments.push_back({static_cast<char*>(segment.iov_base) + job.within, nbytes});
+      piece.nbytes += nbytes;
+      job.within += nbytes;
+      job.left_nbytes -= int64_t(nbytes);
+      if (job.within == segment.iov_len) {
+        ++job.segment;
+        job.within = 0;
+      }
+    }
+    job.offset += int64_t(piece.nbytes);
+    ++job.num_pieces;
+  }
+
+  // Does the I/O of one piece, in as many calls as it takes.
+  Failure transfer(Kind kind, int fd, int flags, Piece& piece) {
+    iovec* next = piece.segments.data();
+    int count = int(piece.segments.size());
+    int64_t offset = piece.offset;
+    size_t left = piece.nbytes;
+    while (left > 0) {
+      ssize_t moved = call(kind, fd, next, count, offset);
+      if (moved < 0 && errno == EINTR) continue;
+      if (moved == 0) errno = EIO;  // a read past the end of the file, or a device that takes nothing
+      if (moved <= 0) return {errno, kind, 0, offset, int64_t(left)};
+      offset += moved;
+      left -= size_t(moved);
+      for (size_t rest = size_t(moved); rest > 0;) {
+        size_t step = std::min(rest, next->iov_len);
+        next->iov_base = static_cast<char*>(next->iov_base) + step;
+        next->iov_len -= step;
+        rest -= step;
+        if (next->iov_len == 0) {
+          ++next;
+          --count;
+        }
+      }
+    }
+    if (flags & kDropCache) return drop_cache(kind, fd, piece);
+    return {};
+  }
+
+  // One system call, counted and timed. errno is the caller's to read.
+  ssize_t call(Kind kind, int fd, iovec* segments, int count, int64_t offset) {
+    int64_t delay_ns;
+    iovec first{};
+    {
+      Lock lock(mutex_);
+      delay_ns = faults_.delay_ns;
+      bool counts = faults_.kind == kNumKinds || faults_.kind == kind;
+      if (counts && faults_.calls_until_failure > 0 && --faults_.calls_until_failure == 0) {
+        errno = faults_.error;
+        return -1;
+      }
+      if (faults_.call_nbytes > 0) {
+        first = {segments->iov_base, std::min(segments->iov_len, size_t(faults_.call_nbytes))};
+        segments = &first;
+        count = 1;
+      }
+      if (num_calls_under_way_[kind]++ == 0) busy_since_ns_[kind] = now_ns();
+    }
+    int64_t start_ns = now_ns();
+    if (delay_ns > 0) sleep_ns(delay_ns);
+    ssize_t moved =
+        kind == kWrite ? pwritev(fd, segments, count, offset) : preadv(fd, segments, count, offset);
+    int error = errno;
+    {
+      Lock lock(mutex_);
+      int64_t stop_ns = now_ns();
+      statistics_.call_ns[kind] += stop_ns - start_ns;
+      if (--num_calls_under_way_[kind] == 0) statistics_.busy_ns[kind] += stop_ns - busy_since_ns_[kind];
+      ++statistics_.num_calls[kind];
+      if (moved > 0) statistics_.nbytes[kind] += moved;
+    }
+    errno = error;
+    return moved;
+  }
+
+  // Without O_DIRECT: have the bytes on the device and their pages out of the cache.
+  static Failure drop_cache(Kind kind, int fd, const Piece& piece) {
+    int64_t nbytes = int64_t(piece.nbytes);
+    if (kind == kWrite) {
+      constexpr unsigned kAll = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+      while (sync_file_range(fd, piece.offset, nbytes, kAll)) {
+        if (errno == EINTR) continue;
+        return {errno, kind, 0, piece.offset, nbytes};
+      }
+    }
+    posix_fadvise(fd, piece.offset, nbytes, POSIX_FADV_DONTNEED);  // advice: its failure loses nothing
+    return {};
+  }
+
+  // Takes `job` out of the books, and lets go, or fails, what waited for it.
+  void finish(Job& job) {
+    std::vector<int64_t> tickets{job.ticket};  // a failure spreads to dependents of dependents
+    bool wakes[kNumKinds] = {false, false};
+    while (!tickets.empty()) {
+      auto found = jobs_.find(tickets.back());
+      tickets.pop_back();
+      if (found == jobs_.end()) continue;
+      std::unique_ptr<Job> done = std::move(found->second);
+      jobs_.erase(found);
+      note(*done);
+      for (int64_t ticket : done->dependents) {
+        auto dependent = jobs_.find(ticket);
+        if (dependent == jobs_.end()) continue;
+        Job& waiting = *dependent->second;
+        --waiting.num_waiting;
+        if (done->failure.error && !waiting.failure.error) {
+          waiting.failure = done->failure;
+          tickets.push_back(ticket);
+        } else if (waiting.num_waiting == 0 && !waiting.failure.error) {
+          ready_[waiting.kind].insert(ticket);
+          wakes[waiting.kind] = true;
+        }
+      }
+      spare_.push_back(std::move(done));
+    }
+    for (int kind = 0; kind < kNumKinds; ++kind)
+      if (wakes[kind]) pthread_cond_broadcast(&has_work_[kind]);
+    pthread_cond_broadcast(&finished_);
+  }
+
+  void note(const Job& job) {
+    if (job.failure.error) {
+      failures_[job.ticket] = job.failure;
+      failure_order_.push_back(job.ticket);
+      if (failure_order_.size() > kNumFailuresKept) {
+        failures_.erase(failure_order_.front());
+        failure_order_.pop_front();
+      }
+    }
+    ++statistics_.num_jobs[job.kind];
+    if (records_.size() == kNumRecordsKept) {
+      records_.pop_front();
+      ++statistics_.num_records_lost;
+    }
+    int64_t stop_ns = now_ns();
+    records_.push_back({job.ticket, job.kind, job.nbytes, job.submit_ns, job.start_ns ? job.start_ns : stop_ns,
+                        stop_ns, job.failure.error});
+  }
+
+  int state_locked(int64_t ticket) const {
+    if (ticket <= 0 || ticket >= next_ticket_) return -ENOENT;
+    if (jobs_.count(ticket)) return 0;
+    return failures_.count(ticket) ? 2 : 1;
+  }
+
+  void wake(Kind kind, int64_t nbytes) {
+    if (nbytes > piece_nbytes_)
+      pthread_cond_broadcast(&has_work_[kind]);
+    else
+      pthread_cond_signal(&has_work_[kind]);
+  }
+
+  std::unique_ptr<Job> spare_job() {
+    if (spare_.empty()) return std::make_unique<Job>();
+    std::unique_ptr<Job> job = std::move(spare_.back());
+    spare_.pop_back();
+    job->dependents.clear();
+    job->segment = job->within = 0;
+    job->num_pieces = job->num_waiting = 0;
+    job->failure = {};
+    job->start_ns = 0;
+    return job;
+  }
+
+  const pid_t pid_;
+  const int64_t piece_nbytes_;
+  pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
+  pthread_cond_t has_work_[kNumKinds];
+  pthread_cond_t finished_;
+  std::vector<pthread_t> threads_;
+
+  bool is_closing_ = false;
+  int64_t next_ticket_ = 1;
+  std::unordered_map<int64_t, std::unique_ptr<Job>> jobs_;  // not finished
+  std::set<int64_t> ready_[kNumKinds];                      // waiting for nothing, with bytes not yet handed out
+  std::vector<std::unique_ptr<Job>> spare_;
+  std::unordered_map<int64_t, Failure> failures_;
+  std::deque<int64_t> failure_order_;
+  std::deque<Record> records_;
+  Statistics statistics_{};
+  int num_calls_under_way_[kNumKinds] = {0, 0};
+  int64_t busy_since_ns_[kNumKinds] = {0, 0};
+  Faults faults_{};
+};
+
+// Runs `body` unless the engine belongs to another process, whose threads do not exist here.
+template <typename Body>
+int64_t guarded(void* handle, Body body) {
+  Engine* engine = static_cast<Engine*>(handle);
+  if (engine->is_inherited()) return -ECHILD;
+  try {
+    return body(*engine);
+  } catch (const std::bad_alloc&) {
+    return -ENOMEM;
+  }
+}
+
+}  // namespace
+
+OOC_API void* ooc_transfers_open(int num_writers, int num_readers, int64_t piece_nbytes, int* error) {
+  auto engine = std::unique_ptr<Engine>(new (std::nothrow) Engine(piece_nbytes));
+  const int num_threads[kNumKinds] = {num_writers, num_readers};
+  *error = engine ? engine->start(num_threads) : ENOMEM;
+  return *error ? nullptr : engine.release();
+}
+
+OOC_API int64_t ooc_transfers_submit(void* handle, int kind, int fd, int64_t offset, int flags, const uint64_t* segments,
+                                     int num_segments, const int64_t* after, int num_after) {
+  return guarded(handle, [&](Engine& engine) {
+    return engine.submit(Kind(kind), fd, offset, flags, segments, num_segments, after, num_after);
+  });
+}
+
+OOC_API int64_t ooc_transfers_state(void* handle, int64_t ticket) {
+  return guarded(handle, [&](Engine& engine) { return int64_t(engine.state(ticket)); });
+}
+
+OOC_API int64_t ooc_transfers_wait(void* handle, int64_t ticket, int64_t timeout_ns) {
+  return guarded(handle, [&](Engine& engine) { return int64_t(engine.wait(ticket, timeout_ns)); });
+}
+
+OOC_API int64_t ooc_transfers_wait_idle(void* handle, int64_t timeout_ns) {
+  return guarded(handle, [&](Engine& engine) { return int64_t(engine.wait_idle(timeout_ns)); });
+}
+
+OOC_API int64_t ooc_transfers_failure(void* handle, int64_t ticket, Failure* out) {
+  return guarded(handle, [&](Engine& engine) { return int64_t(engine.failure(ticket, out)); });
+}
+
+OOC_API int64_t ooc_transfers_statistics(void* handle, Statistics* out) {
+  return guarded(handle, [&](Engine& engine) { return engine.statistics(out), int64_t(0); });
+}
+
+OOC_API int64_t ooc_transfers_take_records(void* handle, Record* out, int64_t capacity) {
+  return guarded(handle, [&](Engine& engine) { return engine.take_records(out, capacity); });
+}
+
+OOC_API int64_t ooc_transfers_set_faults(void* handle, const Faults* faults) {
+  return guarded(handle, [&](Engine& engine) { return engine.set_faults(*faults), int64_t(0); });
+}
+
+// Joins the threads. Idempotent; calls that come later are refused, and the handle stays valid.
+OOC_API int64_t ooc_transfers_close(void* handle) {
+  return guarded(handle, [&](Engine& engine) { return engine.close(), int64_t(0); });
+}
+
+// Frees a closed engine that no thread can reach any more. In a forked child nothing is freed: the
+// mutex may have been held at the fork.
+OOC_API void ooc_transfers_free(void* handle) {
+  if (!static_cast<Engine*>(handle)->is_inherited()) delete static_cast<Engine*>(handle);
+}
