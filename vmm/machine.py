@@ -6,6 +6,7 @@ a test can show another machine.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -14,6 +15,8 @@ __all__ = [
     "CgroupMemory",
     "MemoryRoom",
     "cgroup_memory",
+    "file_system_name",
+    "is_in_memory",
     "map_count",
     "max_map_count",
     "meminfo_nbytes",
@@ -24,6 +27,8 @@ __all__ = [
 _ROOT = Path("/")
 _UNLIMITED_NBYTES = 1 << 60
 """cgroup v1 has no word for "no limit"; it shows a number close to 2**63."""
+_MEMORY_FILE_SYSTEMS = frozenset({0x01021994, 0x858458F6, 0x958458F6})
+"""statfs's magic numbers of tmpfs, ramfs and hugetlbfs (linux/magic.h)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,3 +206,25 @@ def _read_cgroup(version: int, directory: Path) -> CgroupMemory | None:
         reclaimable_nbytes=int(stat.get(f"{prefix}inactive_file", 0)) + int(stat.get(f"{prefix}active_file", 0)),
         num_processes=num_processes,
     )
+
+
+def file_system_name(directory: Path | str, root: Path = _ROOT) -> str:
+    """The type of the file system that holds `directory`, as in /proc/mounts ("ext4"); "unknown" if not found."""
+    path = PurePosixPath(os.path.realpath(directory))
+    best: tuple[int, str] = (-1, "unknown")
+    for line in (root / "proc/self/mountinfo").read_text().splitlines():
+        fields, _, tail = line.partition(" - ")
+        point = PurePosixPath(fields.split()[4].replace("\\040", " "))
+        if path.is_relative_to(point) and len(point.parts) >= best[0]:  # the later of equals covers the earlier
+            best = (len(point.parts), tail.split()[0])
+    return best[1]
+
+
+def is_in_memory(directory: Path | str) -> bool:
+    """Whether files in `directory` are kept in memory (tmpfs, ramfs, hugetlbfs), by statfs."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    buffer = (ctypes.c_long * 64)()  # struct statfs is at most 120 bytes; f_type is its first word
+    if libc.statfs(os.fsencode(directory), ctypes.byref(buffer)):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(directory))
+    return (buffer[0] & 0xFFFFFFFF) in _MEMORY_FILE_SYSTEMS

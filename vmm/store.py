@@ -1,0 +1,626 @@
+"""Where evicted bytes live: an unlinked file, with transfers in flight both ways.
+
+The file has no name, so nothing is left behind however the process ends. Its space is allocated
+before it is promised, so a full disk is an error when a slot is allocated, never in mid-step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import addressof, c_char, memmove
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from vmm import machine
+from vmm.ranges import FreeRanges
+from vmm.transfers import Direction, Segments, TransferEngine, TransferStatistics
+
+__all__ = ["FileStore", "Slot", "StoreError", "StoreFull", "StoreSpeed", "StoreUnavailable", "Transfer"]
+
+_log = logging.getLogger(__name__)
+
+_BLOCK_NBYTES = 4096
+"""Alignment of every extent and transfer: O_DIRECT needs the device's logical block, at most this."""
+_GROWTH_NBYTES = 64 << 20
+"""The file grows by at least this, so that a session of many small variables makes few calls."""
+_PROBE_FILE_NBYTES = 32 << 20
+_PROBE_JOB_NBYTES = 1 << 20
+_PROBE_PHASE_NS = 70_000_000
+_NO_TMPFILE_ERRORS = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
+_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class StoreError(RuntimeError):
+    """The store cannot do what was asked."""
+
+
+class StoreUnavailable(StoreError):
+    """No store can be made in the directory.
+
+    Attributes:
+        directory: The directory.
+    """
+
+    def __init__(self, message: str, *, directory: str) -> None:
+        super().__init__(message)
+        self.directory = directory
+
+
+class StoreFull(StoreError):
+    """The file system has no room for another slot. Nothing was changed.
+
+    Attributes:
+        needed_nbytes: What the file would have had to grow by.
+        free_nbytes: What the file system has left.
+    """
+
+    def __init__(self, message: str, *, needed_nbytes: int, free_nbytes: int) -> None:
+        super().__init__(message)
+        self.needed_nbytes = needed_nbytes
+        self.free_nbytes = free_nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSpeed:
+    """What a store was measured to do.
+
+    Attributes:
+        write_bytes_per_s: Writing alone.
+        read_bytes_per_s: Reading alone.
+        write_together_bytes_per_s: Writing while reading as fast as possible.
+        read_together_bytes_per_s: Reading meanwhile.
+    """
+
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    write_together_bytes_per_s: float
+    read_together_bytes_per_s: float
+
+
+class Slot:
+    """An extent of the store's file. Made and freed by its `FileStore` alone."""
+
+    __slots__ = ("_is_freed", "_last_write", "_reads", "capacity_nbytes", "nbytes", "offset")
+
+    def __init__(self, offset: int, nbytes: int, capacity_nbytes: int) -> None:
+        self.offset = offset
+        """Where it begins in the file."""
+        self.nbytes = nbytes
+        """Bytes asked for."""
+        self.capacity_nbytes = capacity_nbytes
+        """Bytes that it has: `nbytes` rounded up to 4096."""
+        self._last_write: int | None = None
+        self._reads: list[int] = []  # tickets of reads since the last write
+        self._is_freed = False
+
+    def __repr__(self) -> str:
+        state = ", freed" if self._is_freed else ", empty" if self._last_write is None else ""
+        return f"<Slot of {self.nbytes} bytes at {self.offset}{state}>"
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether it was given back; then it must not be used."""
+        return self._is_freed
+
+
+class Transfer:
+    """A write or read under way. `done` never blocks; `wait` raises what went wrong."""
+
+    __slots__ = ("_engine", "nbytes", "ticket")
+
+    def __init__(self, engine: TransferEngine, ticket: int, nbytes: int) -> None:
+        self._engine = engine
+        self.ticket = ticket
+        """Its number: later transfers have larger ones."""
+        self.nbytes = nbytes
+        """Bytes moved, rounded up to 4096."""
+
+    def __repr__(self) -> str:
+        return f"<Transfer {self.ticket} of {self.nbytes} bytes>"
+
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._engine.done(self.ticket)
+
+    def wait(self) -> None:
+        """Block until it is over, without the GIL. Raises `vmm.transfers.TransferError` if it failed."""
+        self._engine.wait(self.ticket)
+
+
+class FileStore:
+    """Slots in one unlinked file.
+
+    Transfers of one slot are ordered by the store: a read waits for the slot's last write (and fails
+    if that failed), a write for the reads and writes before it. Calls are made by one thread at a
+    time; a `Transfer` may be waited for on any.
+
+    Args:
+        directory: Where the file is. By default $OOC_STORE, else $TMPDIR, /var/tmp or the current
+            directory, the first that is not kept in memory.
+        num_threads: Threads that write, and as many that read.
+        direct: Use O_DIRECT, so that the page cache does not fill with evicted bytes. Where the
+            file system cannot, each transfer syncs and drops its pages instead, which is slower.
+        allow_memory: Accept a directory whose files are kept in memory (tmpfs).
+        growth_nbytes: The file grows by at least this much.
+
+    Raises:
+        StoreUnavailable: The directory is missing, is not one, cannot be written, or is in memory.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path | None = None,
+        *,
+        num_threads: int = 2,
+        direct: bool = True,
+        allow_memory: bool = False,
+        growth_nbytes: int = _GROWTH_NBYTES,
+    ) -> None:
+        if growth_nbytes <= 0 or growth_nbytes % _BLOCK_NBYTES:
+            raise ValueError(f"growth_nbytes={growth_nbytes}: must be a positive multiple of {_BLOCK_NBYTES}")
+        self._directory = Path(directory) if directory is not None else default_directory(allow_memory=allow_memory)
+        _check_directory(self._directory, allow_memory=allow_memory)
+        self._descriptor, self._is_direct = _open_file(self._directory, direct=direct)
+        try:
+            self._engine = TransferEngine(num_writers=num_threads, num_readers=num_threads)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._growth_nbytes = growth_nbytes
+        self._free = FreeRanges(0, 0)
+        self._slots: dict[int, Slot] = {}
+        self._limbo: list[tuple[Slot, list[int]]] = []  # freed, but transfers on them are not over
+        self._finalizer = weakref.finalize(self, _shut, self._engine, self._descriptor)
+
+    def __repr__(self) -> str:
+        state = f"{self.used_nbytes} of {self.file_nbytes} bytes in {len(self._slots)} slots"
+        how = "direct" if self._is_direct else "buffered"
+        return f"<FileStore in {self._directory}, {how}, {state if self._finalizer.alive else 'closed'}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def directory(self) -> Path:
+        """Where the file is."""
+        return self._directory
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether transfers bypass the page cache."""
+        return self._is_direct
+
+    @property
+    def descriptor(self) -> int:
+        """The open file, for reading a slot by other means (`os.pread` in a forked child)."""
+        return self._descriptor
+
+    @property
+    def engine(self) -> TransferEngine:
+        """What moves the bytes; its records give a timeline."""
+        return self._engine
+
+    @property
+    def file_nbytes(self) -> int:
+        """Bytes of the file system that the store holds."""
+        return self._free.stop
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of it in slots, freed ones with transfers under way included."""
+        return self._free.stop - self._free.total
+
+    @property
+    def num_slots(self) -> int:
+        """Slots allocated and not freed."""
+        return len(self._slots)
+
+    def allocate(self, nbytes: int) -> Slot:
+        """A slot for `nbytes` bytes, with its disk space.
+
+        Raises:
+            StoreFull: The file system has no room. Nothing was changed.
+        """
+        if nbytes <= 0:
+            raise ValueError(f"nbytes={nbytes}: must be positive")
+        capacity = _round_up(nbytes)
+        self._reap()
+        offset = self._free.take(capacity)
+        if offset is None:
+            self._grow(capacity)
+            offset = self._free.take(capacity)
+            if offset is None:
+                raise AssertionError(f"grown for {capacity} bytes, still no room: {self._free!r}")
+        slot = Slot(offset, nbytes, capacity)
+        self._slots[offset] = slot
+        return slot
+
+    def free(self, slot: Slot) -> None:
+        """Give a slot back. Its extent is used again once the transfers on it are over."""
+        self._check(slot)
+        del self._slots[slot.offset]
+        slot._is_freed = True
+        pending = self._pending(slot)
+        if pending:
+            self._limbo.append((slot, pending))
+        else:
+            self._free.give(slot.offset, slot.capacity_nbytes)
+
+    def reserve(self, nbytes: int) -> None:
+        """Make sure now that `nbytes` more bytes can be allocated, for a plan that needs them.
+
+        Fragmentation can make a later `allocate` need more than that.
+
+        Raises:
+            StoreFull: The file system has no room. Nothing was changed.
+        """
+        if nbytes > self._free.total:
+            self._extend(_round_up(nbytes) - self._free.total, at_least=0)
+
+    def segments(self, segments: Sequence[tuple[int, int]]) -> Segments:
+        """Prepare memory for many transfers.
+
+        All lengths but the last must be multiples of 4096; the last is rounded up to one, so the
+        memory behind it must reach that far. (Chunks are multiples of the page.)
+        """
+        *whole, (address, nbytes) = segments
+        for _, length in whole:
+            if length % _BLOCK_NBYTES:
+                raise ValueError(f"segment of {length} bytes before the last: must be a multiple of {_BLOCK_NBYTES}")
+        return Segments([*whole, (address, _round_up(nbytes))])
+
+    def write(
+        self, slot: Slot, segments: Segments | Sequence[tuple[int, int]], after: Sequence[Transfer] = ()
+    ) -> Transfer:
+        """Begin to copy memory out to a slot.
+
+        Args:
+            slot: Where to.
+            segments: `(address, nbytes)` pairs (see `segments`), or what `segments` made. The memory
+                must stay as it is until the transfer is over.
+            after: Transfers to wait for first, beside those of the slot itself.
+        """
+        prepared = self._prepared(slot, segments)
+        tickets = [transfer.ticket for transfer in after]
+        # Only unfinished ones: a failed write must not keep the next from trying again.
+        tickets += self._pending(slot)
+        ticket = self._engine.submit_write(
+            self._descriptor, slot.offset, prepared, tickets, drop_cache=not self._is_direct
+        )
+        slot._last_write = ticket
+        slot._reads = []
+        return Transfer(self._engine, ticket, prepared.nbytes)
+
+    def read(
+        self, slot: Slot, segments: Segments | Sequence[tuple[int, int]], after: Sequence[Transfer] = ()
+    ) -> Transfer:
+        """Begin to copy a slot's bytes into memory, after its last write. As `write`.
+
+        Raises:
+            ValueError: Nothing was ever written to the slot.
+        """
+        prepared = self._prepared(slot, segments)
+        if slot._last_write is None:
+            raise ValueError(f"{slot!r}: read before anything was written")
+        tickets = [transfer.ticket for transfer in after]
+        tickets.append(slot._last_write)  # also when it is over: if it failed there is nothing to read
+        ticket = self._engine.submit_read(
+            self._descriptor, slot.offset, prepared, tickets, drop_cache=not self._is_direct
+        )
+        if len(slot._reads) >= 8:
+            slot._reads = [read for read in slot._reads if not self._engine.done(read)]
+        slot._reads.append(ticket)
+        return Transfer(self._engine, ticket, prepared.nbytes)
+
+    def wait_all(self) -> None:
+        """Block until no transfer is under way. Errors are raised by each `Transfer.wait`."""
+        self._engine.wait_all()
+
+    def statistics(self, direction: Direction) -> TransferStatistics:
+        """Totals of one direction since the store was made."""
+        return self._engine.statistics(direction)
+
+    def measure(self, buffer: tuple[int, int] | None = None) -> StoreSpeed:
+        """Measure the store's speed for about 0.3 s, on an extent of its own.
+
+        Args:
+            buffer: `(address, nbytes)` of at least 1 MiB of memory to read into and write from, its
+                bytes are lost; by default 4 MiB outside the pool for the time of the call.
+
+        Raises:
+            StoreFull: No room for 32 MiB.
+            TransferError: The device failed.
+        """
+        if buffer is not None and buffer[1] < _PROBE_JOB_NBYTES:
+            raise ValueError(f"buffer of {buffer[1]} bytes: at least {_PROBE_JOB_NBYTES}")
+        scratch = self.allocate(_PROBE_FILE_NBYTES)
+        try:
+            with contextlib.ExitStack() as stack:
+                address, nbytes = buffer or stack.enter_context(_anonymous_memory(4 * _PROBE_JOB_NBYTES))
+                _fill_with_noise(address, nbytes)
+                jobs = [
+                    Segments([(address + start, _PROBE_JOB_NBYTES)])
+                    for start in range(0, nbytes - _PROBE_JOB_NBYTES + 1, _PROBE_JOB_NBYTES)
+                ]
+                probe = _Probe(self._engine, self._descriptor, scratch.offset, jobs, drop_cache=not self._is_direct)
+                try:
+                    probe.run(("write",))  # fresh extents take longer to write the first time
+                    (write,) = probe.run(("write",))
+                    (read,) = probe.run(("read",))
+                    write_together, read_together = probe.run(("write", "read"))
+                finally:
+                    self._engine.wait_all()
+        finally:
+            self.free(scratch)
+        return StoreSpeed(
+            write_bytes_per_s=write,
+            read_bytes_per_s=read,
+            write_together_bytes_per_s=write_together,
+            read_together_bytes_per_s=read_together,
+        )
+
+    def close(self) -> None:
+        """End the threads and give the disk space back. Transfers not begun fail. Idempotent."""
+        self._finalizer()
+
+    def _prepared(self, slot: Slot, segments: Segments | Sequence[tuple[int, int]]) -> Segments:
+        self._check(slot)
+        prepared = segments if isinstance(segments, Segments) else self.segments(segments)
+        if prepared.nbytes > slot.capacity_nbytes or (self._is_direct and prepared.nbytes % _BLOCK_NBYTES):
+            raise ValueError(f"{slot!r}: a transfer of {prepared.nbytes} bytes (room for {slot.capacity_nbytes})")
+        return prepared
+
+    def _pending(self, slot: Slot) -> list[int]:
+        """Tickets of the slot's transfers that are not over."""
+        tickets = slot._reads if slot._last_write is None else [*slot._reads, slot._last_write]
+        return [ticket for ticket in tickets if not self._engine.done(ticket)]
+
+    def _reap(self) -> None:
+        """Make extents free whose last transfers are over."""
+        left = []
+        for slot, tickets in self._limbo:
+            if all(self._engine.done(ticket) for ticket in tickets):
+                self._free.give(slot.offset, slot.capacity_nbytes)
+            else:
+                left.append((slot, tickets))
+        self._limbo = left
+
+    def _grow(self, capacity: int) -> None:
+        """Make the file longer until it ends with `capacity` free bytes."""
+        ranges = self._free.ranges()
+        tail = ranges[-1][1] - ranges[-1][0] if ranges and ranges[-1][1] == self._free.stop else 0
+        self._extend(capacity - tail, at_least=self._growth_nbytes)
+
+    def _extend(self, needed: int, *, at_least: int) -> None:
+        """Make the file `needed` bytes longer; by `at_least` if the disk has room for that."""
+        old = self._free.stop
+        for nbytes in sorted({max(needed, at_least), needed}, reverse=True):
+            try:
+                _allocate_space(self._descriptor, old, nbytes)
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, old)  # a failed allocation may have got part of the way
+                if error.errno not in _FULL_ERRORS:
+                    raise StoreError(f"cannot allocate {nbytes} bytes in {self._directory}: {error}") from error
+                failure = error
+                continue
+            self._free.extend(old + nbytes)
+            return
+        raise self._full(needed, failure)
+
+    def _full(self, needed: int, error: OSError) -> StoreFull:
+        status = os.fstatvfs(self._descriptor)
+        free = status.f_bavail * status.f_frsize
+        return StoreFull(
+            f"the store in {self._directory} needs {needed} more bytes; the file system has {free} bytes free "
+            f"({os.strerror(error.errno or 0)}; the store holds {self.file_nbytes}, in use {self.used_nbytes}).\n"
+            "  Options: a store directory on a larger disk (OOC_STORE); free space there; a higher quota or "
+            "file size limit (ulimit -f); a larger budget, which evicts less.",
+            needed_nbytes=needed,
+            free_nbytes=free,
+        )
+
+    def _check(self, slot: Slot) -> None:
+        if not self._finalizer.alive:
+            raise StoreError("the store is closed")
+        if self._slots.get(slot.offset) is not slot:
+            raise ValueError(f"{slot!r} is not a slot of this store")
+
+
+class _Probe:
+    """Keeps a store busy for a fixed time and counts what it did."""
+
+    def __init__(
+        self, engine: TransferEngine, descriptor: int, offset: int, jobs: Sequence[Segments], *, drop_cache: bool
+    ) -> None:
+        self._engine = engine
+        self._descriptor = descriptor
+        self._offset = offset
+        self._jobs = jobs
+        self._drop_cache = drop_cache
+        self._num_submitted = 0
+
+    def run(self, directions: tuple[Direction, ...]) -> list[float]:
+        """Bytes per second of each direction, all of them busy at once."""
+        before = [self._engine.statistics(direction).nbytes for direction in directions]
+        start_ns = time.monotonic_ns()
+        queues: list[list[int]] = [[] for _ in directions]
+        while time.monotonic_ns() - start_ns < _PROBE_PHASE_NS:
+            for direction, queue in zip(directions, queues, strict=True):
+                while len(queue) < 8:
+                    queue.append(self._submit(direction))
+            for queue in queues:
+                self._engine.wait(queue.pop(0))
+        after = [self._engine.statistics(direction).nbytes for direction in directions]
+        elapsed_s = (time.monotonic_ns() - start_ns) * 1e-9
+        for queue in queues:
+            for ticket in queue:
+                self._engine.wait(ticket)
+        return [(stop - start) / elapsed_s for start, stop in zip(before, after, strict=True)]
+
+    def _submit(self, direction: Direction) -> int:
+        submit: Callable[..., int] = self._engine.submit_write if direction == "write" else self._engine.submit_read
+        index = self._num_submitted
+        self._num_submitted += 1
+        place = self._offset + index * _PROBE_JOB_NBYTES % _PROBE_FILE_NBYTES
+        return submit(self._descriptor, place, self._jobs[index % len(self._jobs)], drop_cache=self._drop_cache)
+
+
+def default_directory(*, allow_memory: bool = False) -> Path:
+    """$OOC_STORE if set, else the first of $TMPDIR, /var/tmp and the current directory that will do.
+
+    Raises:
+        StoreUnavailable: None of them will.
+    """
+    own = os.environ.get("OOC_STORE")
+    if own:
+        return Path(own)
+    temporary = os.environ.get("TMPDIR")
+    candidates = [Path(temporary)] if temporary else []
+    candidates += [Path("/var/tmp"), Path.cwd()]
+    reasons = []
+    for candidate in candidates:
+        try:
+            _check_directory(candidate, allow_memory=allow_memory)
+        except StoreUnavailable as error:
+            reasons.append(str(error).splitlines()[0])
+        else:
+            return candidate
+    raise StoreUnavailable(
+        "no directory for the store:\n"
+        + "".join(f"  {reason}\n" for reason in reasons)
+        + "  Options: set OOC_STORE, or the store argument, to a directory on a disk.",
+        directory="",
+    )
+
+
+def _check_directory(directory: Path, *, allow_memory: bool) -> None:
+    options = "\n  Options: another directory (OOC_STORE, or the store argument)"
+    if not directory.exists():
+        raise StoreUnavailable(
+            f"store directory {directory} does not exist.{options}; mkdir -p {directory}.", directory=str(directory)
+        )
+    if not directory.is_dir():
+        raise StoreUnavailable(f"store directory {directory} is not a directory.{options}.", directory=str(directory))
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise StoreUnavailable(
+            f"store directory {directory} is not writable for user {os.geteuid()}.{options}; "
+            f"chown or chmod u+wx {directory}.",
+            directory=str(directory),
+        )
+    if not allow_memory and machine.is_in_memory(directory):
+        raise StoreUnavailable(
+            f"store directory {directory} is kept in memory ({machine.file_system_name(directory)}): what is "
+            f"evicted there frees no memory.{options} on a disk; allow_memory=True for tests.",
+            directory=str(directory),
+        )
+
+
+def _open_file(directory: Path, *, direct: bool) -> tuple[int, bool]:
+    """An unlinked file, and whether it bypasses the page cache."""
+    try:
+        descriptor = _open_unlinked(directory)
+    except OSError as error:
+        raise StoreUnavailable(
+            f"cannot make a file in store directory {directory}: {error}.\n"
+            "  Options: another directory (OOC_STORE, or the store argument).",
+            directory=str(directory),
+        ) from error
+    try:
+        is_direct = direct and _switch_to_direct(descriptor)
+        if direct and not is_direct:
+            _log.warning(
+                "O_DIRECT does not work in %s (%s): transfers sync and drop their pages instead, which is slower",
+                directory,
+                machine.file_system_name(directory),
+            )
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, is_direct
+
+
+def _open_unlinked(directory: Path) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_TMPFILE_ERRORS:
+            raise
+    descriptor, path = tempfile.mkstemp(prefix=".ooc-store-", dir=directory)
+    os.unlink(path)
+    return descriptor
+
+
+def _switch_to_direct(descriptor: int) -> bool:
+    """Set O_DIRECT and see whether a block can be written and read. False, and unset, if not."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    block = mmap.mmap(-1, _BLOCK_NBYTES)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        os.pwrite(descriptor, block, 0)
+        if os.preadv(descriptor, [block], 0) == _BLOCK_NBYTES:
+            return True
+    except OSError as error:
+        if error.errno in _FULL_ERRORS:
+            return True  # nothing is known against it, and there is no room for data anyway
+    finally:
+        block.close()
+        os.ftruncate(descriptor, 0)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    return False
+
+
+def _allocate_space(descriptor: int, offset: int, nbytes: int) -> None:
+    """Let the file have `[offset, offset + nbytes)` with its disk space."""
+    try:
+        os.posix_fallocate(descriptor, offset, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        # A file system without fallocate: the C library writes single bytes instead, which O_DIRECT
+        # refuses. Write zeros, block by block.
+        with _anonymous_memory(1 << 20) as (address, length):
+            zeros = (c_char * length).from_address(address)
+            for place in range(offset, offset + nbytes, length):
+                os.pwrite(descriptor, memoryview(zeros)[: min(length, offset + nbytes - place)], place)
+
+
+@contextlib.contextmanager
+def _anonymous_memory(nbytes: int) -> Iterator[tuple[int, int]]:
+    """Address and length of page-aligned zeros, for the time of the block."""
+    memory = mmap.mmap(-1, nbytes)
+    handle = c_char.from_buffer(memory)
+    try:
+        yield addressof(handle), nbytes
+    finally:
+        del handle  # a mapping that is referred to cannot be closed
+        memory.close()
+
+
+def _fill_with_noise(address: int, nbytes: int) -> None:
+    """Bytes that no device can compress; zeros measured twice the true rate on a virtual disk."""
+    noise = os.urandom(_PROBE_JOB_NBYTES)
+    for start in range(0, nbytes, _PROBE_JOB_NBYTES):
+        memmove(address + start, noise, min(_PROBE_JOB_NBYTES, nbytes - start))
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // _BLOCK_NBYTES) * _BLOCK_NBYTES
+
+
+def _shut(engine: TransferEngine, descriptor: int) -> None:
+    engine.close()
+    os.close(descriptor)
