@@ -63,7 +63,8 @@ class Evicted:
     The write starts right after op `write_op` (no op of this residency writes the variable
     later); no op from `release_op` on uses it in this residency. The chunks count until
     `release_op`'s `start_tick` (`release_op == len(ops)`: until the end of the step), and
-    whoever takes them waits for the write.
+    whoever takes them waits for the write. A variable allocated after the last op has
+    `write_op == len(ops) - 1`; its write starts at the end of the step.
     """
 
     write_op: int

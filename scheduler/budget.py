@@ -1,0 +1,176 @@
+"""What each op needs at once, hence the smallest budget that works.
+
+A **pin** is a stretch of ticks in which a variable cannot be away, whatever the plan: around each
+op that uses it, and around its allocation. Everything else is up to the planner. The sum of pins
+at the worst tick is the floor of every budget.
+
+An op's pin lasts until the *next* op's start, because that is the first moment at which an
+eviction can hand its chunks on (`scheduler.plan.Evicted`). A variable allocated between two ops
+cannot be written out before the second of them has ended, and is pinned until then.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.plan import Machine, PlanError
+from scheduler.trace import Trace
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """A variable that must be resident around one op, in ticks `[start_tick, stop_tick)`.
+
+    Attributes:
+        op_index: The op that uses the variable, or, for an allocation, the first op after
+            which the variable can be written out.
+        writes: Whether the store's copy, if there is one, is out of date afterwards.
+    """
+
+    op_index: int
+    start_tick: int
+    stop_tick: int
+    writes: bool
+
+
+class BudgetTooSmall(PlanError):
+    """No plan exists: an op needs more at once than the budget holds.
+
+    Attributes:
+        op_index, op_name, where: The op with the largest need.
+        needed_nbytes, budget_nbytes: What it needs at once, in whole chunks, and what there is.
+        smallest_budget_nbytes: The least budget with which the policy can plan this trace.
+        operands: `(name, bytes)` of what the op needs at its worst moment, largest first.
+    """
+
+    def __init__(
+        self,
+        *,
+        op_index: int,
+        op_name: str,
+        where: str,
+        needed_nbytes: int,
+        budget_nbytes: int,
+        smallest_budget_nbytes: int,
+        operands: tuple[tuple[str, int], ...],
+    ) -> None:
+        self.op_index = op_index
+        self.op_name = op_name
+        self.where = where
+        self.needed_nbytes = needed_nbytes
+        self.budget_nbytes = budget_nbytes
+        self.smallest_budget_nbytes = smallest_budget_nbytes
+        self.operands = operands
+        place = f"op {op_index} ({op_name}{', ' + where if where else ''})"
+        listed = ", ".join(f"{name} {format_mib(nbytes)}" for name, nbytes in operands[:12])
+        more = f", and {len(operands) - 12} smaller" if len(operands) > 12 else ""
+        super().__init__(
+            f"{place} needs {format_mib(needed_nbytes)} at once; the budget is {format_mib(budget_nbytes)}.\n"
+            f"  operands: {listed}{more}\n"
+            f"  Options: budget >= {format_mib(smallest_budget_nbytes)} ({smallest_budget_nbytes} bytes); "
+            f"a smaller batch (operands grow with it)."
+        )
+
+
+def format_mib(nbytes: int) -> str:
+    """`nbytes` for people: `96.0 MiB`, or bytes where that would read as nothing."""
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**16 else f"{nbytes} bytes"
+
+
+def pins_of(trace: Trace) -> tuple[tuple[Pin, ...], ...]:
+    """For each variable its pins, in order and disjoint, at most one an op."""
+    if not trace.ops:
+        return tuple(() for _ in trace.variables)
+    starts = [op.start_tick for op in trace.ops] + [trace.num_ticks]
+    found: list[tuple[Pin, ...]] = []
+    for variable, uses in enumerate(trace.uses_by_variable()):
+        born, dead = trace.lifetime(variable)
+        if not trace.variables[variable].evictable:
+            found.append((Pin(op_index=len(trace.ops) - 1, start_tick=born, stop_tick=dead, writes=True),))
+            continue
+        needed: dict[int, tuple[int, bool]] = {}
+        if trace.variables[variable].birth_tick is not None:
+            needed[first_op_to_end_after(trace, born)] = (born, True)
+        for index, use in uses:
+            start, writes = needed.get(index, (max(starts[index], born), False))
+            needed[index] = (start, writes or use.writes)
+        found.append(
+            tuple(
+                Pin(op_index=index, start_tick=start, stop_tick=min(starts[index + 1], dead), writes=writes)
+                for index, (start, writes) in sorted(needed.items())
+            )
+        )
+    return tuple(found)
+
+
+def first_op_to_end_after(trace: Trace, tick: int) -> int:
+    """The first op whose stop lies after `tick` (the last op where there is none)."""
+    index = max(bisect_right(trace.ops, tick, key=lambda op: op.start_tick) - 1, 0)
+    if trace.ops[index].stop_tick <= tick:
+        index += 1
+    return min(index, len(trace.ops) - 1)
+
+
+def pinned_chunks(trace: Trace, machine: Machine, pins: tuple[tuple[Pin, ...], ...]) -> IntArray:
+    """Chunks pinned at each tick of the step; no plan holds fewer."""
+    change = np.zeros(trace.num_ticks + 1, dtype=np.int64)
+    for variable, own in enumerate(pins):
+        chunks = machine.chunks_of(trace.variables[variable].nbytes)
+        for pin in own:
+            change[pin.start_tick] += chunks
+            change[pin.stop_tick] -= chunks
+    return np.cumsum(change)[:-1]
+
+
+def smallest_num_chunks(trace: Trace, machine: Machine) -> int:
+    """The least `num_chunks` with which a plan exists, at this chunk size."""
+    pinned = pinned_chunks(trace, machine, pins_of(trace))
+    return int(pinned.max()) if len(pinned) else 0
+
+
+def require_budget(trace: Trace, machine: Machine, pins: tuple[tuple[Pin, ...], ...]) -> None:
+    """Raise `BudgetTooSmall` if the pins alone do not fit the budget."""
+    pinned = pinned_chunks(trace, machine, pins)
+    if not len(pinned) or int(pinned.max()) <= machine.num_chunks:
+        return
+    tick = int(pinned.argmax())
+    operands = [
+        variable for variable, own in enumerate(pins) if any(pin.start_tick <= tick < pin.stop_tick for pin in own)
+    ]
+    raise budget_too_small(trace, machine, tick=tick, variables=operands, smallest_num_chunks=int(pinned.max()))
+
+
+def budget_too_small(
+    trace: Trace, machine: Machine, *, tick: int, variables: list[int], smallest_num_chunks: int
+) -> BudgetTooSmall:
+    """The error for an op (the one at `tick`) that needs all of `variables` at once."""
+    starts = [op.start_tick for op in trace.ops]
+    index = max(bisect_right(starts, tick) - 1, 0)
+    op = trace.ops[index] if trace.ops else None
+    sizes = {v: machine.chunks_of(trace.variables[v].nbytes) for v in variables}
+    return BudgetTooSmall(
+        op_index=index,
+        op_name=op.name if op else "no op",
+        where=op.where if op else "",
+        needed_nbytes=sum(sizes.values()) * machine.chunk_nbytes,
+        budget_nbytes=machine.budget_nbytes,
+        smallest_budget_nbytes=smallest_num_chunks * machine.chunk_nbytes,
+        operands=tuple(
+            (trace.variables[v].label or f"{trace.variables[v].kind} {v}", trace.variables[v].nbytes)
+            for v in sorted(variables, key=lambda v: (-sizes[v], v))
+        ),
+    )
+
+
+def zone_maxima(trace: Trace, per_tick: IntArray) -> list[int]:
+    """For each op, the maximum of `per_tick` from its start to the next op's (op 0: from the step's start)."""
+    if not trace.ops:
+        return []
+    starts = np.array([0] + [op.start_tick for op in trace.ops[1:]], dtype=np.int64)
+    return [int(most) for most in np.maximum.reduceat(per_tick, starts)]

@@ -1,0 +1,150 @@
+"""Two transfer links in virtual time: the simulator's model of the store.
+
+Each way serves one transfer at a time: a fixed latency, then bytes at the link's rate. Where the
+machine states a shared rate, both rates shrink in proportion while both ways move bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from math import ceil, floor
+
+from scheduler.plan import Machine
+
+
+def least_busy_ns(machine: Machine, loaded_nbytes: int, evicted_nbytes: int) -> int:
+    """The least time in which both links together can move these bytes, latency aside.
+
+    With a shared rate, the shorter of the two either overlaps the longer at the slowed rate, or
+    takes its turn alone, whichever is faster.
+    """
+    load_s = loaded_nbytes / machine.load_bytes_per_s
+    evict_s = evicted_nbytes / machine.evict_bytes_per_s
+    shorter, longer = sorted((load_s, evict_s))
+    overlapped = min(2.0, 1.0 / slowdown(machine))
+    return floor((longer - shorter + shorter * overlapped) * 1e9)
+
+
+def slowdown(machine: Machine) -> float:
+    """The factor on both rates while both links are busy."""
+    if machine.shared_bytes_per_s is None:
+        return 1.0
+    return min(1.0, machine.shared_bytes_per_s / (machine.load_bytes_per_s + machine.evict_bytes_per_s))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Transfer:
+    """One load or write. Mutable: the links fill in when it started and stopped.
+
+    Attributes:
+        after: Writes that must be done before it may start.
+    """
+
+    variable: int
+    nbytes: int
+    is_load: bool
+    after: list[Transfer] = field(default_factory=list)
+    start_ns: int | None = None
+    stop_ns: int | None = None
+
+
+class Links:
+    """The out-link and the in-link, and the clock that they share.
+
+    Times given to the methods must not go backwards.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.now_ns = 0
+        self._latency_ns = machine.latency_ns
+        self._in = _Lane(machine.load_bytes_per_s)
+        self._out = _Lane(machine.evict_bytes_per_s)
+        self._slowdown = slowdown(machine)
+        self._writes: deque[Transfer] = deque()
+        self._loads: list[Transfer] = []
+
+    def issue(self, transfer: Transfer, at_ns: int) -> None:
+        """Queue a transfer at time `at_ns`."""
+        self.advance(at_ns)
+        if transfer.is_load:
+            self._loads.append(transfer)
+        else:
+            self._writes.append(transfer)
+
+    def advance(self, until_ns: int) -> None:
+        """Let the links work until `until_ns`."""
+        while self.now_ns < until_ns and self._step(until_ns):
+            pass
+        self.now_ns = max(self.now_ns, until_ns)
+
+    def wait(self, transfer: Transfer) -> int:
+        """Let the links work until `transfer` is done; returns when that is."""
+        while transfer.stop_ns is None:
+            if not self._step(None):
+                raise AssertionError(f"the transfer of variable {transfer.variable} waits for ever")
+        return transfer.stop_ns
+
+    def drain(self) -> int:
+        """Let the links finish everything; returns when they are idle."""
+        while self._step(None):
+            pass
+        return self.now_ns
+
+    def _step(self, until_ns: int | None) -> bool:
+        """Go to the next event, at most to `until_ns`. False if both lanes are idle."""
+        self._start_idle()
+        busy = [lane for lane in (self._out, self._in) if lane.current is not None]
+        if not busy:
+            return False
+        scale = self._slowdown if all(lane.in_flight for lane in (self._out, self._in)) else 1.0
+        elapsed_ns = min(lane.remaining_ns(scale) for lane in busy)
+        if until_ns is not None:
+            elapsed_ns = min(elapsed_ns, until_ns - self.now_ns)
+        self.now_ns += elapsed_ns
+        for lane in busy:
+            lane.progress(elapsed_ns, scale, self.now_ns)
+        return True
+
+    def _start_idle(self) -> None:
+        if self._out.current is None and self._writes:
+            self._out.start(self._writes.popleft(), self._latency_ns, self.now_ns)
+        if self._in.current is None:
+            for position, load in enumerate(self._loads):
+                if all(write.stop_ns is not None for write in load.after):
+                    self._in.start(self._loads.pop(position), self._latency_ns, self.now_ns)
+                    break
+
+
+class _Lane:
+    """One direction: the transfer under way, and what is left of it."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_ns = bytes_per_s / 1e9
+        self.current: Transfer | None = None
+        self.latency_left_ns = 0
+        self.left_nbytes = 0.0
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether bytes move now."""
+        return self.current is not None and self.latency_left_ns == 0
+
+    def start(self, transfer: Transfer, latency_ns: int, now_ns: int) -> None:
+        self.current = transfer
+        self.latency_left_ns = latency_ns
+        self.left_nbytes = float(transfer.nbytes)
+        transfer.start_ns = now_ns
+
+    def remaining_ns(self, scale: float) -> int:
+        """Time to the end of the present phase."""
+        return self.latency_left_ns or ceil(self.left_nbytes / (self.bytes_per_ns * scale))
+
+    def progress(self, elapsed_ns: int, scale: float, now_ns: int) -> None:
+        if self.latency_left_ns:
+            self.latency_left_ns -= elapsed_ns
+            return
+        self.left_nbytes -= elapsed_ns * self.bytes_per_ns * scale
+        if self.left_nbytes <= 0 and self.current is not None:
+            self.current.stop_ns = now_ns
+            self.current = None

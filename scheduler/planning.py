@@ -1,0 +1,92 @@
+"""From a trace to a plan: schedule, colour, verify, predict.
+
+`make_plan` is the planner's front door. A policy proposes residencies; this module gives them
+chunks, lets the independent checker look at the result, and adds what the simulator predicts and
+how far that is from the best possible.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from scheduler.bounds import lower_bounds
+from scheduler.budget import BudgetTooSmall
+from scheduler.colouring import Colouring, colour
+from scheduler.plan import Machine, Plan, PlanError
+from scheduler.policies import POLICIES
+from scheduler.simulate import simulate
+from scheduler.stays import ordered
+from scheduler.trace import Trace
+from scheduler.verify import verify
+
+__all__ = ["BudgetTooSmall", "make_plan"]
+
+
+def make_plan(trace: Trace, machine: Machine, policy: str = "auto", **parameters: Any) -> Plan:
+    """Plan one step.
+
+    Args:
+        trace: The step.
+        machine: Budget, chunk size and measured transfer rates.
+        policy: A name in `scheduler.policies.POLICIES`.
+        parameters: The policy's own, by keyword.
+
+    Returns:
+        A coloured and verified plan with predictions and lower bounds.
+
+    Raises:
+        BudgetTooSmall: An op needs more at once than the budget.
+        ValueError: Unknown policy.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}; there are {', '.join(sorted(POLICIES))}")
+    colouring = _coloured_schedule(trace, machine, policy, parameters)
+    plan = Plan(
+        trace_fingerprint=trace.fingerprint(),
+        policy=policy,
+        machine=machine,
+        parameters=parameters,
+        residencies=ordered(colouring.residencies, trace),
+    )
+    verify(plan, trace)
+    result = simulate(plan, trace)
+    predicted = {
+        "duration_ns": result.duration_ns,
+        "stall_ns": result.stall_ns,
+        "peak_nbytes": result.peak_nbytes,
+        "loaded_nbytes": result.loaded_nbytes,
+        "evicted_nbytes": result.evicted_nbytes,
+        "dropped_nbytes": result.dropped_nbytes,
+        "num_remapped_chunks": colouring.num_remapped_chunks,
+        "num_runs": colouring.num_runs,
+    }
+    return replace(plan, predicted=predicted, bounds=lower_bounds(trace, machine))
+
+
+def _coloured_schedule(trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any]) -> Colouring:
+    """Schedule and colour.
+
+    What is kept over the boundary may leave the greedy colouring short of chunks. Then plan again
+    for a smaller pool, and as the last resort with nothing kept, which always colours.
+    """
+    attempts = [parameters]
+    if parameters.get("wrap", True) and "wrap" in POLICIES[policy].parameters:
+        attempts.append({**parameters, "wrap": False})
+    for attempt in attempts:
+        logical = machine
+        while True:
+            try:
+                residencies = POLICIES[policy].schedule(trace, logical, **attempt)
+            except BudgetTooSmall:
+                if logical is machine:
+                    raise
+                break
+            outcome = colour(residencies, trace, machine)
+            if isinstance(outcome, Colouring):
+                return outcome
+            logical = replace(logical, num_chunks=logical.num_chunks - outcome.num_chunks)
+    raise PlanError(
+        f"no chunk assignment found for {machine.num_chunks} chunks of {machine.chunk_nbytes} bytes: variables that "
+        f"can never be away cross the step boundary and cut the pool up. Options: a larger budget."
+    )

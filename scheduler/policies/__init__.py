@@ -1,0 +1,40 @@
+"""The policies by name: functions `schedule(trace, machine, **parameters) -> residencies`.
+
+A policy decides when each variable is in memory, not where; `scheduler.planning.make_plan` adds
+chunks, checks and predictions. To add one, write its module and name it in `POLICIES`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from scheduler.plan import Residency
+from scheduler.policies import auto, on_demand
+
+Schedule: TypeAlias = Callable[..., tuple[Residency, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A policy's function, and what it says about itself."""
+
+    name: str
+    schedule: Schedule
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the keyword parameters that `schedule` takes."""
+        kinds = inspect.signature(self.schedule).parameters.values()
+        return tuple(p.name for p in kinds if p.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+POLICIES: dict[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        Policy(name="auto", schedule=auto.schedule),
+        Policy(name="on_demand", schedule=on_demand.schedule),
+    )
+}

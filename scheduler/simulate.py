@@ -1,0 +1,205 @@
+"""What a plan costs: a discrete-event run of compute and two links.
+
+The simulator plays a coloured plan as an executor does, in virtual nanoseconds:
+
+- loads are issued in order right before `before_op`; a load starts once every write that it waits
+  for is done: those of the previous occupants of its chunks, and its own eviction's;
+- the in-link serves loads one at a time in order of issue, but a load that still waits for a
+  write may be overtaken; the out-link serves writes one at a time, in order of issue;
+- an op starts once the loads of its variables are done, and once the writes are done whose chunks
+  a variable born with it takes;
+- with `Machine.shared_bytes_per_s`, both links slow down in proportion while both are busy.
+
+A cyclic trace is run for several periods; the last one is reported. A period counts at least the
+time that its own transfers keep a link busy, so that a backlog cannot hide in the pool.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+
+from scheduler.actions import StepActions, step_actions
+from scheduler.links import Links, Transfer, least_busy_ns
+from scheduler.plan import Dropped, Plan, occupied_ticks
+from scheduler.trace import Trace
+
+_NUM_PERIODS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineEntry:
+    """One thing that took time.
+
+    Attributes:
+        kind: `"op"`, `"stall"`, `"load"` or `"evict"`.
+        index: Op index for ops and stalls, variable for transfers.
+        start_ns, stop_ns: Virtual time since the period's start; transfers may begin before it.
+    """
+
+    kind: str
+    index: int
+    start_ns: int
+    stop_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What one step costs under a plan.
+
+    Attributes:
+        duration_ns: The step's time; `stall_ns` of it is not compute.
+        op_stall_ns: Wait before each op.
+        op_start_ns: Start of each op since the step's start.
+        loaded_nbytes, evicted_nbytes: Bytes moved in and out; `dropped_nbytes`: freed without a write.
+        peak_nbytes: Most chunk bytes held at once.
+        memory_curve: `(time, bytes held from then on)` wherever it changes.
+        timeline: Ops, stalls and transfers in order of start.
+    """
+
+    duration_ns: int
+    stall_ns: int
+    op_stall_ns: tuple[int, ...]
+    op_start_ns: tuple[int, ...]
+    loaded_nbytes: int
+    evicted_nbytes: int
+    dropped_nbytes: int
+    peak_nbytes: int
+    memory_curve: tuple[tuple[int, int], ...]
+    timeline: tuple[TimelineEntry, ...]
+
+
+def simulate(plan: Plan, trace: Trace, *, with_timeline: bool = True) -> Simulation:
+    """Run `plan` in virtual time. The plan must be coloured and legal."""
+    run = _Run(plan, trace)
+    for _ in range(_NUM_PERIODS if trace.cyclic else 1):
+        run.play_step()
+    return run.result(with_timeline=with_timeline)
+
+
+class _Run:
+    """The state of a run: the compute clock, the links, and who waits for what."""
+
+    def __init__(self, plan: Plan, trace: Trace) -> None:
+        self.plan = plan
+        self.trace = trace
+        self.actions: StepActions = step_actions(plan, trace)
+        self.links = Links(plan.machine)
+        self.now_ns = 0
+        self.period_start_ns = 0
+        self.load_of: dict[int, Transfer] = {}  # residency -> its load, this step's or the last's
+        self.write_of: dict[int, Transfer] = {}
+        self.transfers: list[Transfer] = []  # those issued in the present period
+        self.op_start_ns: list[int] = []
+        self.op_stall_ns: list[int] = []
+
+    def play_step(self) -> None:
+        """One step; the records of the step before are forgotten."""
+        self.period_start_ns = self.now_ns
+        self.transfers, self.op_start_ns, self.op_stall_ns = [], [], []
+        kept = {r: self.load_of[s] for r, s in self.actions.kept_from.items() if s in self.load_of}
+        self.load_of.update(kept)
+        for index, op in enumerate(self.trace.ops):
+            for r in self.actions.loads[index]:
+                self._issue_load(r)
+            self.links.advance(self.now_ns)
+            start_ns = self._ready_ns(index)
+            self.op_stall_ns.append(start_ns - self.now_ns)
+            self.op_start_ns.append(start_ns - self.period_start_ns)
+            self.now_ns = start_ns + op.duration_ns
+            self.links.advance(self.now_ns)
+            for r in self.actions.writes[index]:
+                self._issue_write(r)
+
+    def _ready_ns(self, index: int) -> int:
+        """When the op's variables are loaded and its births have their chunks."""
+        ready_ns = self.now_ns
+        for r in self.actions.births[index]:
+            for before in self.actions.waits_for[r]:
+                if before in self.write_of:
+                    ready_ns = max(ready_ns, self.links.wait(self.write_of[before]))
+        for r in self.actions.uses[index]:
+            if r in self.load_of:
+                ready_ns = max(ready_ns, self.links.wait(self.load_of[r]))
+        return ready_ns
+
+    def _issue_load(self, r: int) -> None:
+        writes = [self.write_of[before] for before in self.actions.waits_for[r] if before in self.write_of]
+        self.load_of[r] = self._transfer(r, is_load=True, after=writes)
+
+    def _issue_write(self, r: int) -> None:
+        self.write_of[r] = self._transfer(r, is_load=False, after=[])
+
+    def _transfer(self, r: int, *, is_load: bool, after: list[Transfer]) -> Transfer:
+        variable = self.plan.residencies[r].variable
+        nbytes = self.trace.variables[variable].nbytes
+        after = [write for write in after if write.stop_ns is None]
+        transfer = Transfer(variable=variable, nbytes=nbytes, is_load=is_load, after=after)
+        self.links.issue(transfer, self.now_ns)
+        self.transfers.append(transfer)
+        return transfer
+
+    def result(self, *, with_timeline: bool) -> Simulation:
+        """Records of the last step played."""
+        loaded = sum(t.nbytes for t in self.transfers if t.is_load)
+        evicted = sum(t.nbytes for t in self.transfers if not t.is_load)
+        compute_end_ns = self.now_ns - self.period_start_ns
+        self.links.drain()
+        if self.trace.cyclic:
+            duration_ns = max(compute_end_ns, least_busy_ns(self.plan.machine, loaded, evicted))
+        else:
+            stops = [t.stop_ns - self.period_start_ns for t in self.transfers if t.stop_ns is not None]
+            duration_ns = max([compute_end_ns, *stops])
+        change = self._memory_changes()
+        curve = list(accumulate(change.values()))
+        variables = self.trace.variables
+        return Simulation(
+            duration_ns=duration_ns,
+            stall_ns=duration_ns - self.trace.duration_ns,
+            op_stall_ns=tuple(self.op_stall_ns),
+            op_start_ns=tuple(self.op_start_ns),
+            loaded_nbytes=loaded,
+            evicted_nbytes=evicted,
+            dropped_nbytes=sum(
+                variables[r.variable].nbytes for r in self.plan.residencies if isinstance(r.stop, Dropped)
+            ),
+            peak_nbytes=max(curve, default=0),
+            memory_curve=tuple((self._time_of(tick), held) for tick, held in zip(change, curve, strict=True)),
+            timeline=self._timeline() if with_timeline else (),
+        )
+
+    def _memory_changes(self) -> dict[int, int]:
+        """Bytes of chunks taken less given back, by tick, in order."""
+        machine = self.plan.machine
+        change: dict[int, int] = {0: 0}
+        for r in self.plan.residencies:
+            start, stop = occupied_ticks(r, self.trace)
+            nbytes = sum(count for _, count in r.chunks) * machine.chunk_nbytes
+            change[start] = change.get(start, 0) + nbytes
+            if stop < self.trace.num_ticks:
+                change[stop] = change.get(stop, 0) - nbytes
+        return dict(sorted(change.items()))
+
+    def _time_of(self, tick: int) -> int:
+        """When a tick happens; the ticks within an op are spread evenly over it."""
+        index = bisect_right(self.trace.ops, tick, key=lambda op: op.start_tick) - 1
+        if index < 0:
+            return 0
+        op = self.trace.ops[index]
+        inside = min(tick, op.stop_tick) - op.start_tick
+        return self.op_start_ns[index] + op.duration_ns * inside // (op.stop_tick - op.start_tick)
+
+    def _timeline(self) -> tuple[TimelineEntry, ...]:
+        entries = []
+        for index, op in enumerate(self.trace.ops):
+            start_ns, stall_ns = self.op_start_ns[index], self.op_stall_ns[index]
+            if stall_ns:
+                entries.append(TimelineEntry(kind="stall", index=index, start_ns=start_ns - stall_ns, stop_ns=start_ns))
+            entries.append(TimelineEntry(kind="op", index=index, start_ns=start_ns, stop_ns=start_ns + op.duration_ns))
+        for t in self.transfers:
+            if t.start_ns is not None and t.stop_ns is not None:
+                kind = "load" if t.is_load else "evict"
+                start_ns, stop_ns = t.start_ns - self.period_start_ns, t.stop_ns - self.period_start_ns
+                entries.append(TimelineEntry(kind=kind, index=t.variable, start_ns=start_ns, stop_ns=stop_ns))
+        return tuple(sorted(entries, key=lambda e: (e.start_ns, e.stop_ns, e.kind, e.index)))

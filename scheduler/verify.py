@@ -1,0 +1,283 @@
+"""The checker: is a plan legal for a trace?
+
+`verify` re-derives everything from the trace and the residencies. It shares no code with the
+planners, prefers the obvious to the fast, and reports every rule that a plan breaks.
+
+What it takes for granted is the meaning of the acts in `scheduler.plan` and `occupied_ticks`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from scheduler.plan import Born, Dies, Dropped, Evicted, Kept, Loaded, Plan, PlanError, Residency, occupied_ticks
+from scheduler.trace import Trace
+
+_MAX_LISTED = 20
+
+
+class IllegalPlan(PlanError):
+    """A plan that breaks rules; `violations` lists them, each with the variable and the place."""
+
+    def __init__(self, violations: list[str]) -> None:
+        self.violations = tuple(violations)
+        listed = "".join(f"\n  - {line}" for line in violations[:_MAX_LISTED])
+        more = f"\n  ... and {len(violations) - _MAX_LISTED} more" if len(violations) > _MAX_LISTED else ""
+        super().__init__(f"the plan breaks {len(violations)} rule(s):{listed}{more}")
+
+
+def verify(plan: Plan, trace: Trace) -> None:
+    """Check `plan` against `trace`. Returns if it is legal; raises `IllegalPlan` (a `PlanError`) if not."""
+    checker = _Checker(plan, trace)
+    checker.check_form()
+    if not checker.violations:  # the rules below assume well-formed residencies
+        checker.check_order()
+        checker.check_uses()
+        checker.check_evictions()
+        checker.check_drops()
+        checker.check_boundary()
+        checker.check_not_evictable()
+        checker.check_chunks()
+    if checker.violations:
+        raise IllegalPlan(checker.violations)
+
+
+class _Checker:
+    def __init__(self, plan: Plan, trace: Trace) -> None:
+        self.plan = plan
+        self.trace = trace
+        self.violations: list[str] = []
+        self.by_variable: list[list[Residency]] = [[] for _ in trace.variables]
+        self.writers: list[list[int]] = [[] for _ in trace.variables]
+        for index, op in enumerate(trace.ops):
+            for use in op.uses:
+                if use.writes:
+                    self.writers[use.variable].append(index)
+
+    def fail(self, message: str) -> None:
+        self.violations.append(message)
+
+    def name(self, variable: int) -> str:
+        label = self.trace.variables[variable].label
+        return f"variable {variable} ({label})" if label else f"variable {variable}"
+
+    def ticks(self, residency: Residency) -> tuple[int, int]:
+        return occupied_ticks(residency, self.trace)
+
+    # -- each residency by itself ------------------------------------------------------------
+
+    def check_form(self) -> None:
+        if self.plan.trace_fingerprint != self.trace.fingerprint():
+            self.fail(f"made for trace {self.plan.trace_fingerprint}, not for {self.trace.fingerprint()}")
+        for residency in self.plan.residencies:
+            if not 0 <= residency.variable < len(self.trace.variables):
+                self.fail(f"unknown variable {residency.variable}")
+                continue
+            count = len(self.violations)
+            self.check_start(residency)
+            self.check_stop(residency)
+            if len(self.violations) == count:
+                self.check_interval(residency)
+            self.check_chunk_list(residency)
+            self.by_variable[residency.variable].append(residency)
+
+    def check_start(self, residency: Residency) -> None:
+        who, v = self.name(residency.variable), self.trace.variables[residency.variable]
+        match residency.start:
+            case Born():
+                if v.birth_tick is None:
+                    self.fail(f"{who} is born in the plan, but exists when the step starts")
+            case Loaded(before_op=op):
+                if not 0 <= op < len(self.trace.ops):
+                    self.fail(f"{who} is loaded before op {op}; the trace has {len(self.trace.ops)} ops")
+            case Kept():
+                if not self.trace.cyclic:
+                    self.fail(f"{who} starts kept, but the trace is not cyclic: it starts away")
+                elif v.birth_tick is not None:
+                    self.fail(f"{who} starts kept, but is born within the step")
+
+    def check_stop(self, residency: Residency) -> None:
+        who, v = self.name(residency.variable), self.trace.variables[residency.variable]
+        num_ops = len(self.trace.ops)
+        match residency.stop:
+            case Dies():
+                if v.death_tick is None:
+                    self.fail(f"{who} dies in the plan, but is alive at the end of the step")
+            case Evicted(write_op=write, release_op=release):
+                if not 0 <= write < release <= num_ops:
+                    self.fail(f"{who} is written after op {write} and released at op {release} of {num_ops}")
+            case Dropped(after_op=op):
+                if not 0 <= op < num_ops:
+                    self.fail(f"{who} is dropped after op {op}; the trace has {num_ops} ops")
+            case Kept():
+                if not self.trace.cyclic:
+                    self.fail(f"{who} is kept at the end, but the trace is not cyclic: it must end away")
+                elif v.death_tick is not None:
+                    self.fail(f"{who} is kept at the end, but dies within the step")
+
+    def check_interval(self, residency: Residency) -> None:
+        start, stop = self.ticks(residency)
+        born, dead = self.trace.lifetime(residency.variable)
+        if start >= stop:
+            self.fail(f"{self.name(residency.variable)} has an empty residency [{start}, {stop})")
+        if start < born or stop > dead:
+            self.fail(
+                f"{self.name(residency.variable)} is resident in [{start}, {stop}), outside its life [{born}, {dead})"
+            )
+
+    def check_chunk_list(self, residency: Residency) -> None:
+        who, machine = self.name(residency.variable), self.plan.machine
+        needed = machine.chunks_of(self.trace.variables[residency.variable].nbytes)
+        held = residency.chunk_indices()
+        if any(count < 1 for _, count in residency.chunks):
+            self.fail(f"{who} has an empty run in {residency.chunks}")
+        if len(held) != needed:
+            self.fail(f"{who} holds {len(held)} chunks; its bytes need {needed}")
+        if len(set(held)) != len(held):
+            self.fail(f"{who} holds a chunk twice in {residency.chunks}")
+        if any(not 0 <= chunk < machine.num_chunks for chunk in held):
+            self.fail(f"{who} holds chunks {residency.chunks} outside the pool of {machine.num_chunks}")
+
+    # -- each variable by itself -------------------------------------------------------------
+
+    def check_order(self) -> None:
+        keys = [(self.ticks(r)[0], r.variable) for r in self.plan.residencies]
+        if keys != sorted(keys):
+            self.fail("the residencies are not ordered by start and variable")
+        for variable, stays in enumerate(self.by_variable):
+            who = self.name(variable)
+            for before, after in pairwise(stays):
+                if self.ticks(before)[1] > self.ticks(after)[0]:
+                    self.fail(f"{who} has overlapping residencies {self.ticks(before)} and {self.ticks(after)}")
+                if not isinstance(before.stop, Evicted | Dropped):
+                    self.fail(f"{who}: {before.stop} is not its last stop, but nothing is in the store after it")
+                if not isinstance(after.start, Loaded):
+                    self.fail(f"{who}: {after.start} is not its first start, but it is away before it")
+            if self.trace.variables[variable].birth_tick is None:
+                continue
+            if not stays or not isinstance(stays[0].start, Born):
+                self.fail(f"{who} is born within the step, but its first residency is not born")
+
+    def check_uses(self) -> None:
+        for index, op in enumerate(self.trace.ops):
+            for use in op.uses:
+                born, dead = self.trace.lifetime(use.variable)
+                needs = max(op.start_tick, born), min(op.stop_tick, dead)
+                if not any(
+                    self.ticks(stay)[0] <= needs[0] and self.ticks(stay)[1] >= needs[1]
+                    for stay in self.by_variable[use.variable]
+                ):
+                    self.fail(f"op {index} ({op.name}) uses {self.name(use.variable)}, which is not resident then")
+
+    def write_ops(self, residency: Residency) -> list[int]:
+        """Ops that write the variable while this residency holds it."""
+        start, stop = self.ticks(residency)
+        return [
+            index
+            for index in self.writers[residency.variable]
+            if self.trace.ops[index].stop_tick > start and self.trace.ops[index].start_tick < stop
+        ]
+
+    def check_evictions(self) -> None:
+        for residency in self.plan.residencies:
+            if not isinstance(residency.stop, Evicted):
+                continue
+            who, write = self.name(residency.variable), residency.stop.write_op
+            late = [op for op in self.write_ops(residency) if op > write]
+            if late:
+                self.fail(f"{who} is written out after op {write}, but op {late[0]} changes it later")
+            at_end = write == len(self.trace.ops) - 1  # what is allocated after the last op is written at the end
+            if self.trace.ops[write].stop_tick <= self.ticks(residency)[0] and not at_end:
+                self.fail(f"{who} is written out after op {write}, before it is in the pool")
+
+    # -- clean or dirty ----------------------------------------------------------------------
+
+    def check_drops(self) -> None:
+        ends_clean = self.kept_and_clean()
+        for residency in self.plan.residencies:
+            if isinstance(residency.stop, Dropped) and not self.is_clean(residency, ends_clean):
+                self.fail(f"{self.name(residency.variable)} is dropped, but the store has no current copy of it")
+
+    def is_clean(self, residency: Residency, starts_clean: set[int]) -> bool:
+        """Does the store have the residency's bytes at its stop? `starts_clean`: variables kept clean."""
+        if self.write_ops(residency):
+            return False
+        match residency.start:
+            case Born():
+                return False
+            case Loaded():
+                return True
+            case Kept():
+                return residency.variable in starts_clean
+
+    def kept_and_clean(self) -> set[int]:
+        """Variables that start kept with a current copy in the store: the least fixpoint over the boundary."""
+        clean: set[int] = set()
+        while True:
+            found = {
+                heir
+                for variable, stays in enumerate(self.by_variable)
+                if (heir := self.trace.variables[variable].becomes) is not None
+                and stays
+                and isinstance(stays[-1].stop, Kept)
+                and self.is_clean(stays[-1], clean)
+            }
+            if found == clean:
+                return clean
+            clean = found
+
+    # -- the step boundary -------------------------------------------------------------------
+
+    def check_boundary(self) -> None:
+        for variable, v in enumerate(self.trace.variables):
+            if v.becomes is None:
+                continue
+            stays, heirs = self.by_variable[variable], self.by_variable[v.becomes]
+            ends = stays[-1] if stays and isinstance(stays[-1].stop, Kept) else None
+            starts = heirs[0] if heirs and isinstance(heirs[0].start, Kept) else None
+            pair = f"{self.name(variable)} and its heir {v.becomes}"
+            if (ends is None) != (starts is None):
+                self.fail(f"{pair}: only one of the two is kept over the step boundary")
+            elif ends is not None and starts is not None:
+                if ends.chunk_indices() != starts.chunk_indices():
+                    self.fail(f"{pair} are kept in different chunks: {ends.chunks} and {starts.chunks}")
+                if v.becomes != variable and self.trace.lifetime(v.becomes)[1] > self.trace.lifetime(variable)[0]:
+                    self.fail(f"{pair} are alive at once (double-buffered), so they must be away at the boundary")
+
+    def check_not_evictable(self) -> None:
+        for variable, v in enumerate(self.trace.variables):
+            if v.evictable:
+                continue
+            who, stays = self.name(variable), self.by_variable[variable]
+            if len(stays) != 1:
+                self.fail(f"{who} must never be away, but has {len(stays)} residencies")
+                continue
+            starts = stays[0].start in (Born(), Kept())
+            stops = stays[0].stop in (Dies(), Kept())
+            if not self.trace.cyclic:  # a step taken alone starts and ends with everything outside
+                starts = starts or stays[0].start == Loaded(0)
+                stops = stops or self.ticks(stays[0])[1] == self.trace.num_ticks
+            if not (starts and stops):
+                self.fail(f"{who} must never be away, but {stays[0].start} .. {stays[0].stop} is not its whole life")
+
+    # -- the pool ----------------------------------------------------------------------------
+
+    def check_chunks(self) -> None:
+        stays = self.plan.residencies
+        if not stays:
+            return
+        held = [np.array(stay.chunk_indices(), dtype=np.int64) for stay in stays]
+        owner = np.repeat(np.arange(len(stays)), [len(chunks) for chunks in held])
+        chunk = np.concatenate(held)
+        ticks = np.array([self.ticks(stay) for stay in stays], dtype=np.int64)
+        order = np.lexsort((ticks[owner, 0], chunk))
+        owner, chunk = owner[order], chunk[order]
+        clash = (chunk[1:] == chunk[:-1]) & (ticks[owner[1:], 0] < ticks[owner[:-1], 1])
+        for position in np.flatnonzero(clash):
+            first, second = stays[owner[position]], stays[owner[position + 1]]
+            self.fail(
+                f"chunk {chunk[position]} is held by {self.name(first.variable)} in {self.ticks(first)} "
+                f"and by {self.name(second.variable)} in {self.ticks(second)}"
+            )
