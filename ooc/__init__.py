@@ -1,0 +1,6 @@
+"""Train models larger than memory, under a byte budget that is held, bit for bit equal."""
+
+from ooc.errors import BudgetTooSmall, OocError, Refused, SessionError, StoreFailed
+from ooc.session import Session
+
+__all__ = ["BudgetTooSmall", "OocError", "Refused", "Session", "SessionError", "StoreFailed"]

@@ -31,7 +31,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _MAX_ARENA_NBYTES = 16 << 40
 _ARENA_ALIGNMENT = 2 << 20  # so that a reservation can be backed by a huge page where the kernel has them
-_COMMIT_STEP_NBYTES = 64 << 20  # a signal interrupts fallocate and undoes it: go in steps that keep their progress
+_COMMIT_STEP_NBYTES = 64 << 20  # older kernels undo a fallocate that a signal interrupts: steps keep what is done
 _MAPPINGS_LEFT_TO_OTHERS = 512
 """Mappings that we leave to the rest of the process: threads and malloc need some at any time."""
 
@@ -103,6 +103,9 @@ class PosixDriver:
         chunk_nbytes: Size of one, a multiple of the page size.
         arena_nbytes: Addresses to hold for reservations. By default as many as the machine
             gives, at most 16 TiB; addresses cost no memory.
+        arena: Addresses `[start, stop)` that someone else holds (mapped to nothing) and lends;
+            `close` leaves them mapped to nothing again.
+        occupied: `(address, nbytes)` of the lent arena that must not be handed out.
         dontfork: A forked child does not see the pool: its touch faults (SIGSEGV). If False the
             child shares the chunks with this process, which may reuse them at any time.
         max_map_count: The kernel's limit on mappings; read from the kernel by default.
@@ -118,6 +121,8 @@ class PosixDriver:
         chunk_nbytes: int,
         *,
         arena_nbytes: int | None = None,
+        arena: tuple[int, int] | None = None,
+        occupied: Sequence[tuple[int, int]] = (),
         dontfork: bool = True,
         max_map_count: int | None = None,
         syscalls: Syscalls | None = None,
@@ -139,6 +144,8 @@ class PosixDriver:
         self._is_inherited = False
         self._descriptor = -1
         self._whole: tuple[int, int] | None = None  # address and length of all addresses we hold
+        self._lent_arena = arena
+        self._reserved: dict[int, int] = {}
         try:
             self._descriptor = self._commit()
             self._hold_addresses(arena_nbytes)
@@ -148,9 +155,13 @@ class PosixDriver:
             raise
         num_places = (self._arena_stop - self._arena_start) // chunk_nbytes
         self._free_places = FreeRanges(0, num_places)
+        for address, nbytes in occupied:
+            first = (address - self._arena_start) // chunk_nbytes
+            last = -(-(address + nbytes - self._arena_start) // chunk_nbytes)
+            for place in range(first, last):  # one by one: neighbours may share a place
+                self._free_places.take_at(place, 1)
         self._layout: Layout[_Mapped] = Layout(0, num_places, None)
         self._reserved_starts: list[int] = []
-        self._reserved: dict[int, int] = {}
         _live_drivers.add(self)
 
     def __repr__(self) -> str:
@@ -185,8 +196,11 @@ class PosixDriver:
 
     @property
     def num_mappings(self) -> int:
-        """Mappings that the kernel keeps for this driver, of its limit on the whole process."""
-        return self._layout.num_pieces + 1
+        """Mappings that the kernel keeps for this driver, of its limit on the whole process.
+
+        Those of the arena, the view, and the rests before and behind the view that alignment leaves.
+        """
+        return self._layout.num_pieces + 3
 
     @property
     def num_reserved_chunks(self) -> int:
@@ -295,15 +309,32 @@ class PosixDriver:
             for page in range(address, address + nbytes, self._granularity):  # Linux before 5.14
                 ctypes.string_at(page, 1)
 
+    def disown(self, address: int, num_chunks: int) -> None:
+        """Forget a reservation of a lent arena, which keeps what is mapped there after `close`."""
+        self._check_usable()
+        place = self._place(address, num_chunks)
+        if self._lent_arena is None or self._reserved.get(place) != num_chunks:
+            raise ValueError(f"disown({address:#x}, {num_chunks} chunks): not a reservation of a lent arena")
+        del self._reserved[place]
+        del self._reserved_starts[bisect_right(self._reserved_starts, place) - 1]
+
     def close(self) -> None:
         """Unmap everything and give the memory back. Idempotent; in a forked child too."""
         _live_drivers.discard(self)
         whole, self._whole = self._whole, None
-        if whole is not None:
-            self._sys.munmap(*whole)
         descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            self._sys.close(descriptor)
+        try:
+            if whole is not None:
+                self._sys.munmap(*whole)
+        finally:
+            if descriptor >= 0:
+                self._sys.close(descriptor)
+
+    def _clear_lent_arena(self) -> None:
+        if self._lent_arena is not None:
+            for place, num_chunks in self._reserved.items():
+                nbytes = num_chunks * self._chunk_nbytes
+                self._sys.mmap(self._address(place), nbytes, _PROT_NONE, _NOTHING | _MAP_FIXED, -1, 0)
 
     def _commit(self) -> int:
         """The memory file with all its pages."""
@@ -337,6 +368,8 @@ class PosixDriver:
         """One range for the view and, after it, the arena: as large as the machine gives."""
         view_nbytes = _round_up(self._num_chunks * self._chunk_nbytes, _ARENA_ALIGNMENT)
         smallest = self._num_chunks * self._chunk_nbytes
+        if self._lent_arena is not None:
+            arena_nbytes = self._chunk_nbytes  # ours is not used
         wanted = arena_nbytes if arena_nbytes is not None else max(_MAX_ARENA_NBYTES, smallest)
         if wanted < self._chunk_nbytes:
             raise ValueError(f"arena_nbytes={arena_nbytes}: less than one chunk, {self._chunk_nbytes} bytes")
@@ -357,6 +390,8 @@ class PosixDriver:
         self._whole = (address, nbytes)
         self._view_address = _round_up(address, _ARENA_ALIGNMENT)
         self._arena_start = self._view_address + view_nbytes
+        if self._lent_arena is not None:
+            self._arena_start, wanted = self._lent_arena[0], self._lent_arena[1] - self._lent_arena[0]
         self._arena_stop = self._arena_start + wanted // self._chunk_nbytes * self._chunk_nbytes
 
     def _map_view(self) -> None:
@@ -477,6 +512,7 @@ class PosixDriver:
         self._is_inherited = True
         if self._whole is not None and self._dontfork:
             self._sys.mmap(*self._whole, _PROT_NONE, _NOTHING | _MAP_FIXED, -1, 0)
+            self._clear_lent_arena()
             descriptor, self._descriptor = self._descriptor, -1
             self._sys.close(descriptor)
 

@@ -39,6 +39,7 @@ struct Dispatcher {
   PyTypeObject* tensor_type;
   Py_ssize_t cdata_offset;  // of the TensorImpl* in the Python object; -1: ask for _cdata
   PyObject *slow, *before, *after, *finish, *failed;
+  PyObject* owner;  // the mode whose __torch_dispatch__ this is; torch asks for it as `__self__`
   // The plan being played. `funcs`, `calls` and `buffers` keep alive what the pointers point to.
   PyObject *funcs, *calls, *buffers;
   const PlanOp* ops;
@@ -366,6 +367,7 @@ int dispatcher_clear(PyObject* object) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   self->planned = 0;
   self->num_ops = 0;
+  Py_CLEAR(self->owner);
   Py_CLEAR(self->slow);
   Py_CLEAR(self->before);
   Py_CLEAR(self->after);
@@ -379,6 +381,7 @@ int dispatcher_clear(PyObject* object) {
 
 int dispatcher_traverse(PyObject* object, visitproc visit, void* arg) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
+  Py_VISIT(self->owner);
   Py_VISIT(self->slow);
   Py_VISIT(self->before);
   Py_VISIT(self->after);
@@ -407,7 +410,18 @@ PyMethodDef dispatcher_methods[] = {
     {"leave", dispatcher_leave, METH_NOARGS, "Stop comparing ops with the plan."},
     {nullptr, nullptr, 0, nullptr}};
 
+PyObject* get_owner(PyObject* object, void*) {
+  PyObject* owner = reinterpret_cast<Dispatcher*>(object)->owner;
+  return Py_NewRef(owner != nullptr ? owner : Py_None);
+}
+int set_owner(PyObject* object, PyObject* value, void*) {
+  Py_XINCREF(value);
+  Py_XSETREF(reinterpret_cast<Dispatcher*>(object)->owner, value);
+  return 0;
+}
+
 PyGetSetDef dispatcher_getset[] = {
+    {"__self__", get_owner, set_owner, "The mode that this dispatches for.", nullptr},
     {"cursor", get_cursor, nullptr, "Index of the next planned op.", nullptr},
     {"planned", get_planned, nullptr, "Whether ops are compared with a plan.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};

@@ -1,0 +1,375 @@
+"""The books: which variable is where, and the on-demand way of moving them.
+
+One `VariableRecord` per live storage at or above the threshold. The books are the truth in every
+mode: the executor of a plan updates the same records, so that at any moment a step can leave its
+plan and go on from here (DESIGN.md sections 6 and 8).
+
+Memory that a record holds is counted in chunks of the pool, and the pool is the budget: nothing
+here allocates memory for variables anywhere else.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from ooc.errors import StoreFailed
+from ooc.units import format_nbytes
+from vmm.addresses import AddressSpace, Reservation
+from vmm.chunks import ChunkPool
+from vmm.store import FileStore, Slot, Transfer
+
+Runs = tuple[tuple[int, int], ...]
+Segments = Sequence[tuple[int, int]]
+
+
+class State(enum.Enum):
+    """Where a variable's bytes are, and so what memory it holds."""
+
+    RESIDENT = "resident"
+    """In its chunks, mapped at its address. Holds its chunks."""
+    LOADING = "loading"
+    """On the way in; its chunks fill up and may not be touched yet. Holds its chunks."""
+    AWAY = "away"
+    """In the store only. Holds no chunk."""
+
+
+class NoRoom(Exception):
+    """The pool cannot give so many chunks: what remains is pinned. The caller knows for what."""
+
+    def __init__(self, *, num_needed: int, num_free: int, num_pinned: int) -> None:
+        super().__init__(f"{num_needed} chunks needed, {num_free} free, {num_pinned} pinned")
+        self.num_needed = num_needed
+        self.num_free = num_free
+        self.num_pinned = num_pinned
+
+
+class VariableRecord:
+    """One live storage.
+
+    Attributes:
+        address, nbytes: Of the storage; the address is its reservation's, for life.
+        runs: Its chunks while it holds any.
+        slot: Its place in the store, once it has one.
+        stored: Whether the store's copy is current.
+        transfer: A write or read that may be under way.
+        pins: Ops in progress that use it. Pinned records stay.
+        exports: Pointers given to the outside (`.numpy()`); such a record stays, too.
+        seen: Whether an op has named it as operand or result. Until then it may be in use
+            unseen (a library's workspace) and stays.
+        serial: Order of allocation in the session; the identity of this storage.
+        role: Its index in the plan being played, or -1.
+    """
+
+    __slots__ = (
+        "address",
+        "exports",
+        "kind",
+        "label",
+        "nbytes",
+        "pins",
+        "reservation",
+        "role",
+        "runs",
+        "seen",
+        "serial",
+        "slot",
+        "state",
+        "stored",
+        "transfer",
+    )
+
+    def __init__(self, *, nbytes: int, reservation: Reservation, serial: int) -> None:
+        self.address = reservation.address
+        self.nbytes = nbytes
+        self.reservation = reservation
+        self.serial = serial
+        self.runs: Runs = ()
+        self.slot: Slot | None = None
+        self.stored = False
+        self.state = State.AWAY
+        self.transfer: Transfer | None = None
+        self.pins = 0
+        self.exports = 0
+        self.seen = False
+        self.role = -1
+        self.kind = ""
+        self.label = ""
+
+    def __repr__(self) -> str:
+        return (
+            f"<VariableRecord {self.serial} {self.label!r} at {self.address:#x}, {self.nbytes} bytes, "
+            f"{self.state.value}, stored={self.stored}, pins={self.pins}, exports={self.exports}, role={self.role}>"
+        )
+
+
+class Counters:
+    """What was moved; only ever growing. Sizes in bytes, times in nanoseconds."""
+
+    __slots__ = ("dropped_nbytes", "evicted_nbytes", "loaded_nbytes", "num_faults", "stall_ns")
+
+    def __init__(self) -> None:
+        self.loaded_nbytes = 0
+        self.evicted_nbytes = 0
+        self.dropped_nbytes = 0
+        self.num_faults = 0
+        self.stall_ns = 0
+
+    def copy(self) -> dict[str, int]:
+        """The present values, by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Books:
+    """Records of all live variables, and loads and evictions on demand.
+
+    Owns none of what it is given; the session does. One thread at a time (the session's lock).
+    """
+
+    def __init__(self, *, pool: ChunkPool, space: AddressSpace, store: FileStore, debug: bool = False) -> None:
+        self.pool = pool
+        self.space = space
+        self.store = store
+        self.debug = debug
+        self.records: dict[int, VariableRecord] = {}
+        self.counters = Counters()
+        self.peak_chunks = 0
+        self._next_serial = 0
+        self._by_use: OrderedDict[int, VariableRecord] = OrderedDict()  # resident, least recently used first
+
+    def __repr__(self) -> str:
+        return f"<Books of {len(self.records)} variables, {len(self._by_use)} resident, {self.pool.num_free} chunks free>"
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Size of a chunk."""
+        return self.space.driver.chunk_nbytes
+
+    def chunks_of(self, nbytes: int) -> int:
+        """Chunks that `nbytes` occupy."""
+        return -(-nbytes // self.chunk_nbytes)
+
+    def new_record(self, nbytes: int) -> VariableRecord:
+        """A record with a reservation of its own and no chunks, not in the books yet."""
+        return VariableRecord(nbytes=nbytes, reservation=self.space.reserve(nbytes), serial=self.next_serial())
+
+    def next_serial(self) -> int:
+        """A number that no storage of this session has had."""
+        self._next_serial += 1
+        return self._next_serial - 1
+
+    def segments(self, runs: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
+        """The first `nbytes` of a variable in these chunks, as ranges of the linear view."""
+        view, chunk = self.space.driver.view_address, self.chunk_nbytes
+        found = []
+        left = nbytes
+        for first, count in runs:
+            length = min(left, count * chunk)
+            found.append((view + first * chunk, length))
+            left -= length
+        return found
+
+    # -- life of a record
+
+    def allocate(self, nbytes: int) -> VariableRecord:
+        """A new resident variable; evicts others as needed. Raises `NoRoom`, `StoreFailed`."""
+        self.make_room(self.chunks_of(nbytes))
+        record = self.new_record(nbytes)
+        self.give_chunks(record, self.pool.take(self.chunks_of(nbytes)))
+        self.enter(record)
+        return record
+
+    def enter(self, record: VariableRecord) -> None:
+        """Put a record into the books."""
+        self.records[record.address] = record
+        if record.state is State.RESIDENT:
+            self._by_use[record.address] = record
+
+    def free(self, address: int) -> VariableRecord | None:
+        """The storage at `address` was freed: forget it. None if it was not in the books."""
+        record = self.records.pop(address, None)
+        if record is None:
+            return None
+        self._by_use.pop(address, None)
+        self.settle(record)
+        if record.state is State.RESIDENT:
+            self.pool.give(record.runs)
+        self.dispose(record)
+        return record
+
+    def dispose(self, record: VariableRecord) -> None:
+        """Give back the reservation and the store slot of a record that holds no chunks."""
+        if record.slot is not None:
+            self.store.free(record.slot)
+            record.slot = None
+        self.space.release(record.reservation)
+
+    def touch(self, record: VariableRecord) -> None:
+        """Note a use, for the order of eviction."""
+        if record.address in self._by_use:
+            self._by_use.move_to_end(record.address)
+
+    # -- moving
+
+    def give_chunks(self, record: VariableRecord, runs: Runs) -> None:
+        """Map chunks (already taken from the pool) for a record, which is resident from now on."""
+        self.space.map(record.reservation, runs)
+        record.runs = runs
+        record.state = State.RESIDENT
+        self.peak_chunks = max(self.peak_chunks, self.pool.num_chunks - self.pool.num_free)
+
+    def make_room(self, num_chunks: int) -> None:
+        """Evict least recently used variables until so many chunks are free. Raises `NoRoom`."""
+        missing = num_chunks - self.pool.num_free
+        if missing <= 0:
+            return
+        victims = []
+        for record in self._by_use.values():
+            if record.pins or record.exports or not record.seen:
+                continue
+            victims.append(record)
+            missing -= self.chunks_of(record.nbytes)
+            if missing <= 0:
+                break
+        else:
+            pinned = sum(self.chunks_of(r.nbytes) for r in self._by_use.values() if r.pins or r.exports or not r.seen)
+            raise NoRoom(num_needed=num_chunks, num_free=self.pool.num_free, num_pinned=pinned)
+        self.evict(victims)
+
+    def evict(self, records: Sequence[VariableRecord]) -> None:
+        """Write out what the store has no current copy of, and free the chunks. Waits for the writes.
+
+        Raises:
+            StoreFailed: A write failed. Its variable is still resident; the others are away.
+        """
+        started = time.monotonic_ns()
+        for record in records:
+            if not record.stored and record.transfer is None:
+                self.start_write(record)
+            else:
+                self.counters.dropped_nbytes += record.nbytes
+        failure: StoreFailed | None = None
+        for record in records:
+            try:
+                self.settle(record)
+            except StoreFailed as error:
+                failure = error
+                continue
+            self._by_use.pop(record.address, None)
+            self.pool.give(record.runs)
+            self.hide(record)
+        self.counters.stall_ns += time.monotonic_ns() - started
+        if failure is not None:
+            raise failure
+
+    def hide(self, record: VariableRecord) -> None:
+        """A record's chunks were given away: from now on its bytes are in the store only."""
+        record.runs = ()
+        record.state = State.AWAY
+        self.space.unmap(record.reservation)
+
+    def load(self, records: Iterable[VariableRecord]) -> None:
+        """Bring records in and wait for them. The caller has pinned them, so that none evicts another.
+
+        Raises:
+            NoRoom: They do not fit beside what is pinned. What was loaded stays.
+            StoreFailed: A read failed; that variable stays away, its copy in the store untouched.
+        """
+        missing = [r for r in records if r.state is not State.RESIDENT]
+        if not missing:
+            return
+        for record in missing:
+            self.settle(record)
+        missing = [r for r in missing if r.state is State.AWAY]
+        self.make_room(sum(self.chunks_of(r.nbytes) for r in missing))
+        started = time.monotonic_ns()
+        for record in missing:
+            self.start_load(record, self.pool.take(self.chunks_of(record.nbytes)))
+        failure: StoreFailed | None = None
+        for record in missing:
+            runs = record.runs
+            try:
+                self.settle(record)
+            except StoreFailed as error:
+                self.pool.give(runs)
+                failure = error
+                continue
+            self.space.map(record.reservation, runs)
+            self._by_use[record.address] = record
+        self.peak_chunks = max(self.peak_chunks, self.pool.num_chunks - self.pool.num_free)
+        self.counters.stall_ns += time.monotonic_ns() - started
+        if failure is not None:
+            raise failure
+
+    # -- transfers: one at a time per record, noted in `record.transfer`
+
+    def start_write(self, record: VariableRecord, segments: Segments | None = None) -> Transfer:
+        """Start writing a resident record out. It stays resident; `settle` completes the act."""
+        if record.slot is None:
+            record.slot = self.store.allocate(record.nbytes)
+        if segments is None:
+            segments = self.segments(record.runs, record.nbytes)
+        record.transfer = self.store.write(record.slot, segments)
+        record.stored = True
+        self.counters.evicted_nbytes += record.nbytes
+        return record.transfer
+
+    def start_load(
+        self,
+        record: VariableRecord,
+        runs: Runs,
+        after: Sequence[Transfer] = (),
+        segments: Segments | None = None,
+    ) -> Transfer:
+        """Start reading a record into these chunks, after its own write and `after` are done."""
+        assert record.slot is not None, record
+        if record.transfer is not None:
+            after = (*after, record.transfer)
+        if segments is None:
+            segments = self.segments(runs, record.nbytes)
+        record.transfer = self.store.read(record.slot, segments, after=after)
+        record.runs = runs
+        record.state = State.LOADING
+        self.counters.loaded_nbytes += record.nbytes
+        return record.transfer
+
+    def settle(self, record: VariableRecord) -> None:
+        """Wait for the record's transfer, if any. Raises `StoreFailed`, with the record in its old state."""
+        transfer = record.transfer
+        if transfer is None:
+            return
+        record.transfer = None
+        loading = record.state is State.LOADING
+        try:
+            transfer.wait()
+        except OSError as error:
+            if loading:
+                record.state = State.AWAY
+                record.runs = ()
+            else:
+                record.stored = False
+            act = "load" if loading else "evict"
+            raise StoreFailed(
+                f"cannot {act} {record.label or 'variable'} ({format_nbytes(record.nbytes)}): {error}. The step is void; "
+                + ("the variable stays in the store." if loading else "the variable stays in memory."),
+                errno=error.errno,
+            ) from error
+        if loading:
+            record.state = State.RESIDENT
+
+    # -- for the executor
+
+    def resident_chunks(self) -> int:
+        """Chunks held by records in the books."""
+        return sum(self.chunks_of(r.nbytes) for r in self.records.values() if r.state is not State.AWAY)
+
+    def retake_pool(self, pool: ChunkPool) -> None:
+        """Start over with a fresh pool that agrees with the records, after a plan was left."""
+        self.pool = pool
+        self._by_use.clear()
+        for record in sorted(self.records.values(), key=lambda r: r.serial):
+            if record.state is State.RESIDENT:
+                self.pool.take_exactly(record.runs)
+                self._by_use[record.address] = record

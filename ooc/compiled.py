@@ -1,0 +1,346 @@
+"""A plan made ready to be played: per op, what to do before and after it; tables for native code.
+
+Compiling decides nothing. It turns the plan's residencies into `Stay` objects, works out for each
+whose chunks it takes over (so what it must wait for, or must see freed, first), and lays the rest
+out in arrays that native/dispatch.cpp and vmm/native/allocator.cpp read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ooc.books import Runs, VariableRecord
+from ooc.recorder import Observed
+from scheduler.plan import Born, Dies, Dropped, Evicted, Kept, Loaded, Plan, Residency, occupied_ticks
+from scheduler.trace import Trace
+from vmm.store import Transfer
+from vmm.torch_cpu import PLANNED_ALLOC_DTYPE, PlanTables
+
+PLAN_OP_DTYPE = np.dtype(
+    [
+        ("uses_start", "u4"),
+        ("uses_stop", "u4"),
+        ("allocs_start", "u4"),
+        ("allocs_stop", "u4"),
+        ("flags", "u4"),
+        ("reserved", "u4"),
+    ]
+)
+"""numpy layout of `PlanOp` in native/dispatch.cpp."""
+
+_BEFORE, _AFTER, _INTERCEPT = 1, 2, 4
+
+
+class Role:
+    """A variable of the plan, and the record that plays it in this step.
+
+    Attributes:
+        record: Who plays it. For one born in the step, the record whose reservation it will get.
+        heir: The role that it is in the next step, where that is another one.
+        predecessor: The role that it was in the step before, where that is another one.
+        double_buffered: It is born while its heir's record, from the step before, is still
+            alive: the two take turns with two reservations.
+        is_persistent: The same storage in every step.
+        serial: For a persistent role, its record's serial.
+        ordinal: Order of allocation among the roles that exist at the start.
+    """
+
+    __slots__ = (
+        "double_buffered",
+        "evictable",
+        "heir",
+        "index",
+        "is_born",
+        "is_persistent",
+        "lives_on",
+        "nbytes",
+        "ordinal",
+        "predecessor",
+        "record",
+        "serial",
+        "stays",
+    )
+
+    def __init__(self, *, index: int, trace: Trace) -> None:
+        variable = trace.variables[index]
+        self.index = index
+        self.nbytes = variable.nbytes
+        self.evictable = variable.evictable
+        self.is_born = variable.birth_tick is not None
+        self.lives_on = variable.death_tick is None
+        self.is_persistent = variable.becomes == index
+        self.double_buffered = False
+        self.serial: int | None = None
+        self.ordinal = 0
+        self.heir: Role | None = None
+        self.predecessor: Role | None = None
+        self.record: VariableRecord | None = None
+        self.stays: list[Stay] = []
+
+    def __repr__(self) -> str:
+        return f"<Role {self.index}, {self.nbytes} bytes, {len(self.stays)} stays, played by {self.record!r}>"
+
+
+class Stay:
+    """One residency, ready to be played.
+
+    Attributes:
+        runs: Its chunks.
+        start_op: The op before which it is loaded, or None.
+        waits: Earlier holders of its chunks whose transfer must be complete first.
+        dead: Roles that held its chunks and must have been freed.
+        transfer: Its latest load or write.
+        segments: Its bytes as ranges of the linear view.
+    """
+
+    __slots__ = ("dead", "residency", "role", "runs", "segments", "transfer", "waits")
+
+    def __init__(self, *, role: Role, residency: Residency, segments: list[tuple[int, int]]) -> None:
+        self.role = role
+        self.residency = residency
+        self.runs: Runs = residency.chunks
+        self.segments = segments
+        self.waits: tuple[Stay, ...] = ()
+        self.dead: tuple[int, ...] = ()
+        self.transfer: Transfer | None = None
+
+    def __repr__(self) -> str:
+        return f"<Stay of role {self.role.index}: {self.residency.start} to {self.residency.stop}>"
+
+
+class Before:
+    """What happens right before an op, in this order."""
+
+    __slots__ = ("arrivals", "births", "loads", "releases")
+
+    def __init__(self) -> None:
+        self.releases: list[Stay] = []  # written earlier; from now on only in the store
+        self.loads: list[Stay] = []  # start now
+        self.arrivals: list[Stay] = []  # loads that the op waits for
+        self.births: list[Stay] = []  # allocations of the op
+
+
+class After:
+    """What happens right after an op, in this order."""
+
+    __slots__ = ("drops", "dirties", "writes")
+
+    def __init__(self) -> None:
+        self.dirties: list[Role] = []  # the op made the store's copy stale
+        self.writes: list[Stay] = []  # start now
+        self.drops: list[Stay] = []
+
+
+class Compiled:
+    """A plan, its roles and its tables. Owns the arrays that native code reads while installed."""
+
+    def __init__(
+        self,
+        *,
+        trace: Trace,
+        plan: Plan,
+        observed: Observed,
+        view_address: int,
+        intercepts: Container[Any],
+    ) -> None:
+        self.trace = trace
+        self.plan = plan
+        self.num_ops = len(trace.ops)
+        self.funcs = list(observed.funcs)
+        self.calls = [getattr(func, "_op", func) for func in observed.funcs]
+        self.occurrences = observed.occurrences
+        self.roles = [Role(index=i, trace=trace) for i in range(len(trace.variables))]
+        self.before: list[Before | None] = [None] * self.num_ops
+        self.after: list[After | None] = [None] * self.num_ops
+        self.last_releases: list[Stay] = []
+        self.between_births: dict[int, list[Stay]] = {}
+        self.num_chunks = 0
+        self._link_roles(observed)
+        stays = self._make_stays(view_address)
+        self._find_predecessors(stays)
+        births = self._place_acts(stays)
+        self._lay_out(births, intercepts)
+
+    def __repr__(self) -> str:
+        return f"<Compiled {self.plan.policy} plan: {self.num_ops} ops, {len(self.roles)} roles>"
+
+    # -- making it
+
+    def _link_roles(self, observed: Observed) -> None:
+        for role, variable in zip(self.roles, self.trace.variables, strict=True):
+            if variable.becomes is not None and variable.becomes != role.index:
+                role.heir = self.roles[variable.becomes]
+                role.heir.predecessor = role
+                _, heir_stop = self.trace.lifetime(variable.becomes)
+                birth, _ = self.trace.lifetime(role.index)
+                role.double_buffered = heir_stop > birth
+            serial = observed.start_serials[role.index]
+            if role.is_persistent:
+                role.serial = serial
+            role.ordinal = serial if serial is not None else 0
+
+    def _make_stays(self, view_address: int) -> list[Stay]:
+        chunk = self.plan.machine.chunk_nbytes
+        stays = []
+        for residency in self.plan.residencies:
+            role = self.roles[residency.variable]
+            segments = []
+            left = role.nbytes
+            for first, count in residency.chunks:
+                segments.append((view_address + first * chunk, min(left, count * chunk)))
+                left -= count * chunk
+                self.num_chunks = max(self.num_chunks, first + count)
+            stay = Stay(role=role, residency=residency, segments=segments)
+            stays.append(stay)
+            role.stays.append(stay)
+        stays.sort(key=lambda s: occupied_ticks(s.residency, self.trace))
+        for role in self.roles:
+            role.stays.sort(key=lambda s: occupied_ticks(s.residency, self.trace))
+        return stays
+
+    def _find_predecessors(self, stays: Sequence[Stay]) -> None:
+        """For each stay, who held its chunks just before; around the step's end, too."""
+        last = np.full(self.num_chunks, -1, dtype=np.int64)
+        for lap in range(2):
+            for number, stay in enumerate(stays):
+                before: set[int] = set()
+                for first, count in stay.runs:
+                    if lap:
+                        before.update(np.unique(last[first : first + count]).tolist())
+                    last[first : first + count] = number
+                if lap and not isinstance(stay.residency.start, Kept):
+                    earlier = [stays[n] for n in sorted(before) if n >= 0 and n != number]
+                    stay.waits = tuple(s for s in earlier if _has_transfer(s.residency))
+                    stay.dead = tuple(
+                        sorted({s.role.index for s in earlier if isinstance(s.residency.stop, Dies)} - {stay.role.index})
+                    )
+
+    def _place_acts(self, stays: Iterable[Stay]) -> list[list[Stay]]:
+        """Sort the stays' acts by op. Returns the births inside each op, in order."""
+        uses = self.trace.uses_by_variable()
+        births: list[list[Stay]] = [[] for _ in range(self.num_ops)]
+        starts = [op.start_tick for op in self.trace.ops]
+        for stay in stays:
+            residency, index = stay.residency, stay.role.index
+            first_tick, last_tick = occupied_ticks(residency, self.trace)
+            mine = [
+                (i, u)
+                for i, u in uses[index]
+                if self.trace.ops[i].stop_tick > first_tick and starts[i] < last_tick
+            ]
+            match residency.start:
+                case Born():
+                    op = int(np.searchsorted(starts, first_tick, side="right")) - 1
+                    if op >= 0 and first_tick < self.trace.ops[op].stop_tick:
+                        births[op].append(stay)
+                        self._before(op).births.append(stay)
+                    else:
+                        self.between_births.setdefault(op + 1, []).append(stay)
+                case Loaded(before_op=op):
+                    self._before(op).loads.append(stay)
+                    if mine:
+                        self._before(mine[0][0]).arrivals.append(stay)
+                case Kept():
+                    pass
+            if not isinstance(residency.start, Born):
+                writer = next((i for i, u in mine if u.writes), None)
+                if writer is not None:
+                    self._after(writer).dirties.append(stay.role)
+            match residency.stop:
+                case Evicted(write_op=write, release_op=release):
+                    self._after(write).writes.append(stay)
+                    if release < self.num_ops:
+                        self._before(release).releases.append(stay)
+                    else:
+                        self.last_releases.append(stay)
+                case Dropped(after_op=op):
+                    self._after(op).drops.append(stay)
+                case Dies() | Kept():
+                    pass
+        return births
+
+    def _before(self, op: int) -> Before:
+        acts = self.before[op]
+        if acts is None:
+            acts = self.before[op] = Before()
+        return acts
+
+    def _after(self, op: int) -> After:
+        acts = self.after[op]
+        if acts is None:
+            acts = self.after[op] = After()
+        return acts
+
+    def _lay_out(self, births: Sequence[Sequence[Stay]], intercepts: Container[Any]) -> None:
+        num_roles = max(len(self.roles), 1)
+        self.role_address: npt.NDArray[np.uint64] = np.zeros(num_roles, dtype=np.uint64)
+        self.role_alive: npt.NDArray[np.uint8] = np.zeros(num_roles, dtype=np.uint8)
+        self.op_start_ns: npt.NDArray[np.int64] = np.zeros(max(self.num_ops, 1), dtype=np.int64)
+        self.op_stop_ns: npt.NDArray[np.int64] = np.zeros(max(self.num_ops, 1), dtype=np.int64)
+        self._ops = np.zeros(max(self.num_ops, 1), dtype=PLAN_OP_DTYPE)
+        uses: list[int] = []
+        allocs: list[tuple[int, int, int, int, int]] = []
+        must_be_dead: list[int] = []
+        for index in range(self.num_ops):
+            first_use, first_alloc = len(uses), len(allocs)
+            uses.extend(self.occurrences[index])
+            for stay in births[index]:
+                first_dead = len(must_be_dead)
+                must_be_dead.extend(stay.dead)
+                allocs.append((stay.role.nbytes, stay.role.index, first_dead, len(must_be_dead), 0))
+            flags = (
+                (_BEFORE if self.before[index] else 0)
+                | (_AFTER if self.after[index] else 0)
+                | (_INTERCEPT if self.funcs[index] in intercepts else 0)
+            )
+            self._ops[index] = (first_use, len(uses), first_alloc, len(allocs), flags, 0)
+        self._uses = np.array(uses or [0], dtype=np.uint32)
+        self._allocs = np.array(allocs or [(0, 0, 0, 0, 0)], dtype=PLANNED_ALLOC_DTYPE)
+        self._must_be_dead = np.array(must_be_dead or [0], dtype=np.uint32)
+        self.tables = PlanTables(
+            allocs=self._allocs.ctypes.data,
+            must_be_dead=self._must_be_dead.ctypes.data,
+            role_address=self.role_address.ctypes.data,
+            role_alive=self.role_alive.ctypes.data,
+            num_roles=len(self.roles),
+        )
+
+    # -- playing it
+
+    @property
+    def tables_address(self) -> int:
+        """Address of the allocator's `PlanTables`."""
+        return ctypes.addressof(self.tables)
+
+    def install_arguments(self) -> tuple[Any, ...]:
+        """Arguments of `Dispatcher.install`."""
+        return (
+            self.funcs,
+            self.calls,
+            self,
+            self._ops.ctypes.data,
+            self._uses.ctypes.data,
+            self.role_address.ctypes.data,
+            self.op_start_ns.ctypes.data,
+            self.op_stop_ns.ctypes.data,
+            self.num_ops,
+        )
+
+    def stay_at(self, role: Role, op: int) -> Stay | None:
+        """The residency of `role` that covers op `op`, if any."""
+        start, stop = self.trace.ops[op].start_tick, self.trace.ops[op].stop_tick
+        for stay in role.stays:
+            first, last = occupied_ticks(stay.residency, self.trace)
+            if first < stop and last > start:
+                return stay
+        return None
+
+
+def _has_transfer(residency: Residency) -> bool:
+    """Whether a load or write of this residency may be under way when its chunks are passed on."""
+    return isinstance(residency.start, Loaded) or isinstance(residency.stop, Evicted | Dropped)

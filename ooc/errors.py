@@ -1,0 +1,71 @@
+"""What can go wrong at run time, each with its numbers as attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ooc.units import format_nbytes
+
+
+class OocError(RuntimeError):
+    """Base of our own run-time errors."""
+
+
+class BudgetTooSmall(OocError, torch.OutOfMemoryError):
+    """One op needs more memory at once than the budget has. Also a `torch.OutOfMemoryError`.
+
+    Attributes:
+        op_index: Position of the op in the step, or None outside a step.
+        op_name, where: The op, and the module that called it.
+        needed_nbytes: What the op was seen to need at once, in whole chunks, when it failed; it
+            may need more later on.
+        budget_nbytes: The pool's size.
+        operands: `(label, nbytes)` of what must be in memory together.
+    """
+
+    def __init__(
+        self,
+        *,
+        op_index: int | None,
+        op_name: str,
+        where: str,
+        needed_nbytes: int,
+        budget_nbytes: int,
+        operands: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        self.op_index = op_index
+        self.op_name = op_name
+        self.where = where
+        self.needed_nbytes = needed_nbytes
+        self.budget_nbytes = budget_nbytes
+        self.operands = tuple(operands)
+        place = f"{op_name}, {where}" if where else op_name
+        head = f"op {op_index} ({place})" if op_index is not None else place
+        listed = ", ".join(f"{label} {format_nbytes(nbytes)}" for label, nbytes in self.operands)
+        super().__init__(
+            f"{head} needs {format_nbytes(needed_nbytes)} at once; the budget is {format_nbytes(budget_nbytes)}.\n"
+            + (f"  in memory together: {listed}\n" if listed else "")
+            + f"  Options: budget >= {format_nbytes(needed_nbytes)}; a smaller batch (operands grow with it)."
+        )
+
+
+class StoreFailed(OocError, OSError):
+    """A transfer to or from the store failed in mid-step.
+
+    The step is void; variables that were in memory still are, and the session goes on from them.
+    A variable whose bytes could not be read back is named in the message.
+    """
+
+    def __init__(self, message: str, *, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+
+class SessionError(OocError):
+    """A session used out of turn: closed, nested in another, or after a fork."""
+
+
+class Refused(OocError):
+    """Something that would train wrongly under a session, refused by name."""

@@ -1,0 +1,612 @@
+"""Playing a plan: before and after each op, at a step's boundary, and when a step leaves the plan.
+
+The executor has no opinions. It does what `Compiled` says, checks what the plan took for granted
+(what should be dead was freed; what is dropped is clean), and the moment something is not as
+planned it hands true books to the on-demand way and the step goes on there (DESIGN.md sections 6, 8).
+
+While a plan is played, the records that play a role are the executor's; the books hold only the
+others, in chunks that the plan does not use. Ordering rules (DESIGN.md section 10):
+
+* a load starts after its own variable's write, and after the writes of whoever held its chunks;
+* an allocation waits for the writes of whoever held its chunks;
+* what should have died before its chunks are reused is checked to be dead;
+* at a step's start every reservation has its step-start chunks again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ooc.books import Books, State, VariableRecord
+from ooc.compiled import Compiled, Role, Stay
+from ooc.errors import StoreFailed
+from ooc.recorder import OpRecord, StepRecorder
+from scheduler.plan import Kept
+from vmm.chunks import ChunkPool
+from vmm.torch_cpu import MODE_DEMAND, MODE_PLANNED, CpuAllocator, Event
+
+_log = logging.getLogger(__name__)
+
+
+class Executor:
+    """Plays one plan at a time over the session's books, allocator and dispatcher."""
+
+    def __init__(
+        self,
+        *,
+        books: Books,
+        allocator: CpuAllocator,
+        dispatcher: Any,
+        new_pool: Callable[[], ChunkPool],
+    ) -> None:
+        self._books = books
+        self._allocator = allocator
+        self._dispatcher = dispatcher
+        self._new_pool = new_pool
+        self._space = books.space
+        self.active: Compiled | None = None
+        self.left_because = ""
+        self.events: list[Event] = []  # of the present period
+        self._mid_op_pins: list[VariableRecord] = []
+        self._start_bindings: list[tuple[Role, VariableRecord]] = []
+        self._start_foreign: dict[int, VariableRecord] = {}
+        self._in_flight: list[Stay] = []
+        self._end_alive: Any = None
+
+    def __repr__(self) -> str:
+        return f"<Executor of {self.active!r}>"
+
+    # -- between steps
+
+    def enter(self, compiled: Compiled) -> bool:
+        """Move all variables to where the plan's step starts. Called at a step boundary, on demand.
+
+        Returns:
+            False if the plan cannot start from here (a variable that must not move is in its way);
+            the books are as good as before.
+
+        Raises:
+            StoreFailed: A transfer failed; the books are true.
+        """
+        books = self._books
+        bound = self._bind_from_books(compiled)
+        if bound is None:
+            return False
+        bound_addresses = {record.address for _, record in bound}
+        targets = {role.index: stay for role, _ in bound for stay in role.stays if isinstance(stay.residency.start, Kept)}
+        # All that is not in place goes to the store first; then what should be here comes in.
+        in_place = {
+            record.address
+            for role, record in bound
+            if record.state is State.RESIDENT
+            and role.index in targets
+            and tuple(map(tuple, record.runs)) == tuple(map(tuple, targets[role.index].runs))
+        }
+        leaving = [r for r in books.records.values() if r.state is State.RESIDENT and r.address not in in_place]
+        if any(r.exports or r.pins or not r.seen for r in leaving):
+            self.left_because = "a variable that must stay where it is lies in the plan's way"
+            return False
+        books.evict(leaving)
+        for _, record in bound:
+            del books.records[record.address]
+        self._take_pool(compiled)
+        books._by_use.clear()
+        for role in compiled.roles:
+            if role.record is None and (role.is_born or role.predecessor is not None):
+                self._give_new_record(role)
+        arriving = []
+        for role, record in bound:
+            stay = targets.get(role.index)
+            self._map_first(role)
+            if stay is not None and record.address not in in_place:
+                books.start_load(record, stay.runs)
+                arriving.append(record)
+        for role, record in bound:
+            self._set_alive(compiled, role, record)
+        for record in arriving:
+            books.settle(record)
+        for role in compiled.roles:
+            if role.record is not None:
+                self._map_first(role)
+                compiled.role_address[role.index] = role.record.address
+        self._hide_away(compiled)
+        self._install(compiled)
+        self._start_period(compiled)
+        _log.debug("entered %r with %d variables bound", compiled, len(bound_addresses))
+        return True
+
+    def _install(self, compiled: Compiled) -> None:
+        lives_on = np.array([role.lives_on for role in compiled.roles] or [False], dtype=bool)
+        self._end_alive = lives_on
+        self._dispatcher.install(*compiled.install_arguments())
+        self._allocator.state.plan = compiled.tables_address
+        self._allocator.state.mode = MODE_PLANNED
+        self.active = compiled
+
+    def _start_period(self, compiled: Compiled) -> None:
+        self.events = []
+        self.left_because = ""
+        self._start_bindings = [
+            (role, role.record)
+            for role in compiled.roles
+            if not role.is_born and role.record is not None and compiled.role_alive[role.index]
+        ]
+        self._start_foreign = dict(self._books.records)
+        self._allocator.state.position = 0
+        self._dispatcher.start(0)
+
+    def is_complete(self) -> bool:
+        """Whether every op of the plan has been played in this period."""
+        return self.active is not None and self._dispatcher.cursor == self.active.num_ops
+
+    def rotate(self) -> None:
+        """The step is complete and the same plan comes again: variables take their roles for it."""
+        compiled = self.active
+        assert compiled is not None
+        books = self._books
+        for stay in compiled.last_releases:
+            self._release(compiled, stay)
+        self.absorb_events()
+        alive = compiled.role_alive[: len(compiled.roles)].astype(bool)
+        ends = self._end_alive[: len(compiled.roles)]
+        for index in np.nonzero(alive & ~ends)[0].tolist():
+            self._expel(compiled, compiled.roles[index])
+        promoted = []
+        for role in compiled.roles:
+            if not role.lives_on or role.is_persistent:
+                continue
+            if not compiled.role_alive[role.index]:
+                continue
+            if role.heir is None:
+                self._expel(compiled, role)
+            else:
+                promoted.append(role)
+        moves = [(role, role.heir, role.record) for role in promoted]
+        spares = {role.index: role.heir.record for role in promoted if role.heir is not None}
+        for role, heir, record in moves:
+            assert heir is not None and record is not None
+            compiled.role_alive[role.index] = 0
+            record.serial = books.next_serial()
+            heir.record = record
+            if role.double_buffered:
+                spare = spares[role.index]
+                role.record = spare if spare is not record else None
+                if role.record is None:
+                    self._give_new_record(role)
+                    self._map_first(role)
+                assert role.record is not None
+                compiled.role_address[role.index] = role.record.address
+            self._map_first(heir)
+            self._set_alive(compiled, heir, record)
+        for role in compiled.roles:
+            if role.predecessor is not None and not compiled.role_alive[role.index]:
+                compiled.role_address[role.index] = 0 if role.predecessor.double_buffered else role.predecessor.record.address  # type: ignore[union-attr]
+        self._prune()
+        self._start_period(compiled)
+
+    def persistent_is_missing(self) -> bool:
+        """Whether a variable that lives across steps was freed in this one."""
+        compiled = self.active
+        assert compiled is not None
+        return any(role.is_persistent and not compiled.role_alive[role.index] for role in compiled.roles)
+
+    # -- around an op; called by the dispatcher
+
+    def before(self, index: int) -> bool:
+        """Releases, loads, arrivals and births of op `index`. False: the step has left the plan."""
+        compiled = self.active
+        assert compiled is not None
+        acts = compiled.before[index]
+        assert acts is not None
+        alive = compiled.role_alive
+        for stay in acts.releases:
+            if not self._release(compiled, stay):
+                return False
+        for stay in acts.loads:
+            role = stay.role
+            if not alive[role.index]:
+                continue
+            if any(alive[d] for d in stay.dead):
+                self._leave("a variable was freed later than planned")
+                return False
+            self._start_load(stay)
+        started = 0
+        for stay in acts.arrivals:
+            role = stay.role
+            record = role.record
+            if record is None or not alive[role.index]:
+                continue
+            if record.state is State.LOADING:
+                started = started or time.monotonic_ns()
+                self._arrive(record)
+            elif record.state is State.AWAY:
+                self._leave("a variable was not where the plan expects it")
+                return False
+        for stay in acts.births:
+            for other in stay.waits:
+                if other.transfer is not None and not other.transfer.done():
+                    started = started or time.monotonic_ns()
+                    self._await(other)
+            self._prepare_birth(stay)
+        if started:
+            self._books.counters.stall_ns += time.monotonic_ns() - started
+        return True
+
+    def after(self, index: int) -> None:
+        """Writes and drops after op `index`."""
+        compiled = self.active
+        assert compiled is not None
+        acts = compiled.after[index]
+        assert acts is not None
+        alive = compiled.role_alive
+        for role in acts.dirties:
+            if role.record is not None:
+                role.record.stored = False
+        for stay in acts.writes:
+            record = stay.role.record
+            if record is None or not alive[stay.role.index]:
+                continue
+            if record.stored:
+                self._books.counters.dropped_nbytes += record.nbytes
+            else:
+                stay.transfer = self._books.start_write(record, stay.segments)
+                self._in_flight.append(stay)
+        for stay in acts.drops:
+            record = stay.role.record
+            if record is None or not alive[stay.role.index]:
+                continue
+            if record.stored:
+                self._books.counters.dropped_nbytes += record.nbytes
+            else:  # the first step of a plan, where the store has no copy yet
+                stay.transfer = self._books.start_write(record, stay.segments)
+                self._in_flight.append(stay)
+            self._release(compiled, stay)
+
+    def finish(self) -> None:
+        """The op in which the step left its plan has ended: its operands need not stay any more."""
+        for record in self._mid_op_pins:
+            record.pins -= 1
+        self._mid_op_pins.clear()
+
+    # -- allocations that the table did not serve
+
+    def serve_between(self, nbytes: int) -> int:
+        """A planned allocation between two ops; 0 if the plan has none here."""
+        compiled = self.active
+        assert compiled is not None
+        for stay in compiled.between_births.get(self._dispatcher.cursor, ()):
+            role = stay.role
+            if role.nbytes != nbytes or compiled.role_alive[role.index] or role.record is None:
+                continue
+            if any(compiled.role_alive[d] for d in stay.dead):
+                return 0
+            for other in stay.waits:
+                if other.transfer is not None:
+                    self._await(other)
+            self._prepare_birth(stay)
+            self._set_alive(compiled, role, role.record)
+            return role.record.address
+        return 0
+
+    def absorb_events(self) -> list[Event]:
+        """Take the allocator's log into this period's, and forget freed variables of the books."""
+        events = self._allocator.drain()
+        self.events.extend(events)
+        for event in events:
+            if event.kind != 0 and event.address in self._books.records:
+                self._books.free(event.address)
+        return events
+
+    # -- leaving
+
+    def leave(self, reason: str) -> StepRecorder:
+        """Go on on demand from here. Returns the recorder with what was played of the step.
+
+        Safe at any point: between ops, or inside one (from an allocation), where that op's
+        operands and allocations stay pinned until `finish`.
+
+        Raises:
+            StoreFailed: A transfer had failed. The books are true nevertheless.
+        """
+        compiled = self.active
+        assert compiled is not None
+        self.left_because = reason
+        self._dispatcher.leave()
+        self._allocator.state.mode = MODE_DEMAND
+        self._allocator.state.plan = None
+        self.active = None
+        position = self._allocator.state.position
+        inside = position % 2 == 1
+        cursor = position // 2
+        failure = self._land_transfers(compiled)
+        self.absorb_events()
+        recorder = self._recorder_so_far(compiled, cursor)
+        pinned = self._pins_of(compiled, cursor) if inside else set()
+        books = self._books
+        for role in compiled.roles:
+            record, role_is_alive = role.record, compiled.role_alive[role.index]
+            if record is None or not role_is_alive:
+                continue
+            self._allocator.bind(record.address, -1)
+            compiled.role_alive[role.index] = 0
+            record.role = -1
+            record.seen = record.seen or role.evictable
+            if role.is_born:
+                record.serial = books.next_serial()
+            books.records[record.address] = record
+            if record.state is State.AWAY:
+                books.hide(record)
+            else:
+                self._space.unprotect(record.reservation)
+            if role.index in pinned:
+                record.pins += 1
+                self._mid_op_pins.append(record)
+        for role in compiled.roles:
+            if role.record is not None and role.record.address in books.records:
+                role.record = None
+                compiled.role_address[role.index] = 0
+        books.retake_pool(self._new_pool())
+        _log.info("left the plan at op %d: %s", cursor, reason)
+        if failure is not None:
+            raise failure
+        return recorder
+
+    def _leave(self, reason: str) -> None:
+        """Leave from within `before`; the session takes the recorder from `on_leave`."""
+        self.on_leave(self.leave(reason))
+
+    on_leave: Callable[[StepRecorder], None]
+
+    def _land_transfers(self, compiled: Compiled) -> StoreFailed | None:
+        """Wait for all that is under way; undo what failed."""
+        failure: StoreFailed | None = None
+        for stay in self._in_flight:
+            record, transfer = stay.role.record, stay.transfer
+            if transfer is None:
+                continue
+            try:
+                transfer.wait()
+            except OSError as error:
+                failure = StoreFailed(f"a transfer failed: {error}", errno=error.errno)
+                if record is not None and record.state is State.AWAY:
+                    # Released but not written, so nobody was let into its chunks: it is still there.
+                    record.state = State.RESIDENT
+                    record.runs = stay.runs
+                    record.stored = False
+            stay.transfer = None
+        for role in compiled.roles:
+            if role.record is not None and role.record.transfer is not None:
+                try:
+                    self._books.settle(role.record)
+                except StoreFailed as error:
+                    failure = error
+        self._in_flight.clear()
+        return failure
+
+    def _recorder_so_far(self, compiled: Compiled, num_ops: int) -> StepRecorder:
+        start = dict(self._start_foreign)
+        start.update({record.address: record for _, record in self._start_bindings})
+        recorder = StepRecorder(start)
+        address = compiled.role_address
+        for index in range(num_ops):
+            op = compiled.trace.ops[index]
+            written = {u.variable for u in op.uses if u.writes and u.reads}
+            births = [u.variable for u in op.uses if not u.reads and compiled.roles[u.variable].evictable]
+            recorder.ops.append(
+                OpRecord(
+                    func=compiled.funcs[index],
+                    where=op.where,
+                    occurrences=[int(address[r]) for r in compiled.occurrences[index]],
+                    written=[int(address[r]) for r in written],
+                    results=[int(address[r]) for r in births],
+                    duration_ns=int(compiled.op_stop_ns[index] - compiled.op_start_ns[index]),
+                )
+            )
+        recorder.events = self.events
+        self.events = []
+        return recorder
+
+    def _pins_of(self, compiled: Compiled, index: int) -> set[int]:
+        return {use.variable for use in compiled.trace.ops[index].uses} | set(compiled.occurrences[index])
+
+    # -- acts
+
+    def _start_load(self, stay: Stay) -> None:
+        record = stay.role.record
+        assert record is not None
+        if record.state is not State.AWAY:
+            return
+        self._map(stay)
+        after = [s.transfer for s in stay.waits if s.transfer is not None and not s.transfer.done()]
+        stay.transfer = self._books.start_load(record, stay.runs, after, stay.segments)
+        self._in_flight.append(stay)
+
+    def _arrive(self, record: VariableRecord) -> None:
+        try:
+            self._books.settle(record)
+        except StoreFailed as error:
+            self._abandon(error)
+        if self._books.debug:
+            self._space.unprotect(record.reservation)
+
+    def _await(self, stay: Stay) -> None:
+        assert stay.transfer is not None
+        try:
+            stay.transfer.wait()
+        except OSError as error:
+            self._abandon(StoreFailed(f"a transfer failed: {error}", errno=error.errno))
+
+    def _abandon(self, error: StoreFailed) -> None:
+        """A transfer failed in mid-step: make the books true, then fail the step."""
+        try:
+            self._leave("a transfer failed")
+        except StoreFailed:
+            pass
+        raise error
+
+    def _release(self, compiled: Compiled, stay: Stay) -> bool:
+        """The stay ends here, in the store. False: it must not, and the step has left the plan."""
+        record = stay.role.record
+        if record is None or not compiled.role_alive[stay.role.index] or record.state is not State.RESIDENT:
+            return True
+        if record.exports:
+            self._leave("a variable whose memory was given out cannot be evicted")
+            return False
+        record.state = State.AWAY
+        record.runs = ()
+        record.transfer = stay.transfer if stay.transfer is not None and not stay.transfer.done() else None
+        if self._books.debug:
+            self._space.protect(record.reservation)
+        return True
+
+    def _prepare_birth(self, stay: Stay) -> None:
+        record = stay.role.record
+        assert record is not None
+        record.state = State.RESIDENT
+        record.runs = stay.runs
+        record.stored = False
+        record.transfer = None
+        self._map(stay)
+
+    def _map(self, stay: Stay) -> None:
+        record = stay.role.record
+        assert record is not None
+        self._space.map(record.reservation, stay.runs)
+
+    # -- roles
+
+    def _bind_from_books(self, compiled: Compiled) -> list[tuple[Role, VariableRecord]] | None:
+        """Find who plays the roles that exist at the start. None: a persistent one is missing."""
+        records = self._books.records
+        by_serial = {record.serial: record for record in records.values()}
+        bound: list[tuple[Role, VariableRecord]] = []
+        taken: set[int] = set()
+        for role in compiled.roles:
+            if role.is_persistent:
+                record = by_serial.get(role.serial) if role.serial is not None else None
+                if record is None or record.nbytes != role.nbytes:
+                    self.left_because = "a variable that lived across steps is gone"
+                    return None
+                role.record = record
+                bound.append((role, record))
+                taken.add(record.serial)
+        candidates: dict[int, list[VariableRecord]] = {}
+        for record in sorted(records.values(), key=lambda r: -r.serial):
+            if record.serial not in taken and record.seen:
+                candidates.setdefault(record.nbytes, []).append(record)
+        heirs = sorted((r for r in compiled.roles if r.predecessor is not None), key=lambda r: -r.ordinal)
+        for role in heirs:
+            found = candidates.get(role.nbytes)
+            role.record = found.pop(0) if found else None
+            if role.record is not None:
+                bound.append((role, role.record))
+        return bound
+
+    def _give_new_record(self, role: Role) -> None:
+        """A record with a reservation for a role that is born in the step (or may be: an heir's)."""
+        if role.is_born:
+            heir = role.heir
+            if heir is not None and heir.record is not None and not role.double_buffered:
+                role.record = heir.record  # one reservation serves both: the one dies before the other is born
+                return
+            role.record = self._books.new_record(role.nbytes)
+            role.record.seen = role.evictable
+
+    def _map_first(self, role: Role) -> None:
+        if role.record is not None and role.stays:
+            self._space.map(role.record.reservation, role.stays[0].runs)
+
+    def _set_alive(self, compiled: Compiled, role: Role, record: VariableRecord) -> None:
+        compiled.role_alive[role.index] = 1
+        compiled.role_address[role.index] = record.address
+        record.role = role.index
+        self._allocator.bind(record.address, role.index)
+
+    def _expel(self, compiled: Compiled, role: Role) -> None:
+        """A record that is alive where the plan has no more role for it goes back to the books, away."""
+        record = role.record
+        assert record is not None
+        books = self._books
+        if record.state is State.RESIDENT and not record.stored:
+            books.start_write(record, books.segments(record.runs, record.nbytes))
+        books.settle(record)
+        compiled.role_alive[role.index] = 0
+        compiled.role_address[role.index] = 0
+        self._allocator.bind(record.address, -1)
+        record.role = -1
+        record.serial = books.next_serial()
+        books.hide(record)
+        books.records[record.address] = record
+        for other in (role, role.heir, role.predecessor):
+            if other is not None and other.record is record:
+                other.record = None
+        if role.is_born:
+            self._give_new_record(role)
+            assert role.record is not None
+            self._map_first(role)
+            compiled.role_address[role.index] = role.record.address
+
+    def rebind(self, addresses: Sequence[int]) -> bool:
+        """Let operands of the next op play roles that nobody plays yet (a batch from a list).
+
+        Returns:
+            True if the op's operands are now as planned, and resident.
+        """
+        compiled = self.active
+        assert compiled is not None
+        index = self._dispatcher.cursor
+        expected = compiled.occurrences[index]
+        if len(expected) != len(addresses):
+            return False
+        changes: dict[int, VariableRecord] = {}
+        for role_index, address in zip(expected, addresses, strict=True):
+            if int(compiled.role_address[role_index]) == address:
+                continue
+            role, record = compiled.roles[role_index], self._books.records.get(address)
+            if record is None or role.is_born or role.is_persistent or record.nbytes != role.nbytes:
+                return False
+            changes[role_index] = record
+        for role_index, record in changes.items():
+            if not self._cast(compiled, compiled.roles[role_index], record, index):
+                return False
+        return bool(changes)
+
+    def _cast(self, compiled: Compiled, role: Role, record: VariableRecord, index: int) -> bool:
+        stay = compiled.stay_at(role, index)
+        if stay is None or record.exports or any(compiled.role_alive[d] for d in stay.dead):
+            return False
+        if compiled.role_alive[role.index]:
+            self._expel(compiled, role)
+        if record.state is State.RESIDENT:
+            self._books.evict([record])
+        del self._books.records[record.address]
+        role.record = record
+        self._set_alive(compiled, role, record)
+        self._start_load(stay)
+        started = time.monotonic_ns()
+        self._arrive(record)
+        self._books.counters.stall_ns += time.monotonic_ns() - started
+        return True
+
+    def _take_pool(self, compiled: Compiled) -> None:
+        """The plan's chunks are its own from now on; what is left serves the unplanned."""
+        pool = self._new_pool()
+        pool.take_exactly([(0, compiled.num_chunks)] if compiled.num_chunks else [])
+        self._books.pool = pool
+
+    def _hide_away(self, compiled: Compiled) -> None:
+        if not self._books.debug:
+            return
+        for role in compiled.roles:
+            record = role.record
+            if record is not None and compiled.role_alive[role.index] and record.state is State.AWAY:
+                if record.reservation.runs is not None:
+                    self._space.protect(record.reservation)
+
+    def _prune(self) -> None:
+        self._in_flight = [s for s in self._in_flight if s.transfer is not None and not s.transfer.done()]

@@ -1,0 +1,153 @@
+"""What we must know of ops beyond what the dispatcher says: what they write, and which to run in parts.
+
+* **Writes** come from the op's schema. Some ops write what their schema hides; those are listed.
+  Custom ops are taken to write every operand.
+* **List ops** (`_foreach_*`, `_fused_*`) name every parameter of a model at once. Each tensor's
+  result is independent of the others', so they are run as sub-lists that fit, bit for bit equal.
+* **convolution_backward** computes the weight's gradient and the input's derivative in one call;
+  run as two calls by its output mask it needs less at once (NNTrainer's fine-grained
+  procedures, ICSE'24 section 4).
+
+On the CPU list ops have one route (a loop over the tensors), so parts take the same route as the
+whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
+    # Running statistics, updated without an alias mark or a version bump (seen with torch 2.13).
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
+    "aten::miopen_batch_norm": ("running_mean", "running_var"),
+    "aten::batch_norm_update_stats": ("running_mean", "running_var"),
+    "aten::batch_norm_gather_stats": ("running_mean", "running_var"),
+    "aten::batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
+    "aten::_thnn_fused_lstm_cell": (),
+}
+_VETTED_NAMESPACES = frozenset({"aten", "prims", "prim", "mkldnn", "mkl", "onednn"})
+
+
+@functools.cache
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...] | None:
+    """`(position, name)` of the arguments that an op writes; None: take it to write all of them."""
+    schema = func._schema
+    if func.namespace not in _VETTED_NAMESPACES:
+        return None
+    hidden = _HIDDEN_WRITES.get(schema.name, ())
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in hidden
+    )
+
+
+def written_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The argument values that the op writes."""
+    written = written_arguments(func)
+    if written is None:
+        return (*args, *kwargs.values())
+    return tuple(
+        args[position] if position < len(args) else kwargs.get(name)
+        for position, name in written
+        if position < len(args) or name in kwargs
+    )
+
+
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def is_list_op(func: Any) -> bool:
+    """Whether an op works on lists of tensors index by index."""
+    name = func._schema.name
+    return name.startswith(("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")) or (
+        name == "aten::_amp_foreach_non_finite_check_and_unscale_"
+    )
+
+
+def is_convolution_backward(func: Any) -> bool:
+    """Whether this is `convolution_backward`."""
+    return bool(func is torch.ops.aten.convolution_backward.default)
+
+
+@functools.cache
+def _list_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if isinstance(argument.type, torch.ListType)
+    )
+
+
+def run_list_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, limit_nbytes: int, run: Run) -> Any:
+    """Run a list op as sub-lists whose tensors take at most `limit_nbytes` (or hold one index).
+
+    Every list argument as long as the first is cut at the same places. The parts' results are
+    returned as one list, in order.
+    """
+    lists = {
+        name: value
+        for position, name in _list_arguments(func)
+        if (value := args[position] if position < len(args) else kwargs.get(name))
+    }
+    length = next((len(v) for v in lists.values()), 0)
+    tensors = [v for v in lists.values() if len(v) == length and isinstance(v[0], torch.Tensor)]
+    cuts = list(_cuts([sum(_nbytes(v[i]) for v in tensors) for i in range(length)], limit_nbytes))
+    if len(cuts) <= 1:
+        return run(func, args, kwargs)
+    names = [argument.name for argument in func._schema.arguments]
+    results: list[Any] = []
+    returns_list = False
+    for start, stop in cuts:
+
+        def part(name: str, value: Any, start: int = start, stop: int = stop) -> Any:
+            if name in lists and len(value) == length:
+                return value[start:stop]
+            if name == "scalars" and isinstance(value, torch.Tensor):
+                return value[start:stop]  # one number an index, packed in a tensor
+            return value
+
+        result = run(
+            func,
+            tuple(part(names[i], value) for i, value in enumerate(args)),
+            {name: part(name, value) for name, value in kwargs.items()},
+        )
+        if isinstance(result, list | tuple):
+            returns_list = True
+            results.extend(result)
+    return results if returns_list else None
+
+
+def _cuts(sizes: list[int], limit: int) -> Iterator[tuple[int, int]]:
+    start = total = 0
+    for index, size in enumerate(sizes):
+        if index > start and total + size > limit:
+            yield start, index
+            start, total = index, 0
+        total += size
+    if start < len(sizes):
+        yield start, len(sizes)
+
+
+def _nbytes(value: Any) -> int:
+    return value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0
+
+
+def run_convolution_backward(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, limit_nbytes: int, run: Run
+) -> Any:
+    """Run `convolution_backward` as gradient (weight and bias) and derivative (input) if it is large."""
+    mask = args[10] if len(args) > 10 else None
+    if mask is None or not (mask[0] and (mask[1] or mask[2])):
+        return run(func, args, kwargs)
+    operands = sum(_nbytes(value) for value in args[:3])
+    if operands + _nbytes(args[1]) + _nbytes(args[2]) <= limit_nbytes:
+        return run(func, args, kwargs)
+    _, weight, bias = run(func, (*args[:10], [False, mask[1], mask[2]], *args[11:]), kwargs)
+    derivative, _, _ = run(func, (*args[:10], [True, False, False], *args[11:]), kwargs)
+    return derivative, weight, bias

@@ -1,0 +1,523 @@
+"""The session: one budget, held from its opening to its close.
+
+    with ooc.Session(budget="2GiB") as session:
+        model, optimizer = build()
+        for batch in loader:
+            with session.step():
+                ...
+
+A session routes torch's large allocations into a pool of chunks (the budget), sees every op
+through a dispatch mode, and learns the step: it first runs on demand, and once it has seen the
+same sequence twice it plans and plays the plan (DESIGN.md section 6). One *period* reaches from
+one step's start to the next one's, so what the user does between steps is part of the cycle.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ooc import _native, ops
+from ooc.books import Books, NoRoom, State, VariableRecord
+from ooc.errors import BudgetTooSmall, OocError, SessionError
+from ooc.executor import Executor
+from ooc.recorder import OpRecord, StepRecorder
+from ooc.sequences import Sequences
+from ooc.steps import StepLog
+from ooc.units import parse_nbytes
+from scheduler.plan import Plan
+from scheduler.trace import Trace
+from vmm.addresses import AddressSpace
+from vmm.chunks import ChunkPool
+from vmm.posix import PosixDriver
+from vmm.store import FileStore
+from vmm.torch_cpu import GRANULE_NBYTES, cpu_allocator
+
+_log = logging.getLogger(__name__)
+
+_SPLIT_FRACTION = 8
+"""List ops and convolution_backward run in parts when their operands exceed 1/8 of the budget."""
+
+_current: Session | None = None
+
+
+class _Mode(TorchDispatchMode):
+    """The dispatch mode; its `__torch_dispatch__` is the native dispatcher, set per instance."""
+
+    def __init__(self, dispatcher: Any) -> None:
+        super().__init__()
+        dispatcher.__self__ = self
+        self.__torch_dispatch__ = dispatcher  # type: ignore[method-assign]
+
+
+class Session:
+    """Trains within a byte budget. Opened when made; use as a context manager, or `close()` it.
+
+    Args:
+        budget: Bytes for all large storages together: an int, or text such as "400MiB".
+        store: Directory for the file that evicted bytes go to; not in memory (tmpfs).
+        policy: Who plans: a name in `scheduler.policies.POLICIES`.
+        window_nbytes: Window length of the policy `window`; searched when not given.
+        chunk_nbytes: Chunk size; chosen by the budget when not given.
+        threshold_nbytes: Storages below this are left to torch's own allocator and not counted.
+        debug: Let every touch of an evicted variable fault, so that a missed use cannot pass.
+        step_boundary: "explicit": by `step()`; "optimizer": when an optimizer's `step` returns.
+
+    Raises:
+        ValueError: The budget is not a size, or less than a chunk.
+        SessionError: Another session is open.
+        vmm.store.StoreUnavailable, vmm.driver.MemoryFault: No store, or not the memory.
+        vmm.native_build.NativeBuildError: The native parts cannot be built.
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        *,
+        device: str = "cpu",
+        store: str | Path | None = None,
+        policy: str = "auto",
+        window_nbytes: int | str | None = None,
+        chunk_nbytes: int | str | None = None,
+        threshold_nbytes: int | str | None = None,
+        debug: bool = False,
+        step_boundary: Literal["explicit", "optimizer"] = "explicit",
+    ) -> None:
+        global _current
+        if _current is not None:
+            raise SessionError(
+                "a session is open already: one at a time owns the process's allocations. "
+                "Close it first (leave its `with` block)."
+            )
+        if device != "cpu":
+            raise ValueError(f"device={device!r}: this version has 'cpu'.")
+        self.budget_nbytes = parse_nbytes(budget)
+        self.chunk_nbytes = _choose_chunk(self.budget_nbytes, chunk_nbytes)
+        self.threshold_nbytes = parse_nbytes(threshold_nbytes) if threshold_nbytes is not None else GRANULE_NBYTES
+        self.policy = policy
+        self.debug = debug
+        self._lock = threading.RLock()
+        self._thread = threading.get_ident()
+        self._store = FileStore(store)
+        try:
+            self._allocator = cpu_allocator()
+            num_chunks = self.budget_nbytes // self.chunk_nbytes
+            self._driver = PosixDriver(
+                num_chunks,
+                self.chunk_nbytes,
+                arena=self._allocator.arena,
+                occupied=tuple(self._allocator.survivors.items()),
+            )
+        except BaseException:
+            self._store.close()
+            raise
+        self._space = AddressSpace(self._driver)
+        self._books = Books(pool=ChunkPool(num_chunks), space=self._space, store=self._store, debug=debug)
+        self._dispatcher = _native.dispatcher_type()(
+            self._allocator.state_address,
+            self._allocator.this_thread_function,
+            torch.empty(0),
+            torch._C.TensorBase,
+            self._slow,
+            self._before,
+            self._after,
+            self._finish,
+            self._failed,
+        )
+        self._executor = Executor(
+            books=self._books,
+            allocator=self._allocator,
+            dispatcher=self._dispatcher,
+            new_pool=lambda: ChunkPool(num_chunks),
+        )
+        self._executor.on_leave = self._on_leave
+        self._sequences = Sequences(
+            policy=policy,
+            parameters={"window_nbytes": parse_nbytes(window_nbytes)} if window_nbytes is not None else {},
+            intercepts=_Intercepts(),
+            view_address=self._driver.view_address,
+        )
+        self._recorder: StepRecorder | None = StepRecorder({})
+        self._pending: BaseException | None = None
+        self._split_nbytes = self.budget_nbytes // _SPLIT_FRACTION
+        self.steps = StepLog(self._books, self._space)
+        self._mode = _Mode(self._dispatcher)
+        self._step_boundary = step_boundary
+        self._hook: Any = None
+        self._is_open = True
+        self._allocator.open(threshold_nbytes=self.threshold_nbytes, cold_allocate=self._cold_allocate)
+        _current = self
+        self._mode.__enter__()
+        if step_boundary == "optimizer":
+            from torch.optim.optimizer import register_optimizer_step_post_hook
+
+            self._hook = register_optimizer_step_post_hook(lambda *_: self._optimizer_stepped())
+
+    def __repr__(self) -> str:
+        state = "open" if self._is_open else "closed"
+        return f"<Session {state}, budget {self.budget_nbytes} bytes, {self._books!r}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- steps
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One training step. Everything from here to the next `step()` is one period of the cycle."""
+        self._check_open()
+        self._begin_period()
+        self.steps.begin(planned=self._executor.active is not None)
+        try:
+            yield
+        except BaseException:
+            self.steps.end(on_plan=self._executor.active is not None, learned=self._sequences.num_plans > 0)
+            raise
+        self.steps.end(on_plan=self._executor.active is not None, learned=self._sequences.num_plans > 0)
+
+    def _optimizer_stepped(self) -> None:
+        if not self._is_open or threading.get_ident() != self._thread:
+            return
+        self.steps.end(on_plan=self._executor.active is not None, learned=self._sequences.num_plans > 0)
+        self._begin_period()
+        self.steps.begin(planned=self._executor.active is not None)
+
+    def _begin_period(self) -> None:
+        """The present period ends and the next begins: learn from the one, choose a plan for the other."""
+        with self._lock:
+            executor = self._executor
+            key: str | None
+            if executor.active is not None and not executor.is_complete():
+                self._leave("the step ended before the plan")
+            if executor.active is not None and executor.persistent_is_missing():
+                self._leave("a variable that lived across steps was freed")
+            if executor.active is not None:
+                key = self._sequences.active_key
+            else:
+                assert self._recorder is not None
+                self._absorb()
+                observed = self._recorder.build(self._books.records)
+                key = self._sequences.learn(observed, self._machine)
+            follower = self._sequences.next_after(key)
+            if executor.active is not None:
+                if follower is executor.active:
+                    executor.rotate()
+                    self._absorb()
+                    return
+                self._leave("another sequence is expected")
+            self._recorder = None
+            if follower is None or not executor.enter(follower):
+                if follower is not None:
+                    _log.info("cannot play the plan: %s", executor.left_because)
+                self._recorder = StepRecorder(self._books.records)
+                self._allocator.state.position = 0
+
+    def _leave(self, reason: str) -> None:
+        self._recorder = self._executor.leave(reason)
+
+    def _on_leave(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+
+    # -- ops; called by the native dispatcher
+
+    def _before(self, index: int) -> bool:
+        with self._lock:
+            return self._executor.before(index)
+
+    def _after(self, index: int) -> None:
+        with self._lock:
+            self._executor.after(index)
+
+    def _finish(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
+        """An op that began on the plan has ended off it: note it as the on-demand way would have."""
+        with self._lock:
+            self._executor.finish()
+            self._absorb()
+            occurrences = self._dispatcher.occurrences(args, kwargs or {})
+            record = OpRecord(
+                func=func,
+                where="",
+                occurrences=occurrences,
+                written=self._dispatcher.operands(*ops.written_values(func, args, kwargs or {})),
+            )
+            self._complete(record, self._records_at(occurrences), result)
+
+    def _failed(self, index: int, func: Any, error: Any) -> None:
+        """A planned op raised. If we made it fail, say why instead."""
+        with self._lock:
+            if self._executor.active is not None:
+                self._leave("an op raised")
+                self._note_failed_op(func)
+            else:
+                self._executor.finish()
+                self._note_failed_op(func)
+            self._absorb()
+            self._raise_pending(func, [])
+
+    def _slow(self, func: Any, types: tuple[Any, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Any op but the one that the plan expects."""
+        if types and any(t is not torch.Tensor and t is not torch.nn.Parameter for t in types):
+            if any(t.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for t in types):
+                return NotImplemented  # a wrapper unwraps itself; we see the ops inside
+        kwargs = kwargs or {}
+        if not self._is_open:
+            return func(*args, **kwargs)
+        if ops.is_list_op(func):
+            return ops.run_list_op(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
+        if ops.is_convolution_backward(func):
+            return ops.run_convolution_backward(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._executor.active is not None:
+            played = self._dispatcher.try_play(func, (), args, kwargs)
+            if played is not None:
+                return played[0]
+            with self._lock:
+                if self._executor.active is not None:
+                    occurrences = self._dispatcher.occurrences(args, kwargs)
+                    rebound = self._is_next(func) and self._executor.rebind(occurrences)
+                    if not rebound:
+                        if not occurrences:
+                            return func(*args, **kwargs)  # touches nothing of ours; the plan can go on
+                        self._leave(f"{func} is not what the plan expects")
+            if self._executor.active is not None:
+                played = self._dispatcher.try_play(func, (), args, kwargs)
+                if played is not None:
+                    return played[0]
+                with self._lock:
+                    if self._executor.active is not None:
+                        self._leave(f"{func} does not have the operands that the plan expects")
+        return self._run_on_demand(func, args, kwargs)
+
+    def _is_next(self, func: Any) -> bool:
+        active, cursor = self._executor.active, self._dispatcher.cursor
+        return active is not None and cursor < active.num_ops and active.funcs[cursor] is func
+
+    def _run_on_demand(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._lock:
+            self._absorb()
+            recorder = self._recorder
+            assert recorder is not None
+            occurrences = self._dispatcher.occurrences(args, kwargs)
+            records = self._records_at(occurrences)
+            for record in records:
+                record.pins += 1
+            try:
+                self._books.load(records)
+            except NoRoom as no_room:
+                self._unpin(records)
+                raise self._too_small(func, records, no_room, 0) from None
+            except BaseException:
+                self._unpin(records)
+                raise
+            for record in records:
+                record.seen = True
+                self._books.touch(record)
+            op = OpRecord(
+                func=func,
+                where="",
+                occurrences=occurrences,
+                written=self._dispatcher.operands(*ops.written_values(func, args, kwargs)),
+            )
+            state = self._allocator.state
+            state.position = 2 * len(recorder.ops) + 1
+            cold_ns = state.cold_ns
+        started = time.monotonic_ns()
+        try:
+            result = func(*args, **kwargs)
+        except BaseException:
+            with self._lock:
+                self._unpin(records)
+                self._note_failed_op(func)
+                self._absorb()
+                self._raise_pending(func, records)
+            raise
+        op.duration_ns = max(time.monotonic_ns() - started - (state.cold_ns - cold_ns), 0)
+        with self._lock:
+            self._unpin(records)
+            self._absorb()
+            self._complete(op, records, result)
+        return result
+
+    def _complete(self, op: OpRecord, records: list[VariableRecord], result: Any) -> None:
+        recorder = self._recorder
+        assert recorder is not None
+        op.results = self._dispatcher.operands(result)
+        for address in op.results:
+            record = self._books.records.get(address)
+            if record is not None:
+                record.seen = True
+        for address in op.written:
+            record = self._books.records.get(address)
+            if record is not None:
+                record.stored = False
+        recorder.ops.append(op)
+        self._allocator.state.position = 2 * len(recorder.ops)
+
+    def _note_failed_op(self, func: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.ops.append(OpRecord(func=func, where="", occurrences=(), written=()))
+            self._allocator.state.position = 2 * len(self._recorder.ops)
+
+    def _records_at(self, addresses: Any) -> list[VariableRecord]:
+        found = self._books.records
+        return [found[a] for a in dict.fromkeys(addresses) if a in found]
+
+    @staticmethod
+    def _unpin(records: list[VariableRecord]) -> None:
+        for record in records:
+            record.pins -= 1
+
+    # -- memory
+
+    def _cold_allocate(self, nbytes: int) -> int:
+        """An allocation that no plan serves. Called by the allocator, on any thread; never raises."""
+        try:
+            with self._lock:
+                executor = self._executor
+                if executor.active is not None:
+                    executor.absorb_events()
+                    between = self._allocator.state.position % 2 == 0
+                    if between and threading.get_ident() == self._thread:
+                        address = executor.serve_between(nbytes)
+                        if address:
+                            return address
+                    if self._books.pool.num_free < self._books.chunks_of(nbytes):
+                        self._leave("an allocation that the plan does not have")
+                self._absorb()
+                return self._books.allocate(nbytes).address
+        except BaseException as error:
+            self._pending = error if not isinstance(error, NoRoom) else _Failure(error, nbytes)
+            return 0
+
+    def _absorb(self) -> None:
+        """Take the allocator's log: forget what was freed, and note all of it for the trace."""
+        if self._executor.active is not None:
+            self._executor.absorb_events()
+            return
+        if not self._allocator.state.num_events:
+            return
+        events = self._allocator.drain()
+        for event in events:
+            if event.kind != 0:
+                self._books.free(event.address)
+        if self._recorder is not None:
+            self._recorder.events.extend(events)
+
+    def _raise_pending(self, func: Any, records: list[VariableRecord]) -> None:
+        pending, self._pending = self._pending, None
+        if isinstance(pending, _Failure):
+            raise self._too_small(func, records, pending.no_room, pending.nbytes) from None
+        if pending is not None:
+            raise pending
+
+    def _too_small(self, func: Any, records: list[VariableRecord], no_room: NoRoom, nbytes: int) -> BudgetTooSmall:
+        held = [r for r in self._books.records.values() if r.state is not State.AWAY and (r in records or not r.seen)]
+        operands = [(r.label or "variable", r.nbytes) for r in {id(r): r for r in [*records, *held]}.values()]
+        if nbytes:
+            operands.append(("new", nbytes))
+        needed = sum(self._books.chunks_of(n) for _, n in operands)
+        return BudgetTooSmall(
+            op_index=len(self._recorder.ops) if self._recorder is not None else None,
+            op_name=str(func),
+            where="",
+            needed_nbytes=max(needed, no_room.num_needed + no_room.num_pinned) * self.chunk_nbytes,
+            budget_nbytes=self.budget_nbytes,
+            operands=operands,
+        )
+
+    @property
+    def _machine(self) -> Any:
+        return self.steps.machine(self._driver.num_chunks, self.chunk_nbytes, self._store)
+
+    # -- what a user may ask
+
+    def trace(self) -> Trace | None:
+        """The trace of the sequence planned last, if any."""
+        return self._sequences.last_trace
+
+    def plan(self) -> Plan | None:
+        """The plan made last, if any."""
+        return self._sequences.last_plan
+
+    def report(self) -> dict[str, Any]:
+        """What happened so far, as plain data (see `ooc run --report`)."""
+        return self.steps.report(self)
+
+    def close(self) -> None:
+        """End the session. Idempotent. Variables that are still alive become ordinary memory."""
+        global _current
+        if not self._is_open:
+            return
+        with self._lock:
+            self._mode.__exit__(None, None, None)
+            if self._hook is not None:
+                self._hook.remove()
+            try:
+                if self._executor.active is not None:
+                    self._leave("the session ends")
+                self._absorb()
+                self._let_survivors_go()
+            finally:
+                self._is_open = False
+                self._allocator.close()
+                _current = None
+                self._store.close()
+                self._driver.close()
+
+    def _let_survivors_go(self) -> None:
+        from ooc.survivors import release_survivors
+
+        release_survivors(self._books, self._driver, self._allocator)
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise SessionError("this session is closed; open a new one")
+        if threading.get_ident() != self._thread:
+            raise SessionError("a session's steps belong to the thread that opened it")
+
+
+class _Failure(OocError):
+    """What an allocation could not have; turned into `BudgetTooSmall` where the op is known."""
+
+    def __init__(self, no_room: NoRoom, nbytes: int) -> None:
+        super().__init__(str(no_room))
+        self.no_room = no_room
+        self.nbytes = nbytes
+
+
+class _Intercepts:
+    """The ops that Python looks at before they are played."""
+
+    def __contains__(self, func: object) -> bool:
+        return hasattr(func, "_schema") and (ops.is_list_op(func) or ops.is_convolution_backward(func))
+
+
+def _choose_chunk(budget_nbytes: int, chunk: int | str | None) -> int:
+    """The chunk size: as given, or the power of two from 64 KiB to 2 MiB that gives about 4,096 chunks."""
+    if chunk is not None:
+        nbytes = parse_nbytes(chunk)
+        if nbytes % GRANULE_NBYTES:
+            raise ValueError(f"chunk_nbytes={nbytes}: must be a multiple of {GRANULE_NBYTES}")
+    else:
+        nbytes = GRANULE_NBYTES
+        while nbytes < 2 << 20 and budget_nbytes // nbytes > 4096:
+            nbytes *= 2
+    if budget_nbytes < nbytes:
+        raise ValueError(
+            f"budget={budget_nbytes} bytes: less than one chunk ({nbytes} bytes). Options: a budget of at least "
+            f"{nbytes} bytes; a smaller chunk_nbytes (multiples of {GRANULE_NBYTES})."
+        )
+    return nbytes

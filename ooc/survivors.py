@@ -1,0 +1,57 @@
+"""What becomes of variables that outlive their session."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+from ooc.books import Books, State
+from vmm.posix import PosixDriver
+from vmm.torch_cpu import GRANULE_NBYTES, CpuAllocator
+
+
+def release_survivors(books: Books, driver: PosixDriver, allocator: CpuAllocator) -> int:
+    """Turn every live variable into ordinary memory at its old address. Returns their bytes.
+
+    The budget ends with the session, so they all come back; each is private to the process from
+    now on and is unmapped when it is freed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
+    total = 0
+    for record in list(books.records.values()):
+        books.settle(record)
+        length = -(-record.nbytes // GRANULE_NBYTES) * GRANULE_NBYTES
+        content = None
+        if record.state is State.RESIDENT:
+            content = books.segments(record.runs, record.nbytes)
+        num_chunks = record.reservation.num_chunks
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+        prot = mmap.PROT_READ | mmap.PROT_WRITE
+        if libc.mmap(record.address, length, prot, flags, -1, 0) != record.address:
+            raise OSError(ctypes.get_errno(), f"cannot keep {record!r} after its session")
+        if content is not None:
+            offset = 0
+            for address, nbytes in content:
+                ctypes.memmove(record.address + offset, address, nbytes)
+                offset += nbytes
+        else:
+            assert record.slot is not None
+            _read(books.store.descriptor, record.slot.offset, record.address, length)
+        driver.disown(record.address, num_chunks)
+        allocator.survive(record.address, length)
+        total += record.nbytes
+    books.records.clear()
+    return total
+
+
+def _read(descriptor: int, offset: int, address: int, nbytes: int) -> None:
+    view = (ctypes.c_char * nbytes).from_address(address)
+    done = 0
+    while done < nbytes:
+        count = os.preadv(descriptor, [memoryview(view)[done:nbytes]], offset + done)
+        if count <= 0:
+            break  # the slot ends before the last granule does
+        done += count
