@@ -41,6 +41,9 @@ def make_plan(trace: Trace, machine: Machine, policy: str = "auto", **parameters
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; there are {', '.join(sorted(POLICIES))}")
+    tune = POLICIES[policy].tune
+    if tune is not None:
+        parameters = tune(trace, machine, parameters)
     colouring = _coloured_schedule(trace, machine, policy, parameters)
     plan = Plan(
         trace_fingerprint=trace.fingerprint(),

@@ -7,22 +7,31 @@ chunks, checks and predictions. To add one, write its module and name it in `POL
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from scheduler.plan import Residency
-from scheduler.policies import auto, on_demand
+from scheduler.plan import Machine, Residency
+from scheduler.policies import auto, on_demand, window
+from scheduler.trace import Trace
 
 Schedule: TypeAlias = Callable[..., tuple[Residency, ...]]
+Tune: TypeAlias = Callable[[Trace, Machine, Mapping[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """A policy's function, and what it says about itself."""
+    """A policy's function, and what it says about itself.
+
+    Attributes:
+        name: What users and plans call it.
+        schedule: The function: `schedule(trace, machine, **parameters) -> residencies`.
+        tune: Completes the parameters that the user left open; None if there is nothing to complete.
+    """
 
     name: str
     schedule: Schedule
+    tune: Tune | None = None
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -36,5 +45,6 @@ POLICIES: dict[str, Policy] = {
     for policy in (
         Policy(name="auto", schedule=auto.schedule),
         Policy(name="on_demand", schedule=on_demand.schedule),
+        Policy(name="window", schedule=window.schedule, tune=window.tune),
     )
 }
