@@ -214,11 +214,11 @@ class Compiled:
                         before.update(np.unique(last[first : first + count]).tolist())
                     last[first : first + count] = number
                 if lap and not isinstance(stay.residency.start, Kept):
-                    earlier = [stays[n] for n in sorted(before) if n >= 0 and n != number]
-                    stay.waits = tuple(s for s in earlier if _has_transfer(s.residency))
-                    stay.dead = tuple(
-                        sorted({s.role.index for s in earlier if isinstance(s.residency.stop, Dies)} - {stay.role.index})
-                    )
+                    earlier = [n for n in sorted(before) if n >= 0 and n != number]
+                    stay.waits = tuple(stays[n] for n in earlier if _has_transfer(stays[n].residency))
+                    # Who held a chunk in the step before (n > number) was seen dead at the boundary.
+                    holders = (stays[n] for n in earlier if n < number)
+                    stay.dead = tuple(sorted({s.role.index for s in holders if isinstance(s.residency.stop, Dies)}))
 
     def _place_acts(self, stays: Iterable[Stay]) -> list[list[Stay]]:
         """Sort the stays' acts by op. Returns the births inside each op, in order."""
