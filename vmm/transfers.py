@@ -287,7 +287,7 @@ class TransferEngine:
             raise self._refusal(state, "inject_faults()")
 
     def close(self) -> None:
-        """End the threads. Jobs that have not begun fail with ECANCELED. Idempotent.
+        """End the threads, after the calls under way. What has not begun fails with ECANCELED. Idempotent.
 
         In a forked child it does nothing: the threads are the parent's.
         """

@@ -248,7 +248,7 @@ class Engine {
     faults_ = faults;
   }
 
-  // Jobs that have not started fail with ECANCELED; calls under way are finished; threads are joined.
+  // Jobs of which something has not begun fail with ECANCELED; what is under way is finished; threads are joined.
   void close() {
     {
       Lock lock(mutex_);
@@ -259,6 +259,7 @@ class Engine {
         auto found = jobs_.find(ticket);
         if (found == jobs_.end()) continue;
         Job& job = *found->second;
+        if (job.left_nbytes == 0) continue;  // all of it is under way: the threads will finish it
         if (!job.failure.error) job.failure = {ECANCELED, job.kind, ticket, job.offset, job.left_nbytes};
         ready_[job.kind].erase(ticket);
         job.left_nbytes = 0;
@@ -367,7 +368,7 @@ class Engine {
 
   // One system call, counted and timed. errno is the caller's to read.
   ssize_t call(Kind kind, int fd, iovec* segments, int count, int64_t offset) {
-    int64_t delay_ns;
+    int64_t delay_ns, start_ns;
     iovec first{};
     {
       Lock lock(mutex_);
@@ -382,9 +383,9 @@ class Engine {
         segments = &first;
         count = 1;
       }
-      if (num_calls_under_way_[kind]++ == 0) busy_since_ns_[kind] = now_ns();
+      start_ns = now_ns();
+      if (num_calls_under_way_[kind]++ == 0) busy_since_ns_[kind] = start_ns;
     }
-    int64_t start_ns = now_ns();
     if (delay_ns > 0) sleep_ns(delay_ns);
     ssize_t moved =
         kind == kWrite ? pwritev(fd, segments, count, offset) : preadv(fd, segments, count, offset);
