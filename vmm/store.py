@@ -236,6 +236,7 @@ class FileStore:
         """
         if nbytes <= 0:
             raise ValueError(f"nbytes={nbytes}: must be positive")
+        self._check_open()
         capacity = _round_up(nbytes)
         self._reap()
         offset = self._free.take(capacity)
@@ -267,6 +268,7 @@ class FileStore:
         Raises:
             StoreFull: The file system has no room. Nothing was changed.
         """
+        self._check_open()
         if nbytes > self._free.total:
             self._extend(_round_up(nbytes) - self._free.total, at_least=0)
 
@@ -433,9 +435,12 @@ class FileStore:
             free_nbytes=free,
         )
 
-    def _check(self, slot: Slot) -> None:
+    def _check_open(self) -> None:
         if not self._finalizer.alive:
             raise StoreError("the store is closed")
+
+    def _check(self, slot: Slot) -> None:
+        self._check_open()
         if self._slots.get(slot.offset) is not slot:
             raise ValueError(f"{slot!r} is not a slot of this store")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 from collections.abc import Callable
 from typing import Any
@@ -90,6 +91,25 @@ class PosixCase:
 
 CASES = [PosixCase]
 """Every driver: one that joins this list runs the whole suite."""
+
+
+class Memory:
+    """Page-aligned memory with an address."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._mmap = mmap.mmap(-1, nbytes)
+        self._handle = ctypes.c_char.from_buffer(self._mmap)
+        self.address = ctypes.addressof(self._handle)
+
+    def __getitem__(self, part: slice) -> bytes:
+        return self._mmap[part]
+
+    def __setitem__(self, part: slice, data: bytes) -> None:
+        self._mmap[part] = data
+
+    def close(self) -> None:
+        del self._handle
+        self._mmap.close()
 
 
 def stamp(case: PosixCase, driver: Driver) -> None:

@@ -18,30 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from memory_cases import num_open_files, num_threads
+from memory_cases import Memory, num_open_files, num_threads
 
 from vmm.transfers import Segments, TransferEngine, TransferError
 
 KIB, MIB = 1 << 10, 1 << 20
-
-
-class Memory:
-    """Page-aligned memory with an address."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._mmap = mmap.mmap(-1, nbytes)
-        self._handle = ctypes.c_char.from_buffer(self._mmap)
-        self.address = ctypes.addressof(self._handle)
-
-    def __getitem__(self, part: slice) -> bytes:
-        return self._mmap[part]
-
-    def __setitem__(self, part: slice, data: bytes) -> None:
-        self._mmap[part] = data
-
-    def close(self) -> None:
-        del self._handle
-        self._mmap.close()
 
 
 @pytest.fixture

@@ -1,0 +1,551 @@
+"""The file store: round trips, reuse of space, a full disk, wrong directories, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from memory_cases import Memory, num_open_files, num_threads
+
+from vmm import machine
+from vmm import store as store_module
+from vmm.store import FileStore, Slot, StoreError, StoreFull, StoreUnavailable
+from vmm.transfers import TransferError
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=[True, False], ids=["direct", "buffered"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileStore]:
+    """Both ways of transfer; pytest's directory may be in memory, which is fine here."""
+    with FileStore(tmp_path, direct=request.param, allow_memory=True, growth_nbytes=MIB) as made:
+        yield made
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    made = Memory(8 * MIB)
+    yield made
+    made.close()
+
+
+def fill(memory: Memory, nbytes: int, seed: int) -> bytes:
+    noise = random.Random(seed).randbytes(nbytes)
+    memory[:nbytes] = noise
+    return noise
+
+
+def test_round_trips_of_any_length(store: FileStore, memory: Memory) -> None:
+    slots = []
+    for seed, nbytes in enumerate((1, 511, 4096, 4097, 100_000, 3 * MIB)):
+        slot = store.allocate(nbytes)
+        noise = fill(memory, nbytes, seed)
+        store.write(slot, [(memory.address, nbytes)]).wait()
+        slots.append((slot, nbytes, noise))
+    for slot, nbytes, noise in slots:
+        memory[: 4 * MIB] = bytes(4 * MIB)
+        transfer = store.read(slot, [(memory.address, nbytes)])
+        transfer.wait()
+        assert transfer.done()
+        assert memory[:nbytes] == noise
+        assert transfer.nbytes == slot.capacity_nbytes == -(-nbytes // 4096) * 4096
+
+
+def test_scattered_memory(store: FileStore, memory: Memory) -> None:
+    noise = fill(memory, MIB, 7)
+    slot = store.allocate(MIB)
+    pieces = [(memory.address + start, 65536) for start in range(0, MIB, 65536)]
+    random.Random(8).shuffle(pieces)
+    prepared = store.segments(pieces)
+    store.write(slot, prepared)
+    store.read(slot, [(address + MIB, nbytes) for address, nbytes in pieces]).wait()
+    assert memory[MIB : 2 * MIB] == noise
+
+
+def test_a_read_sees_the_last_write(store: FileStore, memory: Memory) -> None:
+    """The store orders a slot's transfers, whatever the caller waits for."""
+    store.engine.inject_faults(delay_ns=1_000_000)
+    slot = store.allocate(4096)
+    for value in range(1, 40):
+        memory[value * 4096 : value * 4096 + 4096] = bytes([value]) * 4096
+        store.write(slot, [(memory.address + value * 4096, 4096)])
+        store.read(slot, [(memory.address + MIB + value * 8192, 4096)])
+        store.read(slot, [(memory.address + MIB + value * 8192 + 4096, 4096)])
+    store.wait_all()
+    for value in range(1, 40):
+        start = MIB + value * 8192
+        assert memory[start : start + 8192] == bytes([value]) * 8192
+
+
+def test_transfers_wait_for_others(store: FileStore, memory: Memory) -> None:
+    """A load into chunks that another eviction still writes out."""
+    store.engine.inject_faults(direction="write", delay_ns=5_000_000)
+    one, other = store.allocate(4096), store.allocate(4096)
+    memory[:4096] = b"1" * 4096
+    store.write(one, [(memory.address, 4096)]).wait()
+    for _ in range(20):
+        memory[:4096] = b"2" * 4096
+        eviction = store.write(other, [(memory.address, 4096)])
+        store.read(one, [(memory.address, 4096)], after=[eviction]).wait()
+        assert memory[:4096] == b"1" * 4096
+        store.read(other, [(memory.address, 4096)]).wait()
+        assert memory[:4096] == b"2" * 4096
+
+
+def test_a_failed_write_fails_its_reads_and_can_be_repeated(store: FileStore, memory: Memory) -> None:
+    slot = store.allocate(MIB)
+    noise = fill(memory, MIB, 9)
+    for fail_call in itertools.count(1):
+        store.engine.inject_faults(fail_call=fail_call, error=errno.EIO, direction="write")
+        num_calls = store.statistics("write").num_calls
+        write = store.write(slot, [(memory.address, MIB)])
+        read = store.read(slot, [(memory.address + MIB, MIB)])
+        store.wait_all()
+        if store.statistics("write").num_calls - num_calls == 1:  # it has one; this time it did not fail
+            write.wait()
+            read.wait()
+            break
+        for transfer in (write, read):
+            with pytest.raises(TransferError) as caught:
+                transfer.wait()
+            assert (caught.value.errno, caught.value.failed_ticket) == (errno.EIO, write.ticket)
+        with pytest.raises(TransferError):
+            store.read(slot, [(memory.address + MIB, MIB)]).wait()
+        store.write(slot, [(memory.address, MIB)]).wait()
+        memory[MIB : 2 * MIB] = bytes(MIB)
+        store.read(slot, [(memory.address + MIB, MIB)]).wait()
+        assert memory[MIB : 2 * MIB] == noise
+    assert fail_call > 1
+
+
+def test_a_failed_read_loses_nothing(store: FileStore, memory: Memory) -> None:
+    slot = store.allocate(MIB)
+    noise = fill(memory, MIB, 10)
+    store.write(slot, [(memory.address, MIB)]).wait()
+    store.engine.inject_faults(fail_call=1, direction="read")
+    with pytest.raises(TransferError, match=f"read of .* at offset {slot.offset}"):
+        store.read(slot, [(memory.address + MIB, MIB)]).wait()
+    store.read(slot, [(memory.address + MIB, MIB)]).wait()
+    assert memory[MIB : 2 * MIB] == noise
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Allocate, free, write and read in any order with slow transfers; the model is each slot's bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory(2 * MIB)
+        self.model: dict[Slot, bytes | None] = {}
+        self.reads: list[tuple[int, bytes]] = []
+        self.num_buffers = 0
+
+    slots = Bundle("slots")
+
+    @initialize(is_direct=st.booleans())
+    def make(self, is_direct: bool) -> None:
+        self.store = FileStore("/var/tmp", direct=is_direct, allow_memory=True, growth_nbytes=32768)
+        self.store.engine.inject_faults(delay_ns=100_000)
+
+    def buffer(self) -> int:
+        """A piece of memory that no transfer uses any more."""
+        self.num_buffers += 1
+        if self.num_buffers % 32 == 0:
+            self.settle()
+        return self.num_buffers % 32 * 65536
+
+    @rule(target=slots, nbytes=st.integers(1, 40_000))
+    def allocate(self, nbytes: int) -> Slot:
+        slot = self.store.allocate(nbytes)
+        assert slot.offset % 4096 == slot.capacity_nbytes % 4096 == 0
+        self.model[slot] = None
+        return slot
+
+    @rule(slot=consumes(slots))
+    def free(self, slot: Slot) -> None:
+        self.store.free(slot)
+        assert slot.is_freed
+        del self.model[slot]
+
+    @rule(slot=slots, seed=st.integers(0, 255))
+    def write(self, slot: Slot, seed: int) -> None:
+        start = self.buffer()
+        data = bytes([seed]) * slot.nbytes
+        self.memory[start : start + slot.nbytes] = data
+        self.store.write(slot, [(self.memory.address + start, slot.nbytes)])
+        self.model[slot] = data
+
+    @rule(slot=slots)
+    def read(self, slot: Slot) -> None:
+        data = self.model[slot]
+        start = self.buffer()
+        segments = [(self.memory.address + start, slot.nbytes)]
+        if data is None:
+            with pytest.raises(ValueError, match="before anything was written"):
+                self.store.read(slot, segments)
+            return
+        self.store.read(slot, segments)
+        self.reads.append((start, data))
+
+    @rule()
+    def settle(self) -> None:
+        self.store.wait_all()
+        for start, data in self.reads:
+            assert self.memory[start : start + len(data)] == data
+        self.reads.clear()
+
+    @invariant()
+    def extents_are_apart(self) -> None:
+        extents = sorted((slot.offset, slot.capacity_nbytes) for slot in self.model)
+        for (offset, nbytes), (following, _) in itertools.pairwise(extents):
+            assert offset + nbytes <= following
+        if extents:
+            assert sum(extents[-1]) <= self.store.file_nbytes == os.fstat(self.store.descriptor).st_size
+        assert self.store.num_slots == len(self.model) if hasattr(self, "store") else True
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.settle()
+            for slot in list(self.model):
+                self.store.free(slot)
+            self.store.allocate(1)  # which also takes in what was waiting for transfers
+            assert self.store.used_nbytes == 4096
+            self.store.close()
+        self.memory.close()
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_freed_space_is_used_again(store: FileStore) -> None:
+    slots = [store.allocate(128 << 10) for _ in range(8)]
+    assert store.file_nbytes == MIB
+    for _ in range(100):
+        for slot in slots[::2] + slots[1::2]:
+            store.free(slot)
+        slots = [store.allocate(nbytes) for nbytes in (512 << 10, 256 << 10, 256 << 10)]
+        for slot in slots:
+            store.free(slot)
+        slots = [store.allocate(128 << 10) for _ in range(8)]
+    assert store.file_nbytes == MIB
+    assert store.used_nbytes == MIB
+
+
+def test_space_of_a_freed_slot_waits_for_its_transfers(store: FileStore, memory: Memory) -> None:
+    store.engine.inject_faults(delay_ns=50_000_000)
+    slot = store.allocate(MIB)
+    write = store.write(slot, [(memory.address, MIB)])
+    store.free(slot)
+    assert store.used_nbytes == MIB
+    second = store.allocate(MIB)
+    assert second.offset != slot.offset
+    write.wait()
+    store.free(second)
+    assert store.allocate(2 * MIB).offset == 0
+    with pytest.raises(ValueError, match="freed"):
+        store.read(slot, [(memory.address, MIB)])
+
+
+def test_reserving_ahead(store: FileStore) -> None:
+    store.reserve(5 * MIB)
+    assert store.file_nbytes == 5 * MIB
+    assert os.fstat(store.descriptor).st_blocks * 512 >= 5 * MIB
+    store.reserve(5 * MIB)
+    store.allocate(5 * MIB)
+    assert store.file_nbytes == 5 * MIB
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    point = tmp_path / "small"
+    point.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(point)], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"cannot mount here: {done.stderr.decode().strip()}")
+    yield point
+    subprocess.run(["umount", str(point)], check=True)
+
+
+def test_a_full_disk_is_known_before_anything_is_written(small_disk: Path, memory: Memory) -> None:
+    with FileStore(small_disk, allow_memory=True, growth_nbytes=4 * MIB) as store:
+        slot = store.allocate(3 * MIB)
+        noise = fill(memory, 3 * MIB, 11)
+        store.write(slot, [(memory.address, 3 * MIB)]).wait()
+        for request in (lambda: store.allocate(9 * MIB), lambda: store.reserve(20 * MIB)):
+            with pytest.raises(StoreFull) as caught:
+                request()
+            error = caught.value
+            assert error.free_nbytes == 4 * MIB
+            assert error.needed_nbytes > 4 * MIB
+            assert str(error.needed_nbytes) in str(error)
+            assert str(small_disk) in str(error)
+            assert store.file_nbytes == 4 * MIB == os.fstat(store.descriptor).st_size
+        last = store.allocate(5 * MIB - 4096)  # less than a growth step is left, but enough: 1 + 4 MiB
+        assert store.file_nbytes <= 8 * MIB
+        store.free(last)
+        store.read(slot, [(memory.address + 4 * MIB, 3 * MIB)]).wait()
+        assert memory[4 * MIB : 7 * MIB] == noise
+        with pytest.raises(StoreFull):
+            store.measure()
+    assert os.statvfs(small_disk).f_bfree * os.statvfs(small_disk).f_frsize == 8 * MIB
+
+
+def test_a_file_size_limit_is_a_full_store(tmp_path: Path) -> None:
+    script = (
+        "import resource, sys\nfrom vmm.store import FileStore, StoreFull\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({2 * MIB}, {2 * MIB}))\n"
+        "store = FileStore(sys.argv[1], allow_memory=True)\nstore.allocate(1 << 20)\n"
+        "try:\n    store.allocate(4 << 20)\nexcept StoreFull as error:\n    print('ulimit -f' in str(error))\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, cwd=root, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match=r"does not exist[\s\S]*mkdir -p") as caught:
+        FileStore(tmp_path / "missing")
+    assert caught.value.directory == str(tmp_path / "missing")
+
+
+def test_not_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreUnavailable, match="is not a directory"):
+        FileStore(tmp_path / "file")
+
+
+def test_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    script = (
+        "import os, sys\nfrom vmm.store import FileStore, StoreUnavailable\n"
+        "if os.geteuid() == 0: os.setgid(65534); os.setuid(65534)\n"
+        "try:\n    FileStore(sys.argv[1])\nexcept StoreUnavailable as error:\n    print(error)\n"
+    )
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent.stat().st_mode & 0o005 != 0o005 and parent.stat().st_uid == os.geteuid():
+            parent.chmod(0o755)  # pytest's directories are private
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", script, str(closed)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+    assert "is not writable for user" in done.stdout, done.stderr
+    assert "chmod" in done.stdout
+
+
+def test_a_directory_in_memory_is_refused() -> None:
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or not machine.is_in_memory(shared):
+        pytest.skip("no tmpfs at /dev/shm")
+    with pytest.raises(StoreUnavailable, match="kept in memory"):
+        FileStore(shared)
+    FileStore(shared, allow_memory=True).close()
+
+
+def test_default_directory_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_memory: set[Path] = set()
+    monkeypatch.setattr(machine, "is_in_memory", lambda directory: Path(directory) in in_memory)
+    own, temporary, current = (tmp_path / name for name in ("own", "temporary", "current"))
+    for directory in (own, temporary, current):
+        directory.mkdir()
+    monkeypatch.chdir(current)
+    monkeypatch.setenv("OOC_STORE", str(own))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    assert store_module.default_directory() == own
+    in_memory.add(own)
+    with pytest.raises(StoreUnavailable, match="kept in memory"):  # named by the user: no silent other place
+        FileStore()
+    monkeypatch.delenv("OOC_STORE")
+    assert store_module.default_directory() == temporary
+    in_memory.add(temporary)
+    assert store_module.default_directory() == Path("/var/tmp")
+    in_memory.add(Path("/var/tmp"))
+    assert store_module.default_directory() == current
+    in_memory.add(current)
+    with pytest.raises(StoreUnavailable, match="no directory for the store") as caught:
+        FileStore()
+    assert all(str(directory) in str(caught.value) for directory in (temporary, "/var/tmp", current))
+
+
+def test_the_file_has_no_name_and_is_private(tmp_path: Path) -> None:
+    with FileStore(tmp_path, allow_memory=True) as store:
+        store.allocate(MIB)
+        assert list(tmp_path.iterdir()) == []
+        status = os.fstat(store.descriptor)
+        assert status.st_nlink == 0
+        assert status.st_mode & 0o777 == 0o600
+        assert not os.get_inheritable(store.descriptor)
+
+
+def test_without_o_tmpfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: Memory) -> None:
+    real_open = os.open
+
+    def old_open(path: object, flags: int, mode: int = 0o777, **options: object) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "injected")
+        return real_open(path, flags, mode, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", old_open)
+    with FileStore(tmp_path, allow_memory=True) as store:
+        assert list(tmp_path.iterdir()) == []
+        assert os.fstat(store.descriptor).st_mode & 0o777 == 0o600
+        slot = store.allocate(4096)
+        store.write(slot, [(memory.address, 4096)]).wait()
+
+
+def test_without_o_direct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    real_pwrite = os.pwrite
+
+    def pwrite(*_: object) -> int:
+        raise OSError(errno.EINVAL, "injected")
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with caplog.at_level(logging.WARNING), FileStore(tmp_path, allow_memory=True) as store:
+        monkeypatch.setattr(os, "pwrite", real_pwrite)
+        assert not store.is_direct
+        assert "buffered" in repr(store)
+        assert "O_DIRECT does not work" in caplog.text
+        slot = store.allocate(MIB)
+        noise = fill(memory, MIB, 12)
+        store.write(slot, [(memory.address, MIB)])
+        store.read(slot, [(memory.address + MIB, MIB)]).wait()
+        assert memory[MIB : 2 * MIB] == noise
+
+
+def test_without_fallocate_the_space_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "injected")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with FileStore(tmp_path, allow_memory=True, growth_nbytes=4096) as store:
+        store.allocate(2 * MIB + 4096)
+        status = os.fstat(store.descriptor)
+        assert status.st_size == 2 * MIB + 4096
+        assert status.st_blocks * 512 >= 2 * MIB + 4096
+
+
+def test_every_failure_to_grow_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FileStore(tmp_path, allow_memory=True, growth_nbytes=MIB) as store:
+        store.allocate(MIB)
+        for code, expected in ((errno.ENOSPC, StoreFull), (errno.EDQUOT, StoreFull), (errno.EIO, StoreError)):
+
+            def refuse(*_: object, code: int = code) -> None:
+                raise OSError(code, os.strerror(code))
+
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "posix_fallocate", refuse)
+                with pytest.raises(expected, match=str(tmp_path)):
+                    store.allocate(4096)
+            assert (store.file_nbytes, store.used_nbytes, store.num_slots) == (MIB, MIB, 1)
+        store.allocate(4096)
+
+
+def test_wrong_arguments(store: FileStore, memory: Memory, tmp_path: Path) -> None:
+    slot = store.allocate(5000)
+    assert "empty" in repr(slot)
+    for nbytes in (0, -1):
+        with pytest.raises(ValueError, match="must be positive"):
+            store.allocate(nbytes)
+    with pytest.raises(ValueError, match="before anything was written"):
+        store.read(slot, [(memory.address, 5000)])
+    with pytest.raises(ValueError, match="room for 8192"):
+        store.write(slot, [(memory.address, 8193)])
+    with pytest.raises(ValueError, match="multiple of 4096"):
+        store.write(slot, [(memory.address, 100), (memory.address, 100)])
+    with pytest.raises(ValueError, match="at least 1048576"):
+        store.measure((memory.address, 4096))
+    with FileStore(tmp_path, allow_memory=True) as other, pytest.raises(ValueError, match="not a slot"):
+        other.free(slot)
+    with pytest.raises(ValueError, match="growth_nbytes"):
+        FileStore(tmp_path, allow_memory=True, growth_nbytes=5)
+    store.free(slot)
+    with pytest.raises(ValueError, match="freed"):
+        store.free(slot)
+
+
+def test_measure_gives_rates_and_keeps_the_slots(store: FileStore, memory: Memory) -> None:
+    slot = store.allocate(MIB)
+    noise = fill(memory, MIB, 13)
+    store.write(slot, [(memory.address, MIB)]).wait()
+    speed = store.measure()
+    speed_in_memory = store.measure((memory.address + 2 * MIB, 2 * MIB))
+    for measured in (speed, speed_in_memory):
+        for rate in (
+            measured.write_bytes_per_s,
+            measured.read_bytes_per_s,
+            measured.write_together_bytes_per_s,
+            measured.read_together_bytes_per_s,
+        ):
+            assert 1e5 < rate < 1e12
+    assert store.num_slots == 1
+    store.read(slot, [(memory.address + 4 * MIB, MIB)]).wait()
+    assert memory[4 * MIB : 5 * MIB] == noise
+
+
+def test_a_closed_store_refuses(tmp_path: Path, memory: Memory) -> None:
+    store = FileStore(tmp_path, allow_memory=True)
+    slot = store.allocate(4096)
+    store.close()
+    store.close()
+    assert "closed" in repr(store)
+    with pytest.raises(StoreError, match="closed"):
+        store.write(slot, [(memory.address, 4096)])
+    with pytest.raises(StoreError, match="closed"):
+        store.allocate(4096)
+
+
+def test_a_thousand_cycles_leave_nothing(tmp_path: Path, memory: Memory) -> None:
+    def cycle(*, closes: bool) -> None:
+        store = FileStore(tmp_path, allow_memory=True, num_threads=1, growth_nbytes=4096)
+        slot = store.allocate(4096)
+        store.write(slot, [(memory.address, 4096)])
+        store.read(slot, [(memory.address, 4096)])
+        if closes:
+            store.close()
+
+    cycle(closes=True)
+    files, threads = num_open_files(), num_threads()
+    for index in range(1000):
+        cycle(closes=index % 2 == 0)  # the others are closed when they are dropped
+    assert (num_open_files(), num_threads()) == (files, threads)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_kill_leaves_nothing(tmp_path: Path) -> None:
+    script = (
+        "import sys, time\nfrom vmm.store import FileStore\nfrom vmm.posix import PosixDriver\n"
+        "driver = PosixDriver(16, 65536)\nstore = FileStore(sys.argv[1], allow_memory=True)\n"
+        "slot = store.allocate(1 << 20)\nstore.write(slot, [(driver.view_address, 1 << 20)])\n"
+        "print('under way', flush=True)\ntime.sleep(60)\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    shared = Path("/dev/shm")
+    before = sorted(shared.iterdir()) if shared.is_dir() else []
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "under way\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert list(tmp_path.iterdir()) == []
+    assert (sorted(shared.iterdir()) if shared.is_dir() else []) == before
