@@ -14,6 +14,7 @@ end; as a load it is the next step's op 0.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -107,6 +108,11 @@ class PositionTicks:
         if position and position % self.num_ops == 0:
             return position // self.num_ops * self.num_ticks
         return self.load(position)
+
+    def last_release_before(self, tick: int) -> int:
+        """The last position at which a release frees chunks before `tick`."""
+        step, offset = divmod(tick - 1, self.num_ticks)
+        return step * self.num_ops + max(bisect_right(self._starts, offset) - 1, 0)
 
 
 def chains_of(trace: Trace, machine: Machine, *, wrap: bool = True) -> tuple[Chain, ...]:

@@ -12,8 +12,9 @@ from scheduler.trace import Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What a proposal costs, and the plan that was simulated to know it."""
+    """What a proposal (uncoloured residencies) costs, and the plan that was simulated to know it."""
 
+    proposal: tuple[Residency, ...]
     plan: Plan
     simulation: Simulation
     num_remapped_chunks: int
@@ -32,4 +33,6 @@ def evaluate(residencies: tuple[Residency, ...], trace: Trace, machine: Machine)
         return outcome
     plan = Plan(trace_fingerprint="", policy="", machine=machine, residencies=outcome.residencies)
     simulation = simulate(plan, trace, with_timeline=False)
-    return Evaluation(plan=plan, simulation=simulation, num_remapped_chunks=outcome.num_remapped_chunks)
+    return Evaluation(
+        proposal=residencies, plan=plan, simulation=simulation, num_remapped_chunks=outcome.num_remapped_chunks
+    )

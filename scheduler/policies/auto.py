@@ -13,14 +13,17 @@ Three decisions, each one pass (the gaps are those of `scheduler.chains`):
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from scheduler.budget import IntArray, pins_of, require_budget
-from scheduler.chains import Away, Chain, Gap, PositionTicks, chains_of, residencies_of
+from scheduler.chains import Chain, Gap, chains_of, residencies_of
+from scheduler.colouring import Shortage
+from scheduler.evaluate import Evaluation, evaluate
 from scheduler.plan import Machine, Residency
+from scheduler.policies._placement import Placement
 from scheduler.trace import Trace
 
 FloatArray = npt.NDArray[np.float64]
@@ -43,7 +46,19 @@ def schedule(trace: Trace, machine: Machine, *, wrap: bool = True) -> tuple[Resi
     chains = chains_of(trace, machine, wrap=wrap)
     selection = _Selection(trace, machine, chains)
     selection.choose()
-    return residencies_of(chains, _Placement(trace, machine, selection).place(), trace)
+    best: Evaluation | None = None
+    op_start_ns = list(accumulate((op.duration_ns for op in trace.ops), initial=0))
+    for _ in range(3):
+        aways = Placement(trace, machine, chains, selection.gaps_chosen, selection.occupancy.held, op_start_ns).place()
+        proposal = residencies_of(chains, aways, trace)
+        outcome = evaluate(proposal, trace, machine)
+        if isinstance(outcome, Shortage):
+            return proposal if best is None else best.proposal
+        if best is None or outcome.rank < best.rank:
+            best = outcome
+        op_start_ns = [*outcome.simulation.op_start_ns, outcome.simulation.duration_ns]
+    assert best is not None
+    return best.proposal
 
 
 class Occupancy:
@@ -108,6 +123,11 @@ class _Selection:
         self.stop = np.array([gap.stop_tick for gap in self.gaps], dtype=np.int64)
         self.open = np.array([not gap.forced for gap in self.gaps], dtype=np.bool_)
 
+    @property
+    def gaps_chosen(self) -> list[Gap]:
+        """The gaps that are away."""
+        return [gap for gap, chosen in zip(self.gaps, self.chosen, strict=True) if chosen]
+
     def choose(self) -> None:
         """Choose gaps until no tick holds more than the budget."""
         weight = _tick_durations(self.trace)
@@ -137,76 +157,3 @@ def _tick_durations(trace: Trace) -> FloatArray:
     for op in trace.ops:
         weight[op.start_tick : op.stop_tick] += op.duration_ns / (op.stop_tick - op.start_tick)
     return weight
-
-
-class _Placement:
-    """When the chosen gaps begin and end."""
-
-    def __init__(self, trace: Trace, machine: Machine, selection: _Selection) -> None:
-        self.machine = machine
-        self.num_ops = len(trace.ops)
-        self.occupancy = selection.occupancy
-        self.chains = selection.chains
-        self.gaps = [gap for gap, chosen in zip(selection.gaps, selection.chosen, strict=True) if chosen]
-        self.ticks = PositionTicks(trace)
-        durations = [op.duration_ns for op in trace.ops] * 2
-        self.time = np.concatenate([[0], np.cumsum(durations)]).tolist()  # start of each position
-        self.release_ticks = [self.ticks.release(p) for p in range(2 * self.num_ops + 1)]
-        self.load_ticks = [self.ticks.load(p) for p in range(2 * self.num_ops)]
-
-    def place(self) -> list[Away]:
-        """Decisions for the chosen gaps."""
-        releases = self._place_releases()
-        loads = self._place_loads(releases)
-        return [
-            Away(gap=gap, release=release, load=load)
-            for gap, release, load in zip(self.gaps, releases, loads, strict=True)
-        ]
-
-    def _is_dirty(self, gap: Gap, previous_writes: int | None) -> bool:
-        return previous_writes is None or gap.num_writes > previous_writes
-
-    def _place_releases(self) -> list[int]:
-        """Put releases off until the writes are done, while the memory lasts."""
-        releases = [gap.earliest_release for gap in self.gaps]
-        free_ns = 0.0
-        for index in sorted(range(len(self.gaps)), key=lambda i: (self.gaps[i].earliest_release, i)):
-            gap = self.gaps[index]
-            if (gap.start_tick == 0 and gap.forced) or gap.start_tick >= gap.stop_tick:
-                continue
-            ready_ns = self.time[gap.earliest_release]
-            free_ns = max(free_ns, ready_ns) + self._write_ns(gap)
-            wanted = bisect_left(self.time, free_ns, hi=2 * self.num_ops)
-            last = bisect_right(self.release_ticks, gap.stop_tick - 1) - 1
-            if gap.latest_load is not None:
-                last = min(last, gap.latest_load)
-            release = max(min(wanted, last), gap.earliest_release)
-            limit = self.machine.num_chunks - gap.num_chunks
-            full = self.occupancy.first_over(gap.start_tick, self.release_ticks[release], limit)
-            if full is not None:
-                release = bisect_right(self.release_ticks, full) - 1
-            releases[index] = max(release, gap.earliest_release)
-            self.occupancy.add(gap.start_tick, self.release_ticks[releases[index]], gap.num_chunks)
-        return releases
-
-    def _place_loads(self, releases: list[int]) -> list[int | None]:
-        """Bring loads forward to where the in-link must start them, while the memory lasts."""
-        loads: list[int | None] = [gap.latest_load for gap in self.gaps]
-        limit_ns = float("inf")
-        with_load = [i for i, gap in enumerate(self.gaps) if gap.latest_load is not None]
-        for index in sorted(with_load, key=lambda i: (-(self.gaps[i].latest_load or 0), i)):
-            gap, latest = self.gaps[index], self.gaps[index].latest_load or 0
-            limit_ns = min(limit_ns, self.time[latest]) - self._load_ns(gap)
-            wanted = min(max(bisect_right(self.time, limit_ns) - 1, releases[index]), latest)
-            limit = self.machine.num_chunks - gap.num_chunks
-            full = self.occupancy.last_over(self.load_ticks[wanted], gap.stop_tick, limit)
-            load = wanted if full is None else bisect_right(self.load_ticks, full)
-            loads[index] = load
-            self.occupancy.add(self.load_ticks[load], gap.stop_tick, gap.num_chunks)
-        return loads
-
-    def _write_ns(self, gap: Gap) -> float:
-        return self.machine.latency_ns + gap.nbytes / self.machine.evict_bytes_per_s * 1e9
-
-    def _load_ns(self, gap: Gap) -> float:
-        return self.machine.latency_ns + gap.nbytes / self.machine.load_bytes_per_s * 1e9
