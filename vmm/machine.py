@@ -6,29 +6,30 @@ a test can show another machine.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 __all__ = [
     "CgroupMemory",
+    "MachineFacts",
     "MemoryRoom",
+    "ProcessMemory",
     "cgroup_memory",
-    "file_system_name",
-    "is_in_memory",
+    "machine_facts",
     "map_count",
     "max_map_count",
     "meminfo_nbytes",
     "memory_room",
     "page_nbytes",
+    "process_memory",
+    "shmem_huge_pages",
 ]
 
 _ROOT = Path("/")
 _UNLIMITED_NBYTES = 1 << 60
 """cgroup v1 has no word for "no limit"; it shows a number close to 2**63."""
-_MEMORY_FILE_SYSTEMS = frozenset({0x01021994, 0x858458F6, 0x958458F6})
-"""statfs's magic numbers of tmpfs, ramfs and hugetlbfs (linux/magic.h)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,56 @@ class CgroupMemory:
         if self.limit_nbytes is None:
             return None
         return max(0, self.limit_nbytes - self.usage_nbytes + self.reclaimable_nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessMemory:
+    """How much memory a process takes, each page once however often it is mapped.
+
+    Attributes:
+        nbytes: The total, page tables not included where `source` is "pss".
+        source: "cgroup": the charge, less page cache, of a limited control group that holds this
+            process alone. "pss": the sum over its pages of size / number of mappings.
+        anonymous_nbytes: Private memory.
+        shared_nbytes: Shared memory: the pools.
+        file_nbytes: Mapped files, such as libraries; shared ones in part.
+        page_table_nbytes: Page tables: 8 bytes for each 4 KiB page of each alias.
+    """
+
+    nbytes: int
+    source: Literal["cgroup", "pss"]
+    anonymous_nbytes: int
+    shared_nbytes: int
+    file_nbytes: int
+    page_table_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """What `ooc doctor` says of the machine.
+
+    Attributes:
+        page_nbytes: Size of a page.
+        max_map_count: The kernel's limit on mappings of one process.
+        map_count: Mappings that this process has now.
+        total_nbytes: Memory of the machine.
+        available_nbytes: What the machine could still give.
+        swap_nbytes: Free swap space.
+        cgroup: The memory control group with the tightest limit; None without control groups.
+        shmem_huge_pages: The kernel's setting for huge pages in shared memory ("advise"); "unknown"
+            where it has none.
+        num_cores: Processors that this process may run on.
+    """
+
+    page_nbytes: int
+    max_map_count: int
+    map_count: int
+    total_nbytes: int
+    available_nbytes: int
+    swap_nbytes: int
+    cgroup: CgroupMemory | None
+    shmem_huge_pages: str
+    num_cores: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +190,79 @@ def cgroup_memory(root: Path = _ROOT) -> CgroupMemory | None:
     return groups[0] if groups else None
 
 
+def process_memory(*, pool_nbytes: int = 0, root: Path = _ROOT) -> ProcessMemory:
+    """Measure this process. Takes about 1 ms and 0.02 ms per MiB mapped.
+
+    Resident set size is of no use here: it counts a chunk once for every alias.
+
+    Args:
+        pool_nbytes: Size of this process's pools. Their memory is committed, but "pss" sees only
+            what was touched; with this it is counted whole.
+        root: Where /proc is.
+    """
+    pss = _read_kib_table(root / "proc/self/smaps_rollup")
+    status = _read_kib_table(root / "proc/self/status")
+    anonymous, file = pss.get("Pss_Anon", 0), pss.get("Pss_File", 0)
+    shared = max(pss.get("Pss_Shmem", 0), pool_nbytes)
+    group = _own_limited_cgroup(root)
+    return ProcessMemory(
+        nbytes=anonymous + shared + file if group is None else group.usage_nbytes - group.reclaimable_nbytes,
+        source="pss" if group is None else "cgroup",
+        anonymous_nbytes=anonymous,
+        shared_nbytes=shared,
+        file_nbytes=file,
+        page_table_nbytes=status.get("VmPTE", 0),
+    )
+
+
+def shmem_huge_pages(root: Path = _ROOT) -> str:
+    """The kernel's setting for huge pages in shared memory, or "unknown"."""
+    try:
+        text = (root / "sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    except OSError:
+        return "unknown"
+    return text.partition("[")[2].partition("]")[0] or "unknown"
+
+
+def machine_facts(root: Path = _ROOT) -> MachineFacts:
+    """Everything about the machine that decides what we can do on it."""
+    meminfo = meminfo_nbytes(root)
+    return MachineFacts(
+        page_nbytes=page_nbytes(),
+        max_map_count=max_map_count(root),
+        map_count=map_count(root),
+        total_nbytes=meminfo["MemTotal"],
+        available_nbytes=meminfo["MemAvailable"],
+        swap_nbytes=meminfo.get("SwapFree", 0),
+        cgroup=cgroup_memory(root),
+        shmem_huge_pages=shmem_huge_pages(root),
+        num_cores=len(os.sched_getaffinity(0)),
+    )
+
+
+def _own_limited_cgroup(root: Path) -> CgroupMemory | None:
+    """This process's own control group if it has a limit and holds nobody else."""
+    found = _cgroup_directories(root)
+    if found is None:
+        return None
+    version, leaf, _ = found
+    group = _read_cgroup(version, leaf)
+    if group is None or group.limit_nbytes is None or group.num_processes != 1:
+        return None
+    return None if any(entry.is_dir() for entry in leaf.iterdir()) else group
+
+
+def _read_kib_table(path: Path) -> dict[str, int]:
+    """Lines such as `Pss:  487 kB`, in bytes; other lines are left out."""
+    found = {}
+    for line in path.read_text().splitlines():
+        key, _, rest = line.partition(":")
+        words = rest.split()
+        if len(words) == 2 and words[1] == "kB":
+            found[key] = int(words[0]) * 1024
+    return found
+
+
 def _cgroup_directories(root: Path) -> tuple[int, Path, Path] | None:
     """Version, this process's directory, and the mount point of the memory controller's hierarchy."""
     paths: dict[int, str] = {}
@@ -206,25 +330,3 @@ def _read_cgroup(version: int, directory: Path) -> CgroupMemory | None:
         reclaimable_nbytes=int(stat.get(f"{prefix}inactive_file", 0)) + int(stat.get(f"{prefix}active_file", 0)),
         num_processes=num_processes,
     )
-
-
-def file_system_name(directory: Path | str, root: Path = _ROOT) -> str:
-    """The type of the file system that holds `directory`, as in /proc/mounts ("ext4"); "unknown" if not found."""
-    path = PurePosixPath(os.path.realpath(directory))
-    best: tuple[int, str] = (-1, "unknown")
-    for line in (root / "proc/self/mountinfo").read_text().splitlines():
-        fields, _, tail = line.partition(" - ")
-        point = PurePosixPath(fields.split()[4].replace("\\040", " "))
-        if path.is_relative_to(point) and len(point.parts) >= best[0]:  # the later of equals covers the earlier
-            best = (len(point.parts), tail.split()[0])
-    return best[1]
-
-
-def is_in_memory(directory: Path | str) -> bool:
-    """Whether files in `directory` are kept in memory (tmpfs, ramfs, hugetlbfs), by statfs."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    buffer = (ctypes.c_long * 64)()  # struct statfs is at most 120 bytes; f_type is its first word
-    if libc.statfs(os.fsencode(directory), ctypes.byref(buffer)):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(directory))
-    return (buffer[0] & 0xFFFFFFFF) in _MEMORY_FILE_SYSTEMS

@@ -19,15 +19,12 @@ from typing import Self
 from vmm import machine
 from vmm.driver import Access, MapCountExceeded, MemoryFault
 from vmm.ranges import FreeRanges, Layout, Piece
+from vmm.syscalls import MADV_POPULATE_WRITE, MAP_FIXED, MAP_NORESERVE, Syscalls
 
 __all__ = ["PosixDriver", "Syscalls"]
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
-_MAP_NORESERVE = 0x4000
-_MAP_FIXED = 0x10
 _PROT_NONE = 0
-_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-_MAP_FAILED = ctypes.c_void_p(-1).value
+_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 
 _MAX_ARENA_NBYTES = 16 << 40
 _ARENA_ALIGNMENT = 2 << 20  # so that a reservation can be backed by a huge page where the kernel has them
@@ -38,61 +35,6 @@ _MAPPINGS_LEFT_TO_OTHERS = 512
 _Mapped = tuple[int, Access] | None
 """What a chunk-sized place of the arena shows: (chunk - place, access), equal for neighbours that
 the kernel keeps as one mapping; None for nothing."""
-
-
-class Syscalls:
-    """The system calls that the driver makes. Each raises OSError. Tests wrap it to make one fail."""
-
-    def __init__(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        address, nbytes, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        self._mmap = getattr(libc, "mmap64", libc.mmap)
-        self._mmap.restype = ctypes.c_void_p
-        self._mmap.argtypes = (address, nbytes, number, number, number, ctypes.c_int64)
-        self._munmap = libc.munmap
-        self._munmap.argtypes = (address, nbytes)
-        self._mprotect = libc.mprotect
-        self._mprotect.argtypes = (address, nbytes, number)
-        self._madvise = libc.madvise
-        self._madvise.argtypes = (address, nbytes, number)
-
-    def memfd_create(self, name: str) -> int:
-        """A new file in memory, closed on exec."""
-        return os.memfd_create(name, os.MFD_CLOEXEC)
-
-    def ftruncate(self, descriptor: int, nbytes: int) -> None:
-        """Set the file's length."""
-        os.ftruncate(descriptor, nbytes)
-
-    def fallocate(self, descriptor: int, offset: int, nbytes: int) -> None:
-        """Make the file's pages now."""
-        os.posix_fallocate(descriptor, offset, nbytes)
-
-    def close(self, descriptor: int) -> None:
-        """Close a file."""
-        os.close(descriptor)
-
-    def mmap(self, address: int, nbytes: int, prot: int, flags: int, descriptor: int, offset: int) -> int:
-        """Map; the address."""
-        result: int = self._mmap(address, nbytes, prot, flags, descriptor, offset)
-        if result == _MAP_FAILED:
-            raise _os_error("mmap")
-        return result
-
-    def munmap(self, address: int, nbytes: int) -> None:
-        """Unmap, addresses and all."""
-        if self._munmap(address, nbytes):
-            raise _os_error("munmap")
-
-    def mprotect(self, address: int, nbytes: int, prot: int) -> None:
-        """Change what a touch does."""
-        if self._mprotect(address, nbytes, prot):
-            raise _os_error("mprotect")
-
-    def madvise(self, address: int, nbytes: int, advice: int) -> None:
-        """Say how a range is used."""
-        if self._madvise(address, nbytes, advice):
-            raise _os_error("madvise")
 
 
 class PosixDriver:
@@ -302,7 +244,7 @@ class PosixDriver:
                 )
         nbytes = num_chunks * self._chunk_nbytes
         try:
-            self._sys.madvise(address, nbytes, _MADV_POPULATE_WRITE)
+            self._sys.madvise(address, nbytes, MADV_POPULATE_WRITE)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise self._fault(f"populate({address:#x}, {num_chunks} chunks)", error) from error
@@ -334,7 +276,7 @@ class PosixDriver:
         if self._lent_arena is not None:
             for place, num_chunks in self._reserved.items():
                 nbytes = num_chunks * self._chunk_nbytes
-                self._sys.mmap(self._address(place), nbytes, _PROT_NONE, _NOTHING | _MAP_FIXED, -1, 0)
+                self._sys.mmap(self._address(place), nbytes, _PROT_NONE, _NOTHING | MAP_FIXED, -1, 0)
 
     def _commit(self) -> int:
         """The memory file with all its pages."""
@@ -396,7 +338,7 @@ class PosixDriver:
 
     def _map_view(self) -> None:
         nbytes = self._num_chunks * self._chunk_nbytes
-        flags = mmap.MAP_SHARED | _MAP_FIXED
+        flags = mmap.MAP_SHARED | MAP_FIXED
         try:
             self._sys.mmap(self._view_address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, self._descriptor, 0)
             if self._dontfork:
@@ -428,11 +370,11 @@ class PosixDriver:
         address = self._address(piece.start)
         nbytes = (piece.stop - piece.start) * self._chunk_nbytes
         if piece.value is None:
-            self._sys.mmap(address, nbytes, _PROT_NONE, _NOTHING | _MAP_FIXED, -1, 0)
+            self._sys.mmap(address, nbytes, _PROT_NONE, _NOTHING | MAP_FIXED, -1, 0)
             return
         delta, access = piece.value
         offset = (piece.start + delta) * self._chunk_nbytes
-        self._sys.mmap(address, nbytes, _prot(access), mmap.MAP_SHARED | _MAP_FIXED, self._descriptor, offset)
+        self._sys.mmap(address, nbytes, _prot(access), mmap.MAP_SHARED | MAP_FIXED, self._descriptor, offset)
 
     def _keep_from_children(self, start: int, stop: int) -> None:
         if self._dontfork:
@@ -511,7 +453,7 @@ class PosixDriver:
         """
         self._is_inherited = True
         if self._whole is not None and self._dontfork:
-            self._sys.mmap(*self._whole, _PROT_NONE, _NOTHING | _MAP_FIXED, -1, 0)
+            self._sys.mmap(*self._whole, _PROT_NONE, _NOTHING | MAP_FIXED, -1, 0)
             self._clear_lent_arena()
             descriptor, self._descriptor = self._descriptor, -1
             self._sys.close(descriptor)
@@ -523,11 +465,6 @@ def _prot(access: Access) -> int:
 
 def _round_up(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
-
-
-def _os_error(call: str) -> OSError:
-    code = ctypes.get_errno()
-    return OSError(code, f"{call}: {os.strerror(code)}")
 
 
 _live_drivers: weakref.WeakSet[PosixDriver] = weakref.WeakSet()

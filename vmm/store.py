@@ -7,21 +7,28 @@ before it is promised, so a full disk is an error when a slot is allocated, neve
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import logging
-import mmap
 import os
-import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from ctypes import addressof, c_char, memmove
+from collections.abc import Callable, Sequence
+from ctypes import memmove
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from vmm import machine
+from vmm.files import (
+    BLOCK_NBYTES,
+    FULL_ERRORS,
+    StoreError,
+    StoreUnavailable,
+    allocate_space,
+    anonymous_memory,
+    check_directory,
+    default_directory,
+    file_system_name,
+    open_file,
+)
 from vmm.ranges import FreeRanges
 from vmm.transfers import Direction, Segments, TransferEngine, TransferStatistics
 
@@ -29,31 +36,11 @@ __all__ = ["FileStore", "Slot", "StoreError", "StoreFull", "StoreSpeed", "StoreU
 
 _log = logging.getLogger(__name__)
 
-_BLOCK_NBYTES = 4096
-"""Alignment of every extent and transfer: O_DIRECT needs the device's logical block, at most this."""
 _GROWTH_NBYTES = 64 << 20
 """The file grows by at least this, so that a session of many small variables makes few calls."""
 _PROBE_FILE_NBYTES = 32 << 20
 _PROBE_JOB_NBYTES = 1 << 20
 _PROBE_PHASE_NS = 70_000_000
-_NO_TMPFILE_ERRORS = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
-_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
-
-class StoreError(RuntimeError):
-    """The store cannot do what was asked."""
-
-
-class StoreUnavailable(StoreError):
-    """No store can be made in the directory.
-
-    Attributes:
-        directory: The directory.
-    """
-
-    def __init__(self, message: str, *, directory: str) -> None:
-        super().__init__(message)
-        self.directory = directory
 
 
 class StoreFull(StoreError):
@@ -166,11 +153,17 @@ class FileStore:
         allow_memory: bool = False,
         growth_nbytes: int = _GROWTH_NBYTES,
     ) -> None:
-        if growth_nbytes <= 0 or growth_nbytes % _BLOCK_NBYTES:
-            raise ValueError(f"growth_nbytes={growth_nbytes}: must be a positive multiple of {_BLOCK_NBYTES}")
+        if growth_nbytes <= 0 or growth_nbytes % BLOCK_NBYTES:
+            raise ValueError(f"growth_nbytes={growth_nbytes}: must be a positive multiple of {BLOCK_NBYTES}")
         self._directory = Path(directory) if directory is not None else default_directory(allow_memory=allow_memory)
-        _check_directory(self._directory, allow_memory=allow_memory)
-        self._descriptor, self._is_direct = _open_file(self._directory, direct=direct)
+        check_directory(self._directory, allow_memory=allow_memory)
+        self._descriptor, self._is_direct = open_file(self._directory, direct=direct)
+        if direct and not self._is_direct:
+            _log.warning(
+                "O_DIRECT does not work in %s (%s): transfers sync and drop their pages instead, which is slower",
+                self._directory,
+                file_system_name(self._directory),
+            )
         try:
             self._engine = TransferEngine(num_writers=num_threads, num_readers=num_threads)
         except BaseException:
@@ -280,8 +273,8 @@ class FileStore:
         """
         *whole, (address, nbytes) = segments
         for _, length in whole:
-            if length % _BLOCK_NBYTES:
-                raise ValueError(f"segment of {length} bytes before the last: must be a multiple of {_BLOCK_NBYTES}")
+            if length % BLOCK_NBYTES:
+                raise ValueError(f"segment of {length} bytes before the last: must be a multiple of {BLOCK_NBYTES}")
         return Segments([*whole, (address, _round_up(nbytes))])
 
     def write(
@@ -351,7 +344,7 @@ class FileStore:
         scratch = self.allocate(_PROBE_FILE_NBYTES)
         try:
             with contextlib.ExitStack() as stack:
-                address, nbytes = buffer or stack.enter_context(_anonymous_memory(4 * _PROBE_JOB_NBYTES))
+                address, nbytes = buffer or stack.enter_context(anonymous_memory(4 * _PROBE_JOB_NBYTES))
                 _fill_with_noise(address, nbytes)
                 jobs = [
                     Segments([(address + start, _PROBE_JOB_NBYTES)])
@@ -381,7 +374,7 @@ class FileStore:
     def _prepared(self, slot: Slot, segments: Segments | Sequence[tuple[int, int]]) -> Segments:
         self._check(slot)
         prepared = segments if isinstance(segments, Segments) else self.segments(segments)
-        if prepared.nbytes > slot.capacity_nbytes or (self._is_direct and prepared.nbytes % _BLOCK_NBYTES):
+        if prepared.nbytes > slot.capacity_nbytes or (self._is_direct and prepared.nbytes % BLOCK_NBYTES):
             raise ValueError(f"{slot!r}: a transfer of {prepared.nbytes} bytes (room for {slot.capacity_nbytes})")
         return prepared
 
@@ -411,11 +404,11 @@ class FileStore:
         old = self._free.stop
         for nbytes in sorted({max(needed, at_least), needed}, reverse=True):
             try:
-                _allocate_space(self._descriptor, old, nbytes)
+                allocate_space(self._descriptor, old, nbytes)
             except OSError as error:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, old)  # a failed allocation may have got part of the way
-                if error.errno not in _FULL_ERRORS:
+                if error.errno not in FULL_ERRORS:
                     raise StoreError(f"cannot allocate {nbytes} bytes in {self._directory}: {error}") from error
                 failure = error
                 continue
@@ -484,137 +477,6 @@ class _Probe:
         return submit(self._descriptor, place, self._jobs[index % len(self._jobs)], drop_cache=self._drop_cache)
 
 
-def default_directory(*, allow_memory: bool = False) -> Path:
-    """$OOC_STORE if set, else the first of $TMPDIR, /var/tmp and the current directory that will do.
-
-    Raises:
-        StoreUnavailable: None of them will.
-    """
-    own = os.environ.get("OOC_STORE")
-    if own:
-        return Path(own)
-    temporary = os.environ.get("TMPDIR")
-    candidates = [Path(temporary)] if temporary else []
-    candidates += [Path("/var/tmp"), Path.cwd()]
-    reasons = []
-    for candidate in candidates:
-        try:
-            _check_directory(candidate, allow_memory=allow_memory)
-        except StoreUnavailable as error:
-            reasons.append(str(error).splitlines()[0])
-        else:
-            return candidate
-    raise StoreUnavailable(
-        "no directory for the store:\n"
-        + "".join(f"  {reason}\n" for reason in reasons)
-        + "  Options: set OOC_STORE, or the store argument, to a directory on a disk.",
-        directory="",
-    )
-
-
-def _check_directory(directory: Path, *, allow_memory: bool) -> None:
-    options = "\n  Options: another directory (OOC_STORE, or the store argument)"
-    if not directory.exists():
-        raise StoreUnavailable(
-            f"store directory {directory} does not exist.{options}; mkdir -p {directory}.", directory=str(directory)
-        )
-    if not directory.is_dir():
-        raise StoreUnavailable(f"store directory {directory} is not a directory.{options}.", directory=str(directory))
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise StoreUnavailable(
-            f"store directory {directory} is not writable for user {os.geteuid()}.{options}; "
-            f"chown or chmod u+wx {directory}.",
-            directory=str(directory),
-        )
-    if not allow_memory and machine.is_in_memory(directory):
-        raise StoreUnavailable(
-            f"store directory {directory} is kept in memory ({machine.file_system_name(directory)}): what is "
-            f"evicted there frees no memory.{options} on a disk; allow_memory=True for tests.",
-            directory=str(directory),
-        )
-
-
-def _open_file(directory: Path, *, direct: bool) -> tuple[int, bool]:
-    """An unlinked file, and whether it bypasses the page cache."""
-    try:
-        descriptor = _open_unlinked(directory)
-    except OSError as error:
-        raise StoreUnavailable(
-            f"cannot make a file in store directory {directory}: {error}.\n"
-            "  Options: another directory (OOC_STORE, or the store argument).",
-            directory=str(directory),
-        ) from error
-    try:
-        is_direct = direct and _switch_to_direct(descriptor)
-        if direct and not is_direct:
-            _log.warning(
-                "O_DIRECT does not work in %s (%s): transfers sync and drop their pages instead, which is slower",
-                directory,
-                machine.file_system_name(directory),
-            )
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor, is_direct
-
-
-def _open_unlinked(directory: Path) -> int:
-    try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno not in _NO_TMPFILE_ERRORS:
-            raise
-    descriptor, path = tempfile.mkstemp(prefix=".ooc-store-", dir=directory)
-    os.unlink(path)
-    return descriptor
-
-
-def _switch_to_direct(descriptor: int) -> bool:
-    """Set O_DIRECT and see whether a block can be written and read. False, and unset, if not."""
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    block = mmap.mmap(-1, _BLOCK_NBYTES)
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-        os.pwrite(descriptor, block, 0)
-        if os.preadv(descriptor, [block], 0) == _BLOCK_NBYTES:
-            return True
-    except OSError as error:
-        if error.errno in _FULL_ERRORS:
-            return True  # nothing is known against it, and there is no room for data anyway
-    finally:
-        block.close()
-        os.ftruncate(descriptor, 0)
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-    return False
-
-
-def _allocate_space(descriptor: int, offset: int, nbytes: int) -> None:
-    """Let the file have `[offset, offset + nbytes)` with its disk space."""
-    try:
-        os.posix_fallocate(descriptor, offset, nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        # A file system without fallocate: the C library writes single bytes instead, which O_DIRECT
-        # refuses. Write zeros, block by block.
-        with _anonymous_memory(1 << 20) as (address, length):
-            zeros = (c_char * length).from_address(address)
-            for place in range(offset, offset + nbytes, length):
-                os.pwrite(descriptor, memoryview(zeros)[: min(length, offset + nbytes - place)], place)
-
-
-@contextlib.contextmanager
-def _anonymous_memory(nbytes: int) -> Iterator[tuple[int, int]]:
-    """Address and length of page-aligned zeros, for the time of the block."""
-    memory = mmap.mmap(-1, nbytes)
-    handle = c_char.from_buffer(memory)
-    try:
-        yield addressof(handle), nbytes
-    finally:
-        del handle  # a mapping that is referred to cannot be closed
-        memory.close()
-
-
 def _fill_with_noise(address: int, nbytes: int) -> None:
     """Bytes that no device can compress; zeros measured twice the true rate on a virtual disk."""
     noise = os.urandom(_PROBE_JOB_NBYTES)
@@ -623,7 +485,7 @@ def _fill_with_noise(address: int, nbytes: int) -> None:
 
 
 def _round_up(nbytes: int) -> int:
-    return -(-nbytes // _BLOCK_NBYTES) * _BLOCK_NBYTES
+    return -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
 
 
 def _shut(engine: TransferEngine, descriptor: int) -> None:

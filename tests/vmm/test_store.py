@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 from memory_cases import Memory, num_open_files, num_threads
 
-from vmm import machine
-from vmm import store as store_module
+from vmm import files
 from vmm.store import FileStore, Slot, StoreError, StoreFull, StoreUnavailable
 from vmm.transfers import TransferError
 
@@ -353,7 +352,7 @@ def test_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_a_directory_in_memory_is_refused() -> None:
     shared = Path("/dev/shm")
-    if not shared.is_dir() or not machine.is_in_memory(shared):
+    if not shared.is_dir() or not files.is_in_memory(shared):
         pytest.skip("no tmpfs at /dev/shm")
     with pytest.raises(StoreUnavailable, match="kept in memory"):
         FileStore(shared)
@@ -362,23 +361,23 @@ def test_a_directory_in_memory_is_refused() -> None:
 
 def test_default_directory_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_memory: set[Path] = set()
-    monkeypatch.setattr(machine, "is_in_memory", lambda directory: Path(directory) in in_memory)
+    monkeypatch.setattr(files, "is_in_memory", lambda directory: Path(directory) in in_memory)
     own, temporary, current = (tmp_path / name for name in ("own", "temporary", "current"))
     for directory in (own, temporary, current):
         directory.mkdir()
     monkeypatch.chdir(current)
     monkeypatch.setenv("OOC_STORE", str(own))
     monkeypatch.setenv("TMPDIR", str(temporary))
-    assert store_module.default_directory() == own
+    assert files.default_directory() == own
     in_memory.add(own)
     with pytest.raises(StoreUnavailable, match="kept in memory"):  # named by the user: no silent other place
         FileStore()
     monkeypatch.delenv("OOC_STORE")
-    assert store_module.default_directory() == temporary
+    assert files.default_directory() == temporary
     in_memory.add(temporary)
-    assert store_module.default_directory() == Path("/var/tmp")
+    assert files.default_directory() == Path("/var/tmp")
     in_memory.add(Path("/var/tmp"))
-    assert store_module.default_directory() == current
+    assert files.default_directory() == current
     in_memory.add(current)
     with pytest.raises(StoreUnavailable, match="no directory for the store") as caught:
         FileStore()
