@@ -14,6 +14,7 @@ one step's start to the next one's, so what the user does between steps is part 
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -29,6 +30,7 @@ from ooc import _native, ops
 from ooc.books import Books, NoRoom, State, VariableRecord
 from ooc.errors import BudgetTooSmall, OocError, SessionError
 from ooc.executor import Executor
+from ooc.interrupts import CriticalLock, Interrupts
 from ooc.recorder import OpRecord, StepRecorder
 from ooc.sequences import Sequences
 from ooc.steps import StepLog
@@ -104,7 +106,6 @@ class Session:
         self.threshold_nbytes = parse_nbytes(threshold_nbytes) if threshold_nbytes is not None else GRANULE_NBYTES
         self.policy = policy
         self.debug = debug
-        self._lock = threading.RLock()
         self._thread = threading.get_ident()
         self._store = FileStore(store)
         try:
@@ -132,6 +133,12 @@ class Session:
             self._finish,
             self._failed,
         )
+        self._lock = CriticalLock(self._dispatcher)
+        self._interrupts = Interrupts(
+            self._dispatcher,
+            is_open=lambda: self._is_open,
+            closing=(Session.close.__code__, Session.__exit__.__code__),
+        )
         self._executor = Executor(
             books=self._books,
             allocator=self._allocator,
@@ -152,10 +159,14 @@ class Session:
         self._mode = _Mode(self._dispatcher)
         self._step_boundary = step_boundary
         self._hook: Any = None
-        self._is_open = True
-        self._allocator.open(threshold_nbytes=self.threshold_nbytes, cold_allocate=self._cold_allocate)
-        _current = self
-        self._mode.__enter__()
+        with self._lock:
+            self._is_open = True
+            self._interrupts.install()
+            # Guarded natively: no signal handler may run before the first bytecode of a C callback.
+            cold_allocate = functools.partial(self._dispatcher.guarded, self._cold_allocate)
+            self._allocator.open(threshold_nbytes=self.threshold_nbytes, cold_allocate=cold_allocate)
+            _current = self
+            self._mode.__enter__()
         if step_boundary == "optimizer":
             from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -472,6 +483,7 @@ class Session:
                 self._let_survivors_go()
             finally:
                 self._is_open = False
+                self._interrupts.remove()
                 self._allocator.close()
                 _current = None
                 self._store.close()

@@ -7,6 +7,9 @@
 //   after(index)                      evictions, drops after it
 //   finish(index, func, args, kwargs, result)  the op left the plan while it ran
 //   failed(index)                     the op raised
+//
+// Each call is one critical section on the session's thread: a signal's Python handler that comes
+// up meanwhile is postponed and runs at the next bytecode after the section (ooc/interrupts.py).
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -50,6 +53,43 @@ struct Dispatcher {
   uint32_t num_ops;
   uint32_t cursor;
   int planned;
+  // Critical sections; only the session's thread, holding the GIL, changes these.
+  uint64_t session_thread;
+  uint32_t depth;
+  uint64_t postponed;  // bit n - 1: signal n
+};
+
+// Python's signal handlers run on the main thread alone, so only its sections count.
+class Section {
+ public:
+  explicit Section(Dispatcher* self) : self_(self->this_thread() == self->session_thread ? self : nullptr) { enter(); }
+  ~Section() { exit(); }
+  Section(const Section&) = delete;
+  Section& operator=(const Section&) = delete;
+
+  static void enter(Dispatcher* self) { ++self->depth; }
+  static void exit(Dispatcher* self) {
+    if (self->depth > 0) --self->depth;
+    if (self->depth == 0 && self->postponed != 0) rearm(self);
+  }
+
+ private:
+  void enter() {
+    if (self_ != nullptr) enter(self_);
+  }
+  void exit() {
+    if (self_ != nullptr) exit(self_);
+  }
+  // Let the interpreter believe that the signals arrive now.
+  static void rearm(Dispatcher* self) {
+    const uint64_t postponed = self->postponed;
+    self->postponed = 0;
+    for (int number = 1; number <= 64; ++number) {
+      if ((postponed >> (number - 1)) & 1) PyErr_SetInterruptEx(number);
+    }
+  }
+
+  Dispatcher* self_;
 };
 
 int64_t now_ns() {
@@ -207,6 +247,7 @@ PyObject* dispatcher_call(PyObject* object, PyObject* positional, PyObject*) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   PyObject *func, *types, *args = nullptr, *kwargs = Py_None;
   if (!PyArg_UnpackTuple(positional, "__torch_dispatch__", 2, 4, &func, &types, &args, &kwargs)) return nullptr;
+  const Section section(self);
   if (args != nullptr && PyTuple_Check(types) && PyTuple_GET_SIZE(types) == 0 &&
       expected_next(self, func, args, kwargs) && !(self->ops[self->cursor].flags & kIntercept)) {
     return play(self, func, types, args, kwargs);
@@ -319,6 +360,47 @@ PyObject* dispatcher_address(PyObject* object, PyObject* tensor) {
   return PyLong_FromUnsignedLongLong(arena_address(self, tensor));
 }
 
+PyObject* dispatcher_enter(PyObject* object, PyObject*) {
+  auto* self = reinterpret_cast<Dispatcher*>(object);
+  if (self->this_thread() == self->session_thread) Section::enter(self);
+  Py_RETURN_NONE;
+}
+
+PyObject* dispatcher_exit(PyObject* object, PyObject*) {
+  auto* self = reinterpret_cast<Dispatcher*>(object);
+  if (self->this_thread() == self->session_thread) Section::exit(self);
+  Py_RETURN_NONE;
+}
+
+// call(function, *arguments): as one section from before its first bytecode to after its last.
+PyObject* dispatcher_guarded(PyObject* object, PyObject* positional) {
+  auto* self = reinterpret_cast<Dispatcher*>(object);
+  const Py_ssize_t count = PyTuple_GET_SIZE(positional);
+  if (count == 0) {
+    PyErr_SetString(PyExc_TypeError, "guarded: a function, please");
+    return nullptr;
+  }
+  const Section section(self);
+  PyObject* arguments = PyTuple_GetSlice(positional, 1, count);
+  if (arguments == nullptr) return nullptr;
+  PyObject* result = PyObject_Call(PyTuple_GET_ITEM(positional, 0), arguments, nullptr);
+  Py_DECREF(arguments);
+  return result;
+}
+
+// postpone(signal, always) -> whether it will come again at the end of the section (or of the next).
+PyObject* dispatcher_postpone(PyObject* object, PyObject* positional) {
+  auto* self = reinterpret_cast<Dispatcher*>(object);
+  int number, always;
+  if (!PyArg_ParseTuple(positional, "ip", &number, &always)) return nullptr;
+  if ((self->depth == 0 && !always) || number < 1 || number > 64) Py_RETURN_FALSE;
+  self->postponed |= uint64_t{1} << (number - 1);
+  Py_RETURN_TRUE;
+}
+
+PyObject* get_depth(PyObject* object, void*) {
+  return PyLong_FromUnsignedLong(reinterpret_cast<Dispatcher*>(object)->depth);
+}
 PyObject* get_cursor(PyObject* object, void*) {
   return PyLong_FromUnsignedLong(reinterpret_cast<Dispatcher*>(object)->cursor);
 }
@@ -351,6 +433,7 @@ PyObject* dispatcher_new(PyTypeObject* type, PyObject* positional, PyObject*) {
   if (self == nullptr) return nullptr;
   self->state = reinterpret_cast<vmm::State*>(state);
   self->this_thread = reinterpret_cast<uint64_t (*)()>(this_thread);
+  self->session_thread = self->this_thread();
   self->cdata_offset = probe_cdata(sample);
   if (PyErr_Occurred()) PyErr_Clear();
   Py_INCREF(tensor_type);
@@ -408,6 +491,10 @@ PyMethodDef dispatcher_methods[] = {
     {"install", dispatcher_install, METH_VARARGS, "Set the tables of a plan."},
     {"start", dispatcher_start, METH_O, "Compare ops with the plan from this op on."},
     {"leave", dispatcher_leave, METH_NOARGS, "Stop comparing ops with the plan."},
+    {"enter_section", dispatcher_enter, METH_NOARGS, "From now on signal handlers wait."},
+    {"exit_section", dispatcher_exit, METH_NOARGS, "The section ends; what has waited comes at the next bytecode."},
+    {"guarded", dispatcher_guarded, METH_VARARGS, "Call a function as one critical section."},
+    {"postpone", dispatcher_postpone, METH_VARARGS, "Let a signal come again when the section ends."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyObject* get_owner(PyObject* object, void*) {
@@ -423,6 +510,7 @@ int set_owner(PyObject* object, PyObject* value, void*) {
 PyGetSetDef dispatcher_getset[] = {
     {"__self__", get_owner, set_owner, "The mode that this dispatches for.", nullptr},
     {"cursor", get_cursor, nullptr, "Index of the next planned op.", nullptr},
+    {"depth", get_depth, nullptr, "Critical sections entered on the session's thread.", nullptr},
     {"planned", get_planned, nullptr, "Whether ops are compared with a plan.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
