@@ -161,6 +161,11 @@ class Compiled:
         self.between_births: dict[int, list[Stay]] = {}
         self.num_chunks = 0
         self._link_roles(observed)
+        # What a step boundary looks at, so that it need not look at every role.
+        self.movers = [r for r in self.roles if r.lives_on and not r.is_persistent]
+        self.heirs = [r for r in self.roles if r.predecessor is not None]
+        self.persistent = np.array([r.index for r in self.roles if r.is_persistent], dtype=np.int64)
+        self.dies = np.array([r.index for r in self.roles if not r.lives_on], dtype=np.int64)
         stays = self._make_stays(view_address)
         self._find_predecessors(stays)
         births = self._place_acts(stays)
@@ -330,6 +335,10 @@ class Compiled:
             self.op_stop_ns.ctypes.data,
             self.num_ops,
         )
+
+    def is_bystander(self, op: int) -> bool:
+        """Whether an op touches no variable, so that a step may go without it and stay on its plan."""
+        return not (self.occurrences[op] or self.before[op] or self.after[op] or self.trace.ops[op].uses)
 
     def stay_at(self, role: Role, op: int) -> Stay | None:
         """The residency of `role` that covers op `op`, if any."""

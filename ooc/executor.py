@@ -20,8 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from ooc.books import Books, State, VariableRecord
 from ooc.compiled import Compiled, Role, Stay
 from ooc.errors import StoreFailed
@@ -53,10 +51,9 @@ class Executor:
         self.left_because = ""
         self.events: list[Event] = []  # of the present period
         self._mid_op_pins: list[VariableRecord] = []
-        self._start_bindings: list[tuple[Role, VariableRecord]] = []
+        self._start_heirs: list[tuple[Role, VariableRecord]] = []
         self._start_foreign: dict[int, VariableRecord] = {}
         self._in_flight: list[Stay] = []
-        self._end_alive: Any = None
 
     def __repr__(self) -> str:
         return f"<Executor of {self.active!r}>"
@@ -121,8 +118,6 @@ class Executor:
         return True
 
     def _install(self, compiled: Compiled) -> None:
-        lives_on = np.array([role.lives_on for role in compiled.roles] or [False], dtype=bool)
-        self._end_alive = lives_on
         self._dispatcher.install(*compiled.install_arguments())
         self._allocator.state.plan = compiled.tables_address
         self._allocator.state.mode = MODE_PLANNED
@@ -131,10 +126,10 @@ class Executor:
     def _start_period(self, compiled: Compiled) -> None:
         self.events = []
         self.left_because = ""
-        self._start_bindings = [
+        self._start_heirs = [
             (role, role.record)
-            for role in compiled.roles
-            if not role.is_born and role.record is not None and compiled.role_alive[role.index]
+            for role in compiled.heirs
+            if role.record is not None and compiled.role_alive[role.index]
         ]
         self._start_foreign = dict(self._books.records)
         self._allocator.state.position = 0
@@ -152,15 +147,12 @@ class Executor:
         for stay in compiled.last_releases:
             self._release(compiled, stay)
         self.absorb_events()
-        alive = compiled.role_alive[: len(compiled.roles)].astype(bool)
-        ends = self._end_alive[: len(compiled.roles)]
-        for index in np.nonzero(alive & ~ends)[0].tolist():
+        alive = compiled.role_alive
+        for index in compiled.dies[alive[compiled.dies] != 0].tolist():
             self._expel(compiled, compiled.roles[index])
         promoted = []
-        for role in compiled.roles:
-            if not role.lives_on or role.is_persistent:
-                continue
-            if not compiled.role_alive[role.index]:
+        for role in compiled.movers:
+            if not alive[role.index]:
                 continue
             if role.heir is None:
                 self._expel(compiled, role)
@@ -183,9 +175,9 @@ class Executor:
                 compiled.role_address[role.index] = role.record.address
             self._map_first(heir)
             self._set_alive(compiled, heir, record)
-        for role in compiled.roles:
-            if role.predecessor is not None and not compiled.role_alive[role.index]:
-                compiled.role_address[role.index] = 0 if role.predecessor.double_buffered else role.predecessor.record.address  # type: ignore[union-attr]
+        for role in compiled.heirs:
+            if not alive[role.index]:
+                compiled.role_address[role.index] = 0  # nobody plays it in this step
         self._prune()
         self._start_period(compiled)
 
@@ -193,7 +185,7 @@ class Executor:
         """Whether a variable that lives across steps was freed in this one."""
         compiled = self.active
         assert compiled is not None
-        return any(role.is_persistent and not compiled.role_alive[role.index] for role in compiled.roles)
+        return not compiled.role_alive[compiled.persistent].all()
 
     # -- around an op; called by the dispatcher
 
@@ -390,7 +382,9 @@ class Executor:
 
     def _recorder_so_far(self, compiled: Compiled, num_ops: int) -> StepRecorder:
         start = dict(self._start_foreign)
-        start.update({record.address: record for _, record in self._start_bindings})
+        start.update({record.address: record for _, record in self._start_heirs})
+        persistent = (compiled.roles[i].record for i in compiled.persistent.tolist())
+        start.update({record.address: record for record in persistent if record is not None})
         recorder = StepRecorder(start)
         address = compiled.role_address
         for index in range(num_ops):
@@ -550,6 +544,19 @@ class Executor:
             assert role.record is not None
             self._map_first(role)
             compiled.role_address[role.index] = role.record.address
+
+    def skip_bystanders(self, func: Any) -> bool:
+        """Let the plan go on at op `func` if only ops that touch no variable lie between. True if so."""
+        compiled = self.active
+        assert compiled is not None
+        cursor = index = self._dispatcher.cursor
+        while index < compiled.num_ops and compiled.funcs[index] is not func and compiled.is_bystander(index):
+            index += 1
+        if index == cursor or index == compiled.num_ops or compiled.funcs[index] is not func:
+            return False
+        self._allocator.state.position = 2 * index
+        self._dispatcher.start(index)
+        return True
 
     def rebind(self, addresses: Sequence[int]) -> bool:
         """Let operands of the next op play roles that nobody plays yet (a batch from a list).

@@ -40,6 +40,7 @@ class Sequences:
         self._unplannable: dict[str, str] = {}
         self._followers: dict[str, str] = {}
         self._last_key: str | None = None
+        self._last_played = ""
         self.active_key: str | None = None
         self.last_trace: Trace | None = None
         self.last_plan: Plan | None = None
@@ -94,7 +95,11 @@ class Sequences:
         if self._last_key is not None:
             self._followers[self._last_key] = key
         self._last_key = key
-        expected = self._followers.get(key, key)
-        compiled = self._plans.get(expected)
-        self.active_key = expected if compiled is not None else None
-        return compiled
+        # A plan that turns out wrong costs little: the step leaves it where it differs, and is
+        # recorded whole. So any plan is better than none, the one played last above all others.
+        for expected in (self._followers.get(key, key), key, self._last_played):
+            if expected in self._plans:
+                self.active_key = self._last_played = expected
+                return self._plans[expected]
+        self.active_key = None
+        return None

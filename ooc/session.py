@@ -293,28 +293,29 @@ class Session:
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._executor.active is not None:
             played = self._dispatcher.try_play(func, (), args, kwargs)
+            if played is None and self._adapt(func, args, kwargs):
+                played = self._dispatcher.try_play(func, (), args, kwargs)
             if played is not None:
                 return played[0]
             with self._lock:
                 if self._executor.active is not None:
-                    occurrences = self._dispatcher.occurrences(args, kwargs)
-                    rebound = self._is_next(func) and self._executor.rebind(occurrences)
-                    if not rebound:
-                        if not occurrences:
-                            return func(*args, **kwargs)  # touches nothing of ours; the plan can go on
-                        self._leave(f"{func} is not what the plan expects")
-            if self._executor.active is not None:
-                played = self._dispatcher.try_play(func, (), args, kwargs)
-                if played is not None:
-                    return played[0]
-                with self._lock:
-                    if self._executor.active is not None:
-                        self._leave(f"{func} does not have the operands that the plan expects")
+                    if not self._dispatcher.occurrences(args, kwargs):
+                        return func(*args, **kwargs)  # touches nothing of ours; the plan can go on
+                    self._leave(f"{func} is not what the plan expects")
         return self._run_on_demand(func, args, kwargs)
 
-    def _is_next(self, func: Any) -> bool:
-        active, cursor = self._executor.active, self._dispatcher.cursor
-        return active is not None and cursor < active.num_ops and active.funcs[cursor] is func
+    def _adapt(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Try to bring plan and step together again where they differ harmlessly."""
+        if threading.get_ident() != self._thread:
+            return False
+        with self._lock:
+            executor = self._executor
+            active, cursor = executor.active, self._dispatcher.cursor
+            if active is None or cursor >= active.num_ops:
+                return False
+            if active.funcs[cursor] is func:
+                return executor.rebind(self._dispatcher.occurrences(args, kwargs))
+            return executor.skip_bystanders(func)
 
     def _run_on_demand(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:
