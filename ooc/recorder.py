@@ -70,10 +70,15 @@ class _Draft:
 
 
 class StepRecorder:
-    """One step's ops and events, in order."""
+    """One step's ops and events, in order.
 
-    def __init__(self, start_records: Mapping[int, VariableRecord]) -> None:
+    Attributes:
+        is_cut: Recording began in mid-step: no sequence to learn.
+    """
+
+    def __init__(self, start_records: Mapping[int, VariableRecord], *, is_cut: bool = False) -> None:
         self.start_records = dict(start_records)
+        self.is_cut = is_cut
         self.ops: list[OpRecord] = []
         self.events: list[Event] = []
 

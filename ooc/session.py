@@ -32,6 +32,7 @@ from ooc.errors import BudgetTooSmall, OocError, SessionError
 from ooc.executor import Executor
 from ooc.interrupts import CriticalLock, Interrupts
 from ooc.recorder import OpRecord, StepRecorder
+from ooc.report import make_report
 from ooc.sequences import Sequences
 from ooc.steps import StepLog
 from ooc.units import parse_nbytes
@@ -47,6 +48,10 @@ _log = logging.getLogger(__name__)
 
 _SPLIT_FRACTION = 8
 """List ops and convolution_backward run in parts when their operands exceed 1/8 of the budget."""
+
+MAX_PERIOD_OPS = 1 << 16
+"""Ops from one step's start to the next beyond which nothing is learned: the recorder takes about
+1 KiB an op, outside the budget."""
 
 _current: Session | None = None
 
@@ -171,6 +176,7 @@ class Session:
             from torch.optim.optimizer import register_optimizer_step_post_hook
 
             self._hook = register_optimizer_step_post_hook(lambda *_: self._optimizer_stepped())
+            self.steps.begin(planned=False)
 
     def __repr__(self) -> str:
         state = "open" if self._is_open else "closed"
@@ -218,8 +224,12 @@ class Session:
             else:
                 assert self._recorder is not None
                 self._absorb()
-                observed = self._recorder.build(self._books.records)
-                key = self._sequences.learn(observed, self._machine)
+                if self._recorder.is_cut:
+                    key = None
+                else:
+                    observed = self._recorder.build(self._books.records)
+                    self.steps.note_trace(observed.trace)
+                    key = self._sequences.learn(observed, self._machine)
             follower = self._sequences.next_after(key)
             if executor.active is not None:
                 if follower is executor.active:
@@ -233,6 +243,8 @@ class Session:
                     _log.info("cannot play the plan: %s", executor.left_because)
                 self._recorder = StepRecorder(self._books.records)
                 self._allocator.state.position = 0
+            else:
+                self.steps.note_plan(follower.num_chunks)
 
     def _leave(self, reason: str) -> None:
         self._recorder = self._executor.leave(reason)
@@ -376,7 +388,20 @@ class Session:
             if record is not None:
                 record.stored = False
         recorder.ops.append(op)
+        if len(recorder.ops) >= MAX_PERIOD_OPS:
+            self._cut_period()
+            return
         self._allocator.state.position = 2 * len(recorder.ops)
+
+    def _cut_period(self) -> None:
+        """No step has ended for so many ops that the recorder's memory would count: start a new recording.
+
+        What follows, up to the next boundary, is the rest of something and is not learned.
+        """
+        if self._recorder is not None and not self._recorder.is_cut:
+            _log.warning("no step ended in %d ops: they are not planned (is there an optimizer?)", MAX_PERIOD_OPS)
+        self._recorder = StepRecorder(self._books.records, is_cut=True)
+        self._allocator.state.position = 0
 
     def _note_failed_op(self, func: Any) -> None:
         if self._recorder is not None:
@@ -466,10 +491,39 @@ class Session:
 
     def report(self) -> dict[str, Any]:
         """What happened so far, as plain data (see `ooc run --report`)."""
-        return self.steps.report(self)
+        return make_report(self)
 
-    def close(self) -> None:
-        """End the session. Idempotent. Variables that are still alive become ordinary memory."""
+    @property
+    def store(self) -> FileStore:
+        """Where evicted bytes are."""
+        return self._store
+
+    def in_core_peak_nbytes(self) -> int:
+        """What the steps seen so far would need in core: the most bytes alive at once."""
+        with self._lock:
+            recorder = self._recorder
+            if self.steps.in_core_peak_nbytes == 0 and recorder is not None and self._is_open:
+                self._absorb()
+                self.steps.note_trace(recorder.build(self._books.records).trace)
+        return self.steps.in_core_peak_nbytes
+
+    def learned(self) -> dict[str, Any]:
+        """What is known of sequences, for the report."""
+        sequences = self._sequences
+        return {
+            "num_plans": sequences.num_plans,
+            "planning_s": sequences.planning_s,
+            "unplannable": dict(sequences.unplannable),
+        }
+
+    def close(self, *, bring_back: bool = True) -> None:
+        """End the session. Idempotent.
+
+        Args:
+            bring_back: Variables that are still alive become ordinary memory, however much that
+                is. If False, those in the store are lost, and touching one of them ends the
+                process: for a process that is about to exit.
+        """
         global _current
         if not self._is_open:
             return
@@ -481,7 +535,8 @@ class Session:
                 if self._executor.active is not None:
                     self._leave("the session ends")
                 self._absorb()
-                self._let_survivors_go()
+                if bring_back:
+                    self._let_survivors_go()
             finally:
                 self._is_open = False
                 self._interrupts.remove()

@@ -1,23 +1,20 @@
-"""The log of steps, and the report made from it."""
+"""The log of steps: how each went, and what the process held meanwhile."""
 
 from __future__ import annotations
 
-import platform
 import time
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from ooc.books import Books
+from ooc.report import MemoryWatch
 from scheduler.plan import Machine
+from scheduler.trace import Trace
 from vmm.addresses import AddressSpace
 from vmm.store import FileStore
 
-if TYPE_CHECKING:
-    from ooc.session import Session
-
-REPORT_SCHEMA_VERSION = 1
+_NUM_ROWS_KEPT = 20_000
+"""A row takes about 400 bytes: without a limit, a week of small steps would take gigabytes."""
 
 StepKind = Literal["learning", "planned", "off_plan"]
 
@@ -37,7 +34,14 @@ class StepRow:
 
 
 class StepLog:
-    """Rows of finished steps, and the measured speed of the store."""
+    """Rows of finished steps, and the measured speed of the store.
+
+    Attributes:
+        rows: One a step, in order; the newest 20,000 at least.
+        num_steps: Steps finished, also those whose rows were dropped.
+        memory: Samples of the process's memory at step ends.
+        in_core_peak_nbytes: The largest peak of the traces recorded so far: what a step needs in core.
+    """
 
     def __init__(self, books: Books, space: AddressSpace) -> None:
         self._books = books
@@ -47,6 +51,10 @@ class StepLog:
         self._began_planned = False
         self._speed: Any = None
         self.rows: list[StepRow] = []
+        self.num_steps = 0
+        self._planned_chunks = 0
+        self.memory = MemoryWatch(space.driver.num_chunks * space.driver.chunk_nbytes)
+        self.in_core_peak_nbytes = 0
 
     def __repr__(self) -> str:
         return f"<StepLog of {len(self.rows)} steps>"
@@ -68,7 +76,24 @@ class StepLog:
         self.rows.append(
             StepRow(mode=mode, duration_s=duration_s, stall_s=moved.pop("stall_ns") / 1e9, **moved)
         )
+        self.num_steps += 1
+        if len(self.rows) >= 2 * _NUM_ROWS_KEPT:
+            del self.rows[:_NUM_ROWS_KEPT]
         self._before = {}
+        self.memory.sample_if_due()
+
+    @property
+    def peak_chunks(self) -> int:
+        """Chunks that held variables at the worst moment so far, in steps of every mode."""
+        return max(self._books.peak_chunks, self._planned_chunks)
+
+    def note_plan(self, num_chunks: int) -> None:
+        """A plan that holds so many chunks at its worst moment is being played."""
+        self._planned_chunks = max(self._planned_chunks, num_chunks)
+
+    def note_trace(self, trace: Trace) -> None:
+        """A step was recorded."""
+        self.in_core_peak_nbytes = max(self.in_core_peak_nbytes, trace.peak_nbytes())
 
     def _counters(self) -> dict[str, int]:
         return {**self._books.counters.copy(), "num_remapped_chunks": self._space.num_remapped_chunks}
@@ -85,37 +110,3 @@ class StepLog:
             evict_bytes_per_s=speed.write_bytes_per_s,
             shared_bytes_per_s=speed.read_together_bytes_per_s + speed.write_together_bytes_per_s,
         )
-
-    def report(self, session: Session) -> dict[str, Any]:
-        """The session so far, as plain data."""
-        from vmm.machine import process_nbytes
-
-        trace, plan = session.trace(), session.plan()
-        planned_chunks = session._executor.active.num_chunks if session._executor.active is not None else 0
-        return {
-            "schema": "ooc.report",
-            "schema_version": REPORT_SCHEMA_VERSION,
-            "budget_nbytes": session.budget_nbytes,
-            "chunk_nbytes": session.chunk_nbytes,
-            "threshold_nbytes": session.threshold_nbytes,
-            "peak_nbytes": max(self._books.peak_chunks, planned_chunks) * session.chunk_nbytes,
-            "process_nbytes": asdict(process_nbytes()),
-            "in_core_peak_nbytes": trace.peak_nbytes() if trace is not None else None,
-            "steps": [asdict(row) for row in self.rows],
-            "policy": session.policy,
-            "plan": None
-            if plan is None
-            else {"predicted": dict(plan.predicted), "bounds": dict(plan.bounds), "parameters": dict(plan.parameters)},
-            "unplannable": dict(session._sequences.unplannable),
-            "planning_s": session._sequences.planning_s,
-            "versions": {"torch": torch.__version__, "python": platform.python_version(), "ooc": _version()},
-        }
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("ooc")
-    except PackageNotFoundError:
-        return "unknown"

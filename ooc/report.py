@@ -1,0 +1,153 @@
+"""What a session did, as plain data, and how it gets into a file whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ooc.units import format_duration, format_nbytes
+from vmm.machine import ProcessMemory, process_memory
+
+if TYPE_CHECKING:
+    from ooc.session import Session
+
+REPORT_SCHEMA_VERSION = 1
+
+_SHORTEST_INTERVAL_S = 0.2
+_COST_FRACTION = 0.01
+"""Sampling the process's memory may take 1 % of the time: the kernel walks every page table for it."""
+
+
+class MemoryWatch:
+    """The most memory that this process was seen to hold, sampled at step ends.
+
+    Samples between ops miss nothing large: the pool is committed as a whole when a session opens,
+    and what varies within an op lies in it.
+
+    Attributes:
+        peak: The sample with the largest total, or None before the first.
+        num_samples: How many were taken.
+    """
+
+    def __init__(self, pool_nbytes: int) -> None:
+        self._pool_nbytes = pool_nbytes
+        self._next_s = 0.0
+        self.peak: ProcessMemory | None = None
+        self.num_samples = 0
+
+    def __repr__(self) -> str:
+        return f"<MemoryWatch {self.num_samples} samples, peak {self.peak.nbytes if self.peak else 0} bytes>"
+
+    def sample_if_due(self) -> None:
+        """Take a sample, unless the last one was too recent for what it cost."""
+        if time.monotonic() >= self._next_s:
+            self.sample()
+
+    def sample(self) -> None:
+        """Take a sample now. Where the kernel does not tell (no smaps_rollup), there is none."""
+        started = time.monotonic()
+        try:
+            seen = process_memory(pool_nbytes=self._pool_nbytes)
+        except OSError:
+            self._next_s = float("inf")
+            return
+        if self.peak is None or seen.nbytes > self.peak.nbytes:
+            self.peak = seen
+        self.num_samples += 1
+        now = time.monotonic()
+        self._next_s = now + max(_SHORTEST_INTERVAL_S, (now - started) / _COST_FRACTION)
+
+
+def make_report(session: Session) -> dict[str, Any]:
+    """The session so far. Every size is in bytes, every time in seconds unless its name says `_ns`."""
+    plan, log = session.plan(), session.steps
+    log.memory.sample()
+    peak = log.memory.peak
+    return {
+        "schema": "ooc.report",
+        "schema_version": REPORT_SCHEMA_VERSION,
+        "budget_nbytes": session.budget_nbytes,
+        "chunk_nbytes": session.chunk_nbytes,
+        "threshold_nbytes": session.threshold_nbytes,
+        "peak_nbytes": log.peak_chunks * session.chunk_nbytes,
+        "process_peak_nbytes": peak.nbytes if peak is not None else None,
+        "process_memory": asdict(peak) if peak is not None else None,
+        "in_core_peak_nbytes": session.in_core_peak_nbytes(),
+        "store": {"directory": str(session.store.directory), "is_direct": session.store.is_direct},
+        "steps": [asdict(row) for row in log.rows],
+        "policy": session.policy,
+        "plan": None
+        if plan is None
+        else {
+            "predicted": dict(plan.predicted),
+            "bounds": dict(plan.bounds),
+            "parameters": dict(plan.parameters),
+            "machine": asdict(plan.machine),
+        },
+        **session.learned(),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """What ran: ooc, torch, Python, the kernel."""
+    try:
+        own = version("ooc")
+    except PackageNotFoundError:
+        own = "unknown"
+    return {
+        "ooc": own,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a document so that whoever looks sees the old file or the whole new one. Raises OSError."""
+    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(document, file, indent=1)
+            file.write("\n")
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(partial, 0o666 & ~umask)  # mkstemp's 0600 is for secrets
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """A report in one line."""
+    steps = report["steps"]
+    counts = {mode: sum(step["mode"] == mode for step in steps) for mode in ("learning", "planned", "off_plan")}
+    parts = [
+        f"{len(steps)} steps ({', '.join(f'{n} {mode}' for mode, n in counts.items() if n) or 'none'})",
+        f"peak {format_nbytes(report['peak_nbytes'])} of {format_nbytes(report['budget_nbytes'])}",
+    ]
+    if report["in_core_peak_nbytes"]:
+        parts.append(f"in core {format_nbytes(report['in_core_peak_nbytes'])}")
+    planned = [step for step in steps if step["mode"] == "planned"]
+    if planned:
+        count = len(planned)
+        moved = sum(step["loaded_nbytes"] + step["evicted_nbytes"] for step in planned)
+        duration_s, stall_s = (sum(step[name] for step in planned) for name in ("duration_s", "stall_s"))
+        parts.append(
+            f"a planned step takes {format_duration(duration_s / count)}, of it {format_duration(stall_s / count)} "
+            f"waiting, and moves {format_nbytes(moved // count)}"
+        )
+    return "; ".join(parts)
