@@ -187,6 +187,11 @@ class Books:
         if record.state is State.RESIDENT:
             self._by_use[record.address] = record
 
+    def forget(self, record: VariableRecord) -> None:
+        """Take a record out of the books as it is: from now on it is the executor's."""
+        del self.records[record.address]
+        self._by_use.pop(record.address, None)
+
     def free(self, address: int) -> VariableRecord | None:
         """The storage at `address` was freed: forget it. None if it was not in the books."""
         record = self.records.pop(address, None)

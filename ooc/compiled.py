@@ -229,6 +229,7 @@ class Compiled:
         """Sort the stays' acts by op. Returns the births inside each op, in order."""
         uses = self.trace.uses_by_variable()
         births: list[list[Stay]] = [[] for _ in range(self.num_ops)]
+        late = self._loaded_for_next_step()
         starts = [op.start_tick for op in self.trace.ops]
         for stay in stays:
             residency, index = stay.residency, stay.role.index
@@ -251,7 +252,8 @@ class Compiled:
                     if mine:
                         self._before(mine[0][0]).arrivals.append(stay)
                 case Kept():
-                    pass
+                    if index in late and mine:
+                        self._before(mine[0][0]).arrivals.append(stay)
             if not isinstance(residency.start, Born):
                 writer = next((i for i, u in mine if u.writes), None)
                 if writer is not None:
@@ -268,6 +270,15 @@ class Compiled:
                 case Dies() | Kept():
                     pass
         return births
+
+    def _loaded_for_next_step(self) -> set[int]:
+        """Roles that start in memory, where the load may still be under way when the step starts."""
+        found = set()
+        for role in self.roles:
+            last = role.stays[-1].residency if role.stays else None
+            if last is not None and isinstance(last.start, Loaded) and isinstance(last.stop, Kept):
+                found.add(role.heir.index if role.heir is not None else role.index)
+        return found
 
     def _before(self, op: int) -> Before:
         acts = self.before[op]
@@ -316,6 +327,16 @@ class Compiled:
         )
 
     # -- playing it
+
+    def give_up_records(self) -> list[VariableRecord]:
+        """Let go of the records kept for variables born in the step; the caller disposes of them.
+
+        Only while the plan is not being played. They are made anew when it is entered again.
+        """
+        found = {id(r.record): r.record for r in self.roles if r.is_born and r.record is not None}
+        for role in self.roles:
+            role.record = None
+        return list(found.values())
 
     @property
     def tables_address(self) -> int:

@@ -26,6 +26,7 @@ from ooc.errors import StoreFailed
 from ooc.recorder import OpRecord, StepRecorder
 from scheduler.plan import Kept
 from vmm.chunks import ChunkPool
+from vmm.driver import MemoryFault
 from vmm.torch_cpu import MODE_DEMAND, MODE_PLANNED, CpuAllocator, Event
 
 _log = logging.getLogger(__name__)
@@ -60,12 +61,16 @@ class Executor:
 
     # -- between steps
 
-    def enter(self, compiled: Compiled) -> bool:
+    def enter(self, compiled: Compiled, others: Sequence[Compiled] = ()) -> bool:
         """Move all variables to where the plan's step starts. Called at a step boundary, on demand.
 
+        Args:
+            compiled: The plan.
+            others: Plans that are not being played; their mappings are given up if the kernel's
+                limit on mappings stands in the way.
+
         Returns:
-            False if the plan cannot start from here (a variable that must not move is in its way);
-            the books are as good as before.
+            False if the plan cannot start from here (`left_because` says why); the books are true.
 
         Raises:
             StoreFailed: A transfer failed; the books are true.
@@ -74,9 +79,7 @@ class Executor:
         bound = self._bind_from_books(compiled)
         if bound is None:
             return False
-        bound_addresses = {record.address for _, record in bound}
-        targets = {role.index: stay for role, _ in bound for stay in role.stays if isinstance(stay.residency.start, Kept)}
-        # All that is not in place goes to the store first; then what should be here comes in.
+        targets = self._start_stays(compiled)
         in_place = {
             record.address
             for role, record in bound
@@ -84,38 +87,74 @@ class Executor:
             and role.index in targets
             and tuple(map(tuple, record.runs)) == tuple(map(tuple, targets[role.index].runs))
         }
+        # All that is not in place goes to the store first; then what should be here comes in.
         leaving = [r for r in books.records.values() if r.state is State.RESIDENT and r.address not in in_place]
         if any(r.exports or r.pins or not r.seen for r in leaving):
             self.left_because = "a variable that must stay where it is lies in the plan's way"
             return False
         books.evict(leaving)
+        if not self._map_all(compiled, others):
+            return False
         for _, record in bound:
-            del books.records[record.address]
+            books.forget(record)
         self._take_pool(compiled)
-        books._by_use.clear()
-        for role in compiled.roles:
-            if role.record is None and (role.is_born or role.predecessor is not None):
-                self._give_new_record(role)
-        arriving = []
         for role, record in bound:
             stay = targets.get(role.index)
-            self._map_first(role)
             if stay is not None and record.address not in in_place:
-                books.start_load(record, stay.runs)
-                arriving.append(record)
-        for role, record in bound:
+                books.start_load(record, stay.runs, (), stay.segments)
+                stay.transfer = record.transfer
+                self._in_flight.append(stay)
             self._set_alive(compiled, role, record)
-        for record in arriving:
-            books.settle(record)
         for role in compiled.roles:
             if role.record is not None:
-                self._map_first(role)
                 compiled.role_address[role.index] = role.record.address
         self._hide_away(compiled)
         self._install(compiled)
         self._start_period(compiled)
-        _log.debug("entered %r with %d variables bound", compiled, len(bound_addresses))
+        for role, record in bound:
+            if record.state is State.LOADING:
+                self._arrive(record)
+        _log.debug("entered %r with %d variables bound", compiled, len(bound))
         return True
+
+    @staticmethod
+    def _start_stays(compiled: Compiled) -> dict[int, Stay]:
+        """Per role that is in memory when the step starts, its first stay."""
+        return {
+            role.index: role.stays[0]
+            for role in compiled.roles
+            if role.stays and isinstance(role.stays[0].residency.start, Kept)
+        }
+
+    def _map_all(self, compiled: Compiled, others: Sequence[Compiled]) -> bool:
+        """Map every role's reservation to its first chunks. False, and nothing kept, if that cannot be."""
+        for attempt in range(2):
+            try:
+                for role in compiled.roles:
+                    if role.record is None:
+                        self._give_new_record(role)
+                    self._map_first(role)
+                return True
+            except MemoryFault as fault:
+                self.left_because = str(fault)
+                for plan in others if attempt == 0 else (compiled,):
+                    self._give_up(plan)
+                if attempt == 0 and others:
+                    self._give_up(compiled, keep_bound=True)
+        return False
+
+    def _give_up(self, compiled: Compiled, *, keep_bound: bool = False) -> None:
+        """Unmap what a plan that is not being played keeps mapped."""
+        bound = [(r, r.record) for r in compiled.roles if not r.is_born and r.record is not None]
+        for _, record in bound:
+            if record.state is State.AWAY and self._books.records.get(record.address) is record:
+                self._books.hide(record)
+        for record in compiled.give_up_records():
+            if record.address not in self._books.records:
+                self._books.dispose(record)
+        if keep_bound:
+            for role, record in bound:
+                role.record = record
 
     def _install(self, compiled: Compiled) -> None:
         self._dispatcher.install(*compiled.install_arguments())
@@ -258,6 +297,14 @@ class Executor:
                 stay.transfer = self._books.start_write(record, stay.segments)
                 self._in_flight.append(stay)
             self._release(compiled, stay)
+
+    def fail(self, index: int) -> None:
+        """Op `index` raised, perhaps after it had written some of its operands."""
+        assert self.active is not None
+        for use in self.active.trace.ops[index].uses:
+            record = self.active.roles[use.variable].record
+            if use.writes and record is not None:
+                record.stored = False
 
     def finish(self) -> None:
         """The op in which the step left its plan has ended: its operands need not stay any more."""
@@ -446,7 +493,11 @@ class Executor:
     def _release(self, compiled: Compiled, stay: Stay) -> bool:
         """The stay ends here, in the store. False: it must not, and the step has left the plan."""
         record = stay.role.record
-        if record is None or not compiled.role_alive[stay.role.index] or record.state is not State.RESIDENT:
+        if record is None or not compiled.role_alive[stay.role.index]:
+            return True
+        if record.state is State.LOADING:  # loaded, but freed or not used after all
+            self._arrive(record)
+        if record.state is not State.RESIDENT:
             return True
         if record.exports:
             self._leave("a variable whose memory was given out cannot be evicted")

@@ -86,6 +86,10 @@ class Sequences:
         _log.info("planned %d ops in %.2f s: %s", len(trace.ops), time.monotonic() - started, dict(plan.predicted))
         return key
 
+    def others(self, compiled: Compiled) -> list[Compiled]:
+        """All plans but this one."""
+        return [plan for plan in self._plans.values() if plan is not compiled]
+
     def next_after(self, key: str | None) -> Compiled | None:
         """Note that sequence `key` was the last to run; the plan for what should come now, if there is one."""
         if key is None:

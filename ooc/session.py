@@ -237,14 +237,14 @@ class Session:
                     self._absorb()
                     return
                 self._leave("another sequence is expected")
-            self._recorder = None
-            if follower is None or not executor.enter(follower):
-                if follower is not None:
+            self._recorder = StepRecorder(self._books.records)
+            self._allocator.state.position = 0
+            if follower is not None:
+                if executor.enter(follower, self._sequences.others(follower)):
+                    self._recorder = None
+                    self.steps.note_plan(follower.num_chunks)
+                else:
                     _log.info("cannot play the plan: %s", executor.left_because)
-                self._recorder = StepRecorder(self._books.records)
-                self._allocator.state.position = 0
-            else:
-                self.steps.note_plan(follower.num_chunks)
 
     def _leave(self, reason: str) -> None:
         self._recorder = self._executor.leave(reason)
@@ -280,11 +280,11 @@ class Session:
         """A planned op raised. If we made it fail, say why instead."""
         with self._lock:
             if self._executor.active is not None:
+                self._executor.fail(index)
                 self._leave("an op raised")
-                self._note_failed_op(func)
             else:
                 self._executor.finish()
-                self._note_failed_op(func)
+            self._note_failed_op(func)
             self._absorb()
             self._raise_pending(func, [])
 
@@ -364,6 +364,8 @@ class Session:
         except BaseException:
             with self._lock:
                 self._unpin(records)
+                for record in self._records_at(op.written):
+                    record.stored = False
                 self._note_failed_op(func)
                 self._absorb()
                 self._raise_pending(func, records)
@@ -497,6 +499,14 @@ class Session:
     def store(self) -> FileStore:
         """Where evicted bytes are."""
         return self._store
+
+    def live_nbytes(self) -> int:
+        """Bytes of all large storages alive now, wherever they are."""
+        with self._lock:
+            self._absorb()
+            if self._executor.active is not None:
+                self._leave("a look at all variables")
+            return sum(record.nbytes for record in self._books.records.values())
 
     def in_core_peak_nbytes(self) -> int:
         """What the steps seen so far would need in core: the most bytes alive at once."""
