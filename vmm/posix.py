@@ -29,6 +29,7 @@ _NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 _MAX_ARENA_NBYTES = 16 << 40
 _ARENA_ALIGNMENT = 2 << 20  # so that a reservation can be backed by a huge page where the kernel has them
 _COMMIT_STEP_NBYTES = 64 << 20  # older kernels undo a fallocate that a signal interrupts: steps keep what is done
+_HUGE_SETTINGS = frozenset({"always", "within_size", "advise", "force"})
 _MAPPINGS_LEFT_TO_OTHERS = 512
 """Mappings that we leave to the rest of the process: threads and malloc need some at any time."""
 
@@ -50,6 +51,7 @@ class PosixDriver:
         occupied: `(address, nbytes)` of the lent arena that must not be handed out.
         dontfork: A forked child does not see the pool: its touch faults (SIGSEGV). If False the
             child shares the chunks with this process, which may reuse them at any time.
+        huge_pages: Back the pool with huge pages if the kernel's shmem_enabled setting allows it.
         max_map_count: The kernel's limit on mappings; read from the kernel by default.
         syscalls: What makes the system calls.
 
@@ -66,6 +68,7 @@ class PosixDriver:
         arena: tuple[int, int] | None = None,
         occupied: Sequence[tuple[int, int]] = (),
         dontfork: bool = True,
+        huge_pages: bool = True,
         max_map_count: int | None = None,
         syscalls: Syscalls | None = None,
     ) -> None:
@@ -80,6 +83,7 @@ class PosixDriver:
         self._chunk_nbytes = chunk_nbytes
         self._granularity = granularity
         self._dontfork = dontfork
+        self._huge_pages = huge_pages
         self._sys = syscalls if syscalls is not None else Syscalls()
         self._max_map_count = max_map_count if max_map_count is not None else machine.max_map_count()
         self._num_mappings_unchecked = 0  # up to here we may grow before the process's mappings are counted again
@@ -89,9 +93,10 @@ class PosixDriver:
         self._lent_arena = arena
         self._reserved: dict[int, int] = {}
         try:
-            self._descriptor = self._commit()
+            self._descriptor = self._make_file()
             self._hold_addresses(arena_nbytes)
             self._map_view()
+            self._commit()
         except BaseException:
             self.close()
             raise
@@ -268,6 +273,8 @@ class PosixDriver:
         try:
             if whole is not None:
                 self._sys.munmap(*whole)
+                if not self._is_inherited:  # in a forked child that was done at the fork
+                    self._clear_lent_arena()
         finally:
             if descriptor >= 0:
                 self._sys.close(descriptor)
@@ -278,15 +285,14 @@ class PosixDriver:
                 nbytes = num_chunks * self._chunk_nbytes
                 self._sys.mmap(self._address(place), nbytes, _PROT_NONE, _NOTHING | MAP_FIXED, -1, 0)
 
-    def _commit(self) -> int:
-        """The memory file with all its pages."""
+    def _make_file(self) -> int:
+        """The memory file, still without pages."""
         nbytes = self._num_chunks * self._chunk_nbytes
-        what = f"a pool of {self._num_chunks} chunks of {self._chunk_nbytes} bytes = {nbytes} bytes"
         room = machine.memory_room()
         # Beyond this the kernel kills a process instead of failing the call.
         if nbytes > room.available_nbytes:
             raise MemoryFault(
-                f"{what} does not fit: {room.available_nbytes} bytes are available.\n"
+                f"{self._what()} does not fit: {room.available_nbytes} bytes are available.\n"
                 f"  {room.explanation}\n"
                 "  Options: a smaller budget; end other processes; a higher limit for the control group."
             )
@@ -294,16 +300,10 @@ class PosixDriver:
         try:
             descriptor = self._sys.memfd_create("ooc-chunks")
             self._sys.ftruncate(descriptor, nbytes)
-            for offset in range(0, nbytes, _COMMIT_STEP_NBYTES):
-                self._sys.fallocate(descriptor, offset, min(_COMMIT_STEP_NBYTES, nbytes - offset))
-        except BaseException as error:
+        except OSError as error:
             if descriptor >= 0:
                 self._sys.close(descriptor)
-            if not isinstance(error, OSError):
-                raise
-            raise MemoryFault(
-                f"{what} could not be had: {error}.\n  {room.explanation}\n  Options: a smaller budget."
-            ) from error
+            raise MemoryFault(f"{self._what()}: {error}.") from error
         return descriptor
 
     def _hold_addresses(self, arena_nbytes: int | None) -> None:
@@ -345,6 +345,33 @@ class PosixDriver:
                 self._sys.madvise(self._view_address, nbytes, mmap.MADV_DONTFORK)
         except OSError as error:
             raise self._fault(f"the linear view of {nbytes} bytes", error) from error
+
+    def _commit(self) -> None:
+        """Give the file all its pages, huge ones where the kernel lets us ask for them.
+
+        fallocate alone would make small pages, since it knows nothing of the mapping's advice.
+        """
+        nbytes = self._num_chunks * self._chunk_nbytes
+        asks_for_huge = self._huge_pages and machine.shmem_huge_pages() in _HUGE_SETTINGS
+        if asks_for_huge:
+            with contextlib.suppress(OSError):  # a wish: small pages do as well
+                self._sys.madvise(self._view_address, nbytes, mmap.MADV_HUGEPAGE)
+        try:
+            for offset in range(0, nbytes, _COMMIT_STEP_NBYTES):
+                step = min(_COMMIT_STEP_NBYTES, nbytes - offset)
+                if asks_for_huge:
+                    with contextlib.suppress(OSError):
+                        self._sys.madvise(self._view_address + offset, step, MADV_POPULATE_WRITE)
+                self._sys.fallocate(self._descriptor, offset, step)
+        except OSError as error:
+            room = machine.memory_room()
+            raise MemoryFault(
+                f"{self._what()} could not be had: {error}.\n  {room.explanation}\n  Options: a smaller budget."
+            ) from error
+
+    def _what(self) -> str:
+        nbytes = self._num_chunks * self._chunk_nbytes
+        return f"a pool of {self._num_chunks} chunks of {self._chunk_nbytes} bytes = {nbytes} bytes"
 
     def _pieces_of_runs(self, address: int, runs: Sequence[tuple[int, int]]) -> tuple[list[Piece[_Mapped]], int]:
         """The pieces that `runs` make at `address`, neighbours merged, and the place where they end."""

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -371,3 +372,76 @@ def test_an_undo_that_fails_says_so(case: PosixCase) -> None:
         driver.map(address, [(4, 4)])
         stamp(case, driver)
         assert shown(case, driver, address, 4) == [4, 5, 6, 7]
+
+
+@pytest.fixture
+def lent() -> Iterator[tuple[int, int]]:
+    """An arena that the test holds: 64 chunks of addresses mapped to nothing."""
+    calls = Syscalls()
+    nbytes = 64 * CHUNK
+    address = calls.mmap(0, nbytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    yield address, address + nbytes
+    calls.munmap(address, nbytes)
+
+
+def test_a_lent_arena_is_given_back_empty(case: PosixCase, lent: tuple[int, int]) -> None:
+    with case.make(8, arena=lent) as driver:
+        assert driver.arena == lent
+        stamp(case, driver)
+        one, other, third = driver.reserve(8), driver.reserve(4), driver.reserve(2)
+        assert lent[0] <= one < other < third < lent[1]
+        driver.map(one, [(0, 8)])
+        driver.map(other, [(4, 4)])
+        driver.map(third, [(1, 2)])
+        driver.disown(other, 4)
+        assert shown(case, driver, one, 8) == list(range(8))
+        driver_view = driver.view_address
+    assert case.faults(driver_view)
+    assert all(case.faults(address) for address in (one, one + 7 * CHUNK, third))
+    assert case.peek(other) == (4).to_bytes(8, "little")  # whose owner keeps it
+    Syscalls().mmap(other, 4 * CHUNK, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10, -1, 0)
+    with case.make(8, arena=lent) as driver, pytest.raises(ValueError, match="not a reservation"):
+        driver.disown(other, 4)
+
+
+def test_what_is_occupied_in_a_lent_arena_is_not_handed_out(case: PosixCase, lent: tuple[int, int]) -> None:
+    start = lent[0]
+    occupied = [(start + CHUNK // 2, CHUNK), (start + 3 * CHUNK, 1), (start + 5 * CHUNK, 59 * CHUNK)]
+    with case.make(8, arena=lent, occupied=occupied) as driver:
+        found = {driver.reserve(1), driver.reserve(1)}
+        assert found == {start + 2 * CHUNK, start + 4 * CHUNK}
+        with pytest.raises(MemoryFault, match="no such range free"):
+            driver.reserve(1)
+
+
+def test_a_lent_arena_is_empty_in_a_forked_child(case: PosixCase, lent: tuple[int, int]) -> None:
+    with case.make(8, arena=lent) as driver:
+        address = driver.reserve(4)
+        driver.map(address, [(0, 4)])
+        child = os.fork()
+        if child == 0:
+            late = mmap.mmap(-1, 8 << 20)
+            late.write(b"x" * (8 << 20))
+            os._exit(0 if case.faults(address) and case.faults(driver.view_address) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_huge_pages_are_asked_for_where_the_kernel_allows(
+    case: PosixCase, monkeypatch: pytest.MonkeyPatch, huge_pages: bool
+) -> None:
+    for setting in ("never", "advise", "unknown"):
+        monkeypatch.setattr(machine, "shmem_huge_pages", lambda setting=setting: setting)
+        advised: list[int] = []
+
+        class Noting(Syscalls):
+            def madvise(self, address: int, nbytes: int, advice: int, advised: list[int] = advised) -> None:
+                advised.append(advice)
+                super().madvise(address, nbytes, advice)
+
+        with PosixDriver(64, CHUNK, huge_pages=huge_pages, syscalls=Noting()) as driver:
+            assert (mmap.MADV_HUGEPAGE in advised) == (huge_pages and setting == "advise")
+            assert driver.view_address % (2 << 20) == 0
+            assert os.fstat(driver._descriptor).st_blocks * 512 == 64 * CHUNK
+            stamp(case, driver)
+            assert shown(case, driver, driver.view_address, 64) == list(range(64))
