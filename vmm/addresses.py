@@ -14,7 +14,7 @@ __all__ = ["AddressSpace", "Reservation"]
 class Reservation:
     """A contiguous range of addresses. Made, changed and released by its `AddressSpace` alone."""
 
-    __slots__ = ("_given", "_is_protected", "_is_released", "_runs", "address", "nbytes", "num_chunks")
+    __slots__ = ("_given", "_is_file", "_is_protected", "_is_released", "_runs", "address", "nbytes", "num_chunks")
 
     def __init__(self, address: int, num_chunks: int, nbytes: int) -> None:
         self.address = address
@@ -26,11 +26,14 @@ class Reservation:
         self._runs: tuple[Run, ...] | None = None
         self._given: Sequence[tuple[int, int]] | None = None  # the very runs last mapped, for a quick "no change"
         self._is_protected = False
+        self._is_file = False
         self._is_released = False
 
     def __repr__(self) -> str:
         if self._is_released:
             state = "released"
+        elif self._is_file:
+            state = "shows a file"
         elif self._runs is None:
             state = "unmapped"
         else:
@@ -47,6 +50,11 @@ class Reservation:
     def is_protected(self) -> bool:
         """Whether a touch of the mapped range faults."""
         return self._is_protected
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it shows a part of a file."""
+        return self._is_file
 
     @property
     def is_released(self) -> bool:
@@ -116,7 +124,7 @@ class AddressSpace:
         del self._starts[bisect_right(self._starts, reservation.address) - 1]
         del self._reservations[reservation.address]
         reservation._runs = reservation._given = None
-        reservation._is_protected = False
+        reservation._is_protected = reservation._is_file = False
         reservation._is_released = True
 
     def map(self, reservation: Reservation, runs: Sequence[tuple[int, int]]) -> int:
@@ -153,18 +161,37 @@ class AddressSpace:
         self._num_mapped_runs += sum(len(stretch.after) for stretch in stretches)
         self._num_remapped_chunks += num_changed if before is not None else 0
         reservation._runs = wanted
+        reservation._is_file = False
         reservation._given = runs if isinstance(runs, tuple) else None  # a list may change under us
         reservation._is_protected = False
         return num_changed
 
+    def map_file(self, reservation: Reservation, descriptor: int, offset: int, nbytes: int) -> None:
+        """Let the reservation show a part of a file (see `PosixDriver.map_file`), whatever it showed before."""
+        self._check(reservation)
+        self._driver.map_file(reservation.address, reservation.num_chunks, descriptor, offset, nbytes)
+        self._became_file(reservation)
+
+    def note_file(self, reservation: Reservation, descriptor: int, offset: int, nbytes: int) -> None:
+        """Note that the fault handler has mapped a part of a file at the reservation."""
+        self._check(reservation)
+        self._driver.note_file(reservation.address, reservation.num_chunks, descriptor, offset, nbytes)
+        self._became_file(reservation)
+
+    @staticmethod
+    def _became_file(reservation: Reservation) -> None:
+        reservation._runs = reservation._given = None
+        reservation._is_protected = False
+        reservation._is_file = True
+
     def unmap(self, reservation: Reservation) -> None:
         """Let the reservation show nothing: a touch faults. Nothing happens if it shows nothing."""
         self._check(reservation)
-        if reservation._runs is None:
+        if reservation._runs is None and not reservation._is_file:
             return
         self._driver.unmap(reservation.address, reservation.num_chunks)
         reservation._runs = reservation._given = None
-        reservation._is_protected = False
+        reservation._is_protected = reservation._is_file = False
 
     def protect(self, reservation: Reservation) -> None:
         """Keep the mapping but let a touch fault. Nothing happens if it does already."""
@@ -208,6 +235,7 @@ class AddressSpace:
         reservation._runs = None  # unless all of it succeeds, nothing is known, and `map` maps all anew
         if before is None:
             self._driver.unmap(reservation.address, reservation.num_chunks)
+            reservation._is_file = False
             return
         for stretch in done:
             self._driver.map(self._address(reservation, stretch), stretch.before)

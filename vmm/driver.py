@@ -78,6 +78,12 @@ class Driver(Protocol):
     def unmap(self, address: int, num_chunks: int) -> None:
         """Map nothing at the range: a touch faults. The range stays reserved."""
 
+    def map_file(self, address: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:
+        """Map a part of a file at the start of the range, read-write and shared; nothing behind it."""
+
+    def note_file(self, address: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:
+        """Note that somebody else has done what `map_file` does."""
+
     def protect(self, address: int, num_chunks: int, access: Access) -> None:
         """Change what a touch of a mapped range does, keeping the mapping."""
 

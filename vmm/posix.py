@@ -14,7 +14,7 @@ import sys
 import weakref
 from bisect import bisect_right, insort
 from collections.abc import Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 from vmm import machine
 from vmm.driver import Access, MapCountExceeded, MemoryFault
@@ -33,9 +33,19 @@ _HUGE_SETTINGS = frozenset({"always", "within_size", "advise", "force"})
 _MAPPINGS_LEFT_TO_OTHERS = 512
 """Mappings that we leave to the rest of the process: threads and malloc need some at any time."""
 
-_Mapped = tuple[int, Access] | None
+
+class _File(NamedTuple):
+    """A range of the arena that shows a range of somebody's file; `place` is where it begins."""
+
+    descriptor: int
+    offset: int
+    nbytes: int
+    place: int
+
+
+_Mapped = tuple[int, Access] | _File | None
 """What a chunk-sized place of the arena shows: (chunk - place, access), equal for neighbours that
-the kernel keeps as one mapping; None for nothing."""
+the kernel keeps as one mapping; a part of a file; None for nothing."""
 
 
 class PosixDriver:
@@ -88,6 +98,7 @@ class PosixDriver:
         self._max_map_count = max_map_count if max_map_count is not None else machine.max_map_count()
         self._num_mappings_unchecked = 0  # up to here we may grow before the process's mappings are counted again
         self._is_inherited = False
+        self._num_guards = 0
         self._descriptor = -1
         self._whole: tuple[int, int] | None = None  # address and length of all addresses we hold
         self._lent_arena = arena
@@ -145,9 +156,10 @@ class PosixDriver:
     def num_mappings(self) -> int:
         """Mappings that the kernel keeps for this driver, of its limit on the whole process.
 
-        Those of the arena, the view, and the rests before and behind the view that alignment leaves.
+        Those of the arena, the view, the rests before and behind the view that alignment leaves, and
+        at most two for each guarded range.
         """
-        return self._layout.num_pieces + 3
+        return self._layout.num_pieces + 3 + 2 * self._num_guards
 
     @property
     def num_reserved_chunks(self) -> int:
@@ -216,6 +228,56 @@ class PosixDriver:
             raise self._fault(f"unmap({address:#x}, {num_chunks} chunks)", error) from error
         self._layout.assign([nothing])
 
+    def map_file(self, address: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:
+        """Map a part of a file at the start of the range, read-write and shared; nothing behind it.
+
+        The kernel then serves every touch, system calls on the range too, from the page cache, which
+        it may reclaim. In place of what was mapped at once: nobody sees a state between.
+
+        Args:
+            address: Start of the range.
+            num_chunks: Chunks of it.
+            descriptor: The file; it may be open for direct I/O. The mapping stays when it is closed.
+            offset: Where the part begins; a multiple of the page.
+            nbytes: Its length, at most the range's; rounded up to whole pages.
+        """
+        self._check_usable()
+        place = self._place_in_reservation(address, num_chunks)
+        nbytes = _round_up(nbytes, self._granularity)
+        if offset < 0 or offset % self._granularity or not 0 < nbytes <= num_chunks * self._chunk_nbytes:
+            raise ValueError(
+                f"map_file({address:#x}, {num_chunks} chunks): {nbytes} bytes at {offset} are not whole pages "
+                f"({self._granularity} bytes) that fit the range"
+            )
+        self._make_room(4)
+        before = self._layout.pieces(place, place + num_chunks)
+        piece: Piece[_Mapped] = Piece(place, place + num_chunks, _File(descriptor, offset, nbytes, place))
+        try:
+            self._show(piece)
+            self._keep_from_children(place, place + num_chunks)
+        except BaseException as error:
+            self._restore(before)
+            if not isinstance(error, OSError):
+                raise
+            raise self._fault(f"map_file({address:#x}, {nbytes} bytes at {offset})", error) from error
+        self._layout.assign([piece])
+
+    def note_file(self, address: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:
+        """Note that somebody else (the fault handler) has done what `map_file` does. No system call."""
+        self._check_usable()
+        place = self._place_in_reservation(address, num_chunks)
+        self._layout.assign([Piece(place, place + num_chunks, _File(descriptor, offset, nbytes, place))])
+
+    def note_guards(self, num_added: int) -> None:
+        """Note that somebody else protects parts of mappings, each of which may cut two of them.
+
+        Raises:
+            MapCountExceeded: The kernel's limit on mappings would be too near. Nothing was noted.
+        """
+        if num_added > 0:
+            self._make_room(2 * num_added)
+        self._num_guards += num_added
+
     def protect(self, address: int, num_chunks: int, access: Access) -> None:
         """Change what a touch of a mapped range does; mapping and page tables stay."""
         self._check_usable()
@@ -223,9 +285,9 @@ class PosixDriver:
         before = self._layout.pieces(place, place + num_chunks)
         after: list[Piece[_Mapped]] = []
         for start, stop, value in before:
-            if value is None:
+            if value is None or isinstance(value, _File):
                 raise ValueError(
-                    f"protect({address:#x}, {num_chunks} chunks): nothing is mapped at {self._address(start):#x}"
+                    f"protect({address:#x}, {num_chunks} chunks): no chunk is mapped at {self._address(start):#x}"
                 )
             after.append(Piece(start, stop, (value[0], access)))
         self._make_room(2)
@@ -243,7 +305,7 @@ class PosixDriver:
         self._check_usable()
         place = self._place_in_reservation(address, num_chunks)
         for start, _, value in self._layout.pieces(place, place + num_chunks):
-            if value is None or value[1] is not Access.READ_WRITE:
+            if value is None or isinstance(value, _File) or value[1] is not Access.READ_WRITE:
                 raise ValueError(
                     f"populate({address:#x}, {num_chunks} chunks): a touch of {self._address(start):#x} would fault"
                 )
@@ -398,6 +460,13 @@ class PosixDriver:
         nbytes = (piece.stop - piece.start) * self._chunk_nbytes
         if piece.value is None:
             self._sys.mmap(address, nbytes, _PROT_NONE, _NOTHING | MAP_FIXED, -1, 0)
+            return
+        if isinstance(piece.value, _File):
+            descriptor, start, length, _ = piece.value
+            prot = mmap.PROT_READ | mmap.PROT_WRITE
+            self._sys.mmap(address, length, prot, mmap.MAP_SHARED | MAP_FIXED, descriptor, start)
+            if length < nbytes:
+                self._sys.mmap(address + length, nbytes - length, _PROT_NONE, _NOTHING | MAP_FIXED, -1, 0)
             return
         delta, access = piece.value
         offset = (piece.start + delta) * self._chunk_nbytes

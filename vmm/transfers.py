@@ -243,6 +243,16 @@ class TransferEngine:
             call_ns=raw.call_ns[kind],
         )
 
+    @property
+    def finished_ring(self) -> tuple[int, int]:
+        """Address and length of 64-bit numbers that a signal handler may read at any time.
+
+        At a ticket modulo the length is the last ticket that was finished there, negative if it failed.
+        """
+        length = ctypes.c_int64()
+        address: int = self._lib.finished(self._handle, ctypes.byref(length))
+        return address, length.value
+
     def take_records(self) -> tuple[TransferRecord, ...]:
         """Jobs finished since the last call, in order of their ends; the newest 16384 are kept."""
         raw = (_Record * _NUM_RECORDS)()
@@ -396,6 +406,7 @@ class _Library:
         )
         self.state = _function(short, "state", wide, handle, wide)
         self.failure = _function(short, "failure", wide, handle, wide, pointer)
+        self.finished = _function(short, "finished", ctypes.c_void_p, handle, pointer)
         self.statistics = _function(short, "statistics", wide, handle, pointer)
         self.take_records = _function(short, "take_records", wide, handle, pointer, wide)
         self.set_faults = _function(short, "set_faults", wide, handle, pointer)

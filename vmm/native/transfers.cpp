@@ -37,6 +37,7 @@ enum Kind : int { kWrite = 0, kRead = 1, kNumKinds = 2 };
 
 constexpr int kDropCache = 1;              // flag of a job: leave nothing of it in the page cache
 constexpr size_t kNumFailuresKept = 4096;  // failed tickets that can still be asked about
+constexpr size_t kNumFinished = 8192;      // tickets in the ring of finished ones; more are never under way
 constexpr size_t kNumRecordsKept = 16384;  // finished tickets in the timeline, oldest dropped first
 
 // What Python sees; the layouts are repeated in vmm/transfers.py.
@@ -243,6 +244,10 @@ class Engine {
     return n;
   }
 
+  // For signal handlers, which may take no lock: at `ticket` modulo the length, the last ticket that
+  // was finished; negative if it failed.
+  const std::atomic<int64_t>* finished_ring() const { return finished_ring_; }
+
   void set_faults(const Faults& faults) {
     Lock lock(mutex_);
     faults_ = faults;
@@ -448,6 +453,8 @@ class Engine {
   }
 
   void note(const Job& job) {
+    finished_ring_[size_t(job.ticket) & (kNumFinished - 1)].store(job.failure.error ? -job.ticket : job.ticket,
+                                                                 std::memory_order_release);
     if (job.failure.error) {
       failures_[job.ticket] = job.failure;
       failure_order_.push_back(job.ticket);
@@ -510,6 +517,7 @@ class Engine {
   int num_calls_under_way_[kNumKinds] = {0, 0};
   int64_t busy_since_ns_[kNumKinds] = {0, 0};
   Faults faults_{};
+  std::atomic<int64_t> finished_ring_[kNumFinished] = {};
 };
 
 // Runs `body` unless the engine belongs to another process, whose threads do not exist here.
@@ -554,6 +562,11 @@ OOC_API int64_t ooc_transfers_wait_idle(void* handle, int64_t timeout_ns) {
 
 OOC_API int64_t ooc_transfers_failure(void* handle, int64_t ticket, Failure* out) {
   return guarded(handle, [&](Engine& engine) { return int64_t(engine.failure(ticket, out)); });
+}
+
+OOC_API const void* ooc_transfers_finished(void* handle, int64_t* length) {
+  *length = kNumFinished;
+  return static_cast<Engine*>(handle)->finished_ring();
 }
 
 OOC_API int64_t ooc_transfers_statistics(void* handle, Statistics* out) {
