@@ -1,0 +1,136 @@
+"""The command `ooc`: run, demo, doctor.
+
+Exit codes: 0 it went well, 1 it did not, 2 the command line is wrong, 130 Ctrl-C; `ooc run` ends
+as the script ends. Each sub-command's own module is imported when it is chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from ooc.settings import SETTINGS, resolve
+
+FAILURE_EXIT_CODE = 1
+USAGE_EXIT_CODE = 2
+INTERRUPT_EXIT_CODE = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line `arguments` (default: the process's own). Returns the exit code.
+
+    `ooc run` does not return what the script raises: it goes on to the interpreter, as without us.
+    """
+    parsed = parser().parse_args(arguments)
+    if parsed.command == "run":
+        return _run(parsed)
+    try:
+        if parsed.command == "doctor":
+            from ooc import doctor
+
+            return doctor.main(store=parsed.store, as_json=parsed.json)
+        from ooc import demo
+
+        return demo.main(
+            model=parsed.model, budget=parsed.budget, num_steps=parsed.steps, out=parsed.out, store=parsed.store
+        )
+    except KeyboardInterrupt:
+        print("\nooc: interrupted", file=sys.stderr)
+        return INTERRUPT_EXIT_CODE
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line. Its flags are frozen by a test."""
+    top = argparse.ArgumentParser(
+        prog="ooc",
+        description="Train PyTorch models larger than memory, under a budget in bytes that is held.",
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="version", version=f"ooc {own_version()}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_demo(commands)
+    _add_doctor(commands)
+    return top
+
+
+def own_version() -> str:
+    """The installed version; "unknown" from a source tree that was never installed."""
+    try:
+        return version("ooc")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    run = commands.add_parser(
+        "run",
+        help="run an unmodified training script within a budget",
+        description="Run a script as `python SCRIPT ARGS...` would, within a budget. Step boundaries come from the "
+        "script's optimizer. Everything after SCRIPT belongs to the script. Each option can also be set by an "
+        "environment variable: OOC_BUDGET for --budget, and so on; the option wins.",
+        usage="ooc run [options] SCRIPT ARGS...\n       ooc run [options] -m MODULE ARGS...",
+        allow_abbrev=False,
+    )
+    for setting in SETTINGS:
+        metavar = {"store": "DIR", "policy": "NAME", "report": "FILE"}.get(setting.name, "SIZE")
+        run.add_argument(
+            f"--{setting.name}", metavar=metavar, help=f"{setting.description} (default: {setting.default})"
+        )
+    run.add_argument("--debug", action="store_true", help="make each touch of an evicted tensor a fault; slow")
+    run.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name, as for python -m")
+    run.add_argument("target", metavar="SCRIPT", help="the script, or with -m the module")
+    run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="train in core and out of core, and compare",
+        description="Train a model twice, in core and within a budget, each in a process of its own, and compare "
+        "losses (to the last bit), memory (as the kernel counts it) and time.",
+        allow_abbrev=False,
+    )
+    demo.add_argument("--model", default="gpt", metavar="NAME", help="gpt, resnet50, vgg16, lstm, bert (default: gpt)")
+    demo.add_argument("--budget", metavar="SIZE", help="default: a fifth of the in-core step's memory")
+    demo.add_argument("--steps", type=int, metavar="N", help="steps of each run (default: by model)")
+    demo.add_argument("--out", default="demo-out", metavar="DIR", help="where the plot goes (default: demo-out)")
+    demo.add_argument("--store", metavar="DIR", help="directory for the file of evicted bytes")
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this machine offers, and what would stop us",
+        description="Say what this machine offers, and what would stop us. Exit code 1 if something would.",
+        allow_abbrev=False,
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    doctor.add_argument("--store", metavar="DIR", help="directory to measure (default: where a session would put it)")
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    settings = {name: found.value for name, found in resolve(vars(parsed)).items()}
+    budget = settings.pop("budget")
+    if budget is None:
+        print("ooc run: no budget. Options: --budget SIZE, such as --budget 2GiB; OOC_BUDGET.", file=sys.stderr)
+        return USAGE_EXIT_CODE
+    from ooc.runner import RunError, RunOptions, run
+
+    try:
+        run(
+            parsed.target,
+            parsed.arguments,
+            options=RunOptions(budget=budget, debug=parsed.debug, **settings),
+            is_module=parsed.is_module,
+        )
+    except RunError as error:
+        print(f"ooc run: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
