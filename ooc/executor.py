@@ -89,8 +89,11 @@ class Executor:
         }
         # All that is not in place goes to the store first; then what should be here comes in.
         leaving = [r for r in books.records.values() if r.state is State.RESIDENT and r.address not in in_place]
-        if any(r.exports or r.pins or not r.seen for r in leaving):
+        if any(r.pins or not r.seen for r in leaving):
             self.left_because = "a variable that must stay where it is lies in the plan's way"
+            return False
+        if any(r.exports for r in books.records.values()):
+            self.left_because = "memory of a variable was given out (.numpy() or the like) and is still held"
             return False
         books.evict(leaving)
         if not self._map_all(compiled, others):
@@ -178,13 +181,18 @@ class Executor:
         """Whether every op of the plan has been played in this period."""
         return self.active is not None and self._dispatcher.cursor == self.active.num_ops
 
-    def rotate(self) -> None:
-        """The step is complete and the same plan comes again: variables take their roles for it."""
+    def rotate(self) -> bool:
+        """The step is complete and the same plan comes again: variables take their roles for it.
+
+        Returns:
+            False if the step had to leave the plan instead (`left_because`).
+        """
         compiled = self.active
         assert compiled is not None
         books = self._books
         for stay in compiled.last_releases:
-            self._release(compiled, stay)
+            if not self._release(compiled, stay):
+                return False
         self.absorb_events()
         alive = compiled.role_alive
         for index in compiled.dies[alive[compiled.dies] != 0].tolist():
@@ -212,13 +220,13 @@ class Executor:
                     self._map_first(role)
                 assert role.record is not None
                 compiled.role_address[role.index] = role.record.address
-            self._map_first(heir)
             self._set_alive(compiled, heir, record)
         for role in compiled.heirs:
             if not alive[role.index]:
                 compiled.role_address[role.index] = 0  # nobody plays it in this step
         self._prune()
         self._start_period(compiled)
+        return True
 
     def persistent_is_missing(self) -> bool:
         """Whether a variable that lives across steps was freed in this one."""
@@ -243,7 +251,7 @@ class Executor:
             if not alive[role.index]:
                 continue
             if any(alive[d] for d in stay.dead):
-                self._leave("a variable was freed later than planned")
+                self.leave("a variable was freed later than planned")
                 return False
             self._start_load(stay)
         started = 0
@@ -256,7 +264,7 @@ class Executor:
                 started = started or time.monotonic_ns()
                 self._arrive(record)
             elif record.state is State.AWAY:
-                self._leave("a variable was not where the plan expects it")
+                self.leave("a variable was not where the plan expects it")
                 return False
         for stay in acts.births:
             for other in stay.waits:
@@ -343,8 +351,8 @@ class Executor:
 
     # -- leaving
 
-    def leave(self, reason: str) -> StepRecorder:
-        """Go on on demand from here. Returns the recorder with what was played of the step.
+    def leave(self, reason: str) -> None:
+        """Go on on demand from here. `on_leave` gets the recorder with what was played of the step.
 
         Safe at any point: between ops, or inside one (from an allocation), where that op's
         operands and allocations stay pinned until `finish`.
@@ -391,13 +399,9 @@ class Executor:
                 compiled.role_address[role.index] = 0
         books.retake_pool(self._new_pool())
         _log.info("left the plan at op %d: %s", cursor, reason)
+        self.on_leave(recorder)  # also when a transfer had failed: the step goes on from true books
         if failure is not None:
             raise failure
-        return recorder
-
-    def _leave(self, reason: str) -> None:
-        """Leave from within `before`; the session takes the recorder from `on_leave`."""
-        self.on_leave(self.leave(reason))
 
     on_leave: Callable[[StepRecorder], None]
 
@@ -485,7 +489,7 @@ class Executor:
     def _abandon(self, error: StoreFailed) -> None:
         """A transfer failed in mid-step: make the books true, then fail the step."""
         try:
-            self._leave("a transfer failed")
+            self.leave("a transfer failed")
         except StoreFailed:
             pass
         raise error
@@ -500,7 +504,7 @@ class Executor:
         if record.state is not State.RESIDENT:
             return True
         if record.exports:
-            self._leave("a variable whose memory was given out cannot be evicted")
+            self.leave("a variable whose memory was given out cannot be evicted")
             return False
         record.state = State.AWAY
         record.runs = ()

@@ -233,10 +233,12 @@ class Session:
             follower = self._sequences.next_after(key)
             if executor.active is not None:
                 if follower is executor.active:
-                    executor.rotate()
-                    self._absorb()
-                    return
-                self._leave("another sequence is expected")
+                    follower = self._sequences.refine(follower, self._books.counters, self._store)
+                if follower is executor.active:
+                    if executor.rotate():
+                        return
+                else:
+                    self._leave("another plan is expected")
             self._recorder = StepRecorder(self._books.records)
             self._allocator.state.position = 0
             if follower is not None:
@@ -247,7 +249,7 @@ class Session:
                     _log.info("cannot play the plan: %s", executor.left_because)
 
     def _leave(self, reason: str) -> None:
-        self._recorder = self._executor.leave(reason)
+        self._executor.leave(reason)
 
     def _on_leave(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
