@@ -120,10 +120,11 @@ def chains_of(trace: Trace, machine: Machine, *, wrap: bool = True) -> tuple[Cha
     pins = pins_of(trace)
     heirs = {v.becomes for i, v in enumerate(trace.variables) if v.becomes is not None and _wraps(trace, i, wrap)}
     chains: list[Chain] = []
+    builder = _Builder(trace, machine, pins, PositionTicks(trace), wrap)
     for index in range(len(trace.variables)):
         if index in heirs and not _wraps(trace, index, wrap):
             continue  # the later half of another variable's chain
-        chains.append(_Builder(trace, machine, pins, PositionTicks(trace), wrap).build(index, len(chains)))
+        chains.append(builder.build(index, len(chains)))
     return tuple(chains)
 
 

@@ -2,8 +2,12 @@
 
 Any free chunks will do for any variable (DESIGN.md section 5), so for residencies that do not
 cross the step boundary a greedy walk in order of start needs exactly as many chunks as are held
-at the worst tick. What is kept over the boundary is coloured first: its end and its heir's start
-form one arc that must have the same chunks, and others may use those chunks only in between.
+at the worst tick.
+
+A cyclic step is a circle. What is kept over the boundary is one arc with its heir's start, in the
+same chunks. The walk begins where the fewest chunks are held across, at the *cut*; the arcs that
+cross it are coloured first, and others may use their chunks only in between. This can need more
+chunks than are held at once; what is held throughout costs nothing.
 
 Two wishes come second. *Remaps*: a variable's first chunks are its home; its later residencies want
 the same chunks again, position by position, because anything else costs a remap of those
@@ -16,14 +20,17 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler.budget import IntArray
 from scheduler.plan import Kept, Machine, Residency, occupied_ticks
 from scheduler.stays import is_double_buffered
 from scheduler.trace import Trace
+from scheduler.unwrap import not_kept
+
+BoolArray = npt.NDArray[np.bool_]
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -33,7 +40,7 @@ class Colouring:
     """Residencies with chunks.
 
     Attributes:
-        residencies: As given, in the same order, with `chunks` filled in.
+        residencies: As given, with `chunks` filled in; but see `colour` for what gave way at the boundary.
         num_remapped_chunks: Chunk mappings that change within one step, the way back to the
             step-start layout included.
         num_runs: Mappings of the step-start layout: one a run of neighbouring chunks.
@@ -54,115 +61,187 @@ class Shortage:
 
 
 def colour(residencies: tuple[Residency, ...], trace: Trace, machine: Machine) -> Colouring | Shortage:
-    """Assign chunks to `residencies`.
+    """Assign chunks to `residencies`, which must fit the budget at each tick.
 
-    Without residencies kept over the boundary this succeeds whenever the chunks held at each tick
-    fit the budget. With them (circular arcs) a greedy walk can fall short: the second attempt then
-    prefers a tight fit to long runs, and after that the caller must plan with less.
+    In a step taken alone, and wherever some tick is crossed only by what is held throughout, the
+    first attempt succeeds. Otherwise the greedy walk can fall short. The second attempt prefers a
+    tight fit to long runs. The third cuts at the step boundary and gives way there: what blocks is
+    not kept over the boundary, but written out at the step's end and loaded again at its start, which
+    never needs more memory at any tick.
+
+    Returns:
+        A colouring; or a `Shortage`, where variables that can never be away block.
     """
-    outcome = _Painter(residencies, trace, machine, tight=False).paint()
-    if isinstance(outcome, Shortage):
-        outcome = _Painter(residencies, trace, machine, tight=True).paint()
+    for tight, give_way in ((False, False), (True, False), (True, True)):
+        outcome = _Painter(residencies, trace, machine, tight=tight, give_way=give_way).paint()
+        if isinstance(outcome, Colouring) or not trace.cyclic:
+            break
     return outcome
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Arc:
+    """Residencies that must have the same chunks: one, or two joined at the step boundary.
+
+    Attributes:
+        start, stop: Ticks counted from the cut; `stop` may lie beyond the step's length.
+        chunks: None until coloured.
+    """
+
+    residencies: tuple[int, ...]
+    family: int
+    num_chunks: int
+    start: int
+    stop: int
+    chunks: IntArray | None = None
+
+
 class _Painter:
-    def __init__(self, residencies: tuple[Residency, ...], trace: Trace, machine: Machine, *, tight: bool) -> None:
+    def __init__(
+        self,
+        residencies: tuple[Residency, ...],
+        trace: Trace,
+        machine: Machine,
+        *,
+        tight: bool,
+        give_way: bool,
+    ) -> None:
         self.residencies = residencies
         self.trace = trace
-        self.machine = machine
         self.tight = tight
-        self.ticks = [occupied_ticks(r, trace) for r in residencies]
-        self.sizes = [machine.chunks_of(trace.variables[r.variable].nbytes) for r in residencies]
-        self.family = _families(trace)
+        self.give_way = give_way
+        self.given_up: set[int] = set()
+        self.arcs = _from_the_cut(_arcs(residencies, trace, machine), trace, at_boundary=give_way)
         self.members: dict[int, list[int]] = {}
-        for index, r in enumerate(residencies):
-            self.members.setdefault(self.family[r.variable], []).append(index)
-        for own in self.members.values():
-            own.sort(key=lambda index: self.ticks[index][0])
-        self.chunks: list[IntArray | None] = [None] * len(residencies)
+        for index, arc in enumerate(self.arcs):
+            self.members.setdefault(arc.family, []).append(index)
         self.home: dict[int, IntArray] = {}
         self.free_at = np.zeros(machine.num_chunks, dtype=np.int64)  # nobody holds the chunk from this tick on
-        self.hard_from = np.full(machine.num_chunks, _NEVER)  # a wrapped residency takes it at this tick
-        self.next_claim = np.full(machine.num_chunks, _NEVER)  # a home's next residency wants it at this tick
+        self.hard_from = np.full(machine.num_chunks, _NEVER)  # an arc over the cut takes it at this tick
+        self.next_claim = np.full(machine.num_chunks, _NEVER)  # a home's next arc wants it at this tick
         self.claims: list[list[tuple[int, int]]] = [[] for _ in range(machine.num_chunks)]
 
     def paint(self) -> Colouring | Shortage:
-        shortage = self._paint_wrapped()
+        shortage = self._paint_crossing()
         if shortage is not None:
             return shortage
-        rest = [index for index, chunks in enumerate(self.chunks) if chunks is None]
-        first = {own[0] for own in self.members.values()}
-        for index in sorted(rest, key=lambda i: (self.ticks[i][0], i in first, self.residencies[i].variable)):
-            chosen = self._choose(index)
-            if isinstance(chosen, Shortage):
-                return chosen
-            self._assign(index, chosen)
+        at_home = {index for own in self.members.values() for index in own[1:]}
+        waiting = [
+            (arc.start, index not in at_home, index) for index, arc in enumerate(self.arcs) if arc.chunks is None
+        ]
+        heapq.heapify(waiting)
+        while waiting:
+            arc = self.arcs[heapq.heappop(waiting)[2]]
+            missing = arc.num_chunks - int(np.count_nonzero(self._usable(arc)))
+            if missing > 0 and self.give_way:
+                for index in self._make_way(arc, missing):
+                    heapq.heappush(waiting, (self.arcs[index].start, False, index))
+                missing = arc.num_chunks - int(np.count_nonzero(self._usable(arc)))
+            if missing > 0:
+                return self._shortage(missing, arc)
+            self._assign(arc, self._choose(arc))
         return self._result()
 
-    def _paint_wrapped(self) -> Shortage | None:
-        """What crosses the boundary, side by side from chunk 0, ordered by when the chunks become free."""
-        starts = {r.variable: i for i, r in enumerate(self.residencies) if isinstance(r.start, Kept)}
-        arcs = []
-        for end, r in enumerate(self.residencies):
-            heir = self.trace.variables[r.variable].becomes
-            if isinstance(r.stop, Kept) and heir is not None:
-                arcs.append((end, starts[heir]))
-        arcs.sort(key=lambda arc: (self.ticks[arc[1]][1], self.ticks[arc[0]][0], arc))
+    def _paint_crossing(self) -> Shortage | None:
+        """What crosses the cut, side by side from chunk 0, ordered by when the chunks become free."""
+        crossing = [arc for arc in self.arcs if arc.stop > self.trace.num_ticks]
         position = 0
-        for end, start in arcs:
-            chunks = np.arange(position, position + self.sizes[end], dtype=np.int64)
-            position += self.sizes[end]
-            if position > self.machine.num_chunks:
-                missing = position - self.machine.num_chunks
-                return Shortage(num_chunks=missing, tick=0, variable=self.residencies[start].variable)
-            self._assign(start, chunks)
-            self.chunks[end] = chunks
-            self.hard_from[chunks] = self.ticks[end][0] if end != start else 0
+        for arc in sorted(crossing, key=lambda arc: (arc.stop, arc.start, arc.residencies)):
+            chunks = np.arange(position, position + arc.num_chunks, dtype=np.int64)
+            position += arc.num_chunks
+            if position > len(self.free_at):
+                return self._shortage(position - len(self.free_at), arc)
+            self._assign(arc, chunks)
+            self.free_at[chunks] = arc.stop - self.trace.num_ticks
+            self.hard_from[chunks] = arc.start
         return None
 
-    def _assign(self, index: int, chunks: IntArray) -> None:
-        """Give the residency its chunks; its family's later ones claim the home that the first one makes."""
-        self.chunks[index] = chunks
-        self.free_at[chunks] = self.ticks[index][1]
-        family = self.family[self.residencies[index].variable]
-        if family in self.home:
-            self._update_claims(self.home[family], self.ticks[index][0])
+    def _shortage(self, num_chunks: int, arc: _Arc) -> Shortage:
+        first = self.residencies[arc.residencies[0]]
+        return Shortage(num_chunks=num_chunks, tick=occupied_ticks(first, self.trace)[0], variable=first.variable)
+
+    def _make_way(self, arc: _Arc, num_chunks: int) -> list[int]:
+        """Cut arcs at the boundary until `num_chunks` more are usable for `arc`; returns their later halves.
+
+        Candidates hold chunks that are free when `arc` starts, but are wanted back before it stops. The
+        smallest that suffices alone goes first, then the larger ones.
+        """
+        found = []
+        for index, other in enumerate(self.arcs):
+            if other.stop <= self.trace.num_ticks or other.chunks is None or len(other.residencies) < 2:
+                continue
+            evictable = self.trace.variables[self.residencies[other.residencies[0]].variable].evictable
+            free = int(np.count_nonzero(self.free_at[other.chunks] <= arc.start))
+            if free and evictable and other.start < arc.stop:
+                found.append((free < num_chunks, free if free >= num_chunks else -free, index))
+        later: list[int] = []
+        for _, free, index in sorted(found):
+            if num_chunks <= 0:
+                break
+            num_chunks -= abs(free)
+            later.append(self._cut(self.arcs[index]))
+        return later
+
+    def _cut(self, arc: _Arc) -> int:
+        """Make two arcs of one that crosses the boundary; returns the index of the later one."""
+        assert arc.chunks is not None
+        end, start = arc.residencies
+        self.given_up.add(self.residencies[end].variable)
+        self.hard_from[arc.chunks] = _NEVER
+        self.arcs.append(
+            _Arc(
+                residencies=(end,),
+                family=arc.family,
+                num_chunks=arc.num_chunks,
+                start=arc.start,
+                stop=self.trace.num_ticks,
+            )
+        )
+        arc.residencies, arc.start, arc.stop = (start,), 0, arc.stop - self.trace.num_ticks
+        self.members[arc.family].append(len(self.arcs) - 1)
+        return len(self.arcs) - 1
+
+    def _assign(self, arc: _Arc, chunks: IntArray) -> None:
+        """Give the arc its chunks; its family's later arcs claim the home that the first one makes."""
+        arc.chunks = chunks
+        self.free_at[chunks] = arc.stop
+        if arc.family in self.home:
+            self._update_claims(self.home[arc.family], arc.start)
             return
-        self.home[family] = chunks
-        later = [(self.ticks[i][0], i) for i in self.members[family] if i != index and self.chunks[i] is None]
+        self.home[arc.family] = chunks
+        later = [(self.arcs[i].start, i) for i in self.members[arc.family] if self.arcs[i].chunks is None]
         if later:
             for chunk in chunks.tolist():
                 for claim in later:
                     heapq.heappush(self.claims[chunk], claim)
-            self._update_claims(chunks, self.ticks[index][0])
+            self._update_claims(chunks, -1)
 
     def _update_claims(self, chunks: IntArray, now: int) -> None:
         """Forget claims that have been served or broken."""
         for chunk in chunks.tolist():
             heap = self.claims[chunk]
-            while heap and (heap[0][0] < now or self.chunks[heap[0][1]] is not None):
+            while heap and (heap[0][0] < now or self.arcs[heap[0][1]].chunks is not None):
                 heapq.heappop(heap)
             self.next_claim[chunk] = heap[0][0] if heap else _NEVER
 
-    def _choose(self, index: int) -> IntArray | Shortage:
-        (start, stop), size = self.ticks[index], self.sizes[index]
-        usable = (self.free_at <= start) & (self.hard_from >= stop)
-        missing = size - int(np.count_nonzero(usable))
-        if missing > 0:
-            return Shortage(num_chunks=missing, tick=start, variable=self.residencies[index].variable)
-        home = self.home.get(self.family[self.residencies[index].variable])
+    def _usable(self, arc: _Arc) -> BoolArray:
+        """Chunks that nobody holds from the arc's start to its stop."""
+        return (self.free_at <= arc.start) & (self.hard_from >= arc.stop)
+
+    def _choose(self, arc: _Arc) -> IntArray:
+        usable = self._usable(arc)
+        home = self.home.get(arc.family)
         if home is None:
-            return np.sort(self._pick(usable, size, stop))
+            return np.sort(self._pick(usable, arc.num_chunks, arc.stop))
         at_home = usable[home]
         chunks = home.copy()
         away = int(np.count_nonzero(~at_home))
         if away:
             usable[home[at_home]] = False
-            chunks[~at_home] = np.sort(self._pick(usable, away, stop))
+            chunks[~at_home] = np.sort(self._pick(usable, away, arc.stop))
         return chunks
 
-    def _pick(self, usable: np.ndarray[tuple[int], np.dtype[np.bool_]], size: int, stop: int) -> IntArray:
+    def _pick(self, usable: BoolArray, size: int, stop: int) -> IntArray:
         """`size` of the usable chunks: unclaimed ones in long runs first, then those claimed latest."""
         unclaimed = np.flatnonzero(usable & (self.next_claim >= stop))
         if len(unclaimed) >= size:
@@ -174,16 +253,63 @@ class _Painter:
         return np.concatenate([unclaimed, claimed[latest]])
 
     def _result(self) -> Colouring:
-        done = [chunks for chunks in self.chunks if chunks is not None]
-        assert len(done) == len(self.residencies)
-        remapped = runs = 0
-        for own in self.members.values():
-            runs += len(_runs(done[own[0]]))
-            cycle = [*own, own[0]] if self.trace.cyclic else own
-            for before, after in pairwise(cycle):
-                remapped += int(np.count_nonzero(done[before] != done[after]))
-        coloured = tuple(replace(r, chunks=_runs(chunks)) for r, chunks in zip(self.residencies, done, strict=True))
-        return Colouring(residencies=coloured, num_remapped_chunks=remapped, num_runs=runs)
+        chunks: list[IntArray] = [np.empty(0, dtype=np.int64)] * len(self.residencies)
+        for arc in self.arcs:
+            assert arc.chunks is not None
+            for index in arc.residencies:
+                chunks[index] = arc.chunks
+        coloured = tuple(replace(r, chunks=_runs(own)) for r, own in zip(self.residencies, chunks, strict=True))
+        return Colouring(
+            residencies=not_kept(coloured, self.given_up, self.trace) if self.given_up else coloured,
+            num_remapped_chunks=sum(self._num_remapped(own) for own in self.members.values()),
+            num_runs=sum(len(_runs(home)) for home in self.home.values()),
+        )
+
+    def _num_remapped(self, own: list[int]) -> int:
+        """Chunk mappings that change from each of a family's arcs to the next, around the circle."""
+        arcs = sorted((self.arcs[index] for index in own), key=lambda arc: arc.start)
+        chunks = [arc.chunks for arc in arcs if arc.chunks is not None]
+        following = [*chunks[1:], chunks[0]] if self.trace.cyclic else chunks[1:]
+        return sum(int(np.count_nonzero(a != b)) for a, b in zip(chunks, following, strict=False))
+
+
+def _arcs(residencies: tuple[Residency, ...], trace: Trace, machine: Machine) -> list[_Arc]:
+    """Residencies as arcs, in ticks of the step; what is kept and its heir's start are one arc."""
+    family = _families(trace)
+    heads = {r.variable: index for index, r in enumerate(residencies) if isinstance(r.start, Kept)}
+    arcs = []
+    for index, r in enumerate(residencies):
+        own: tuple[int, ...] = (index,)
+        start, stop = occupied_ticks(r, trace)
+        heir = trace.variables[r.variable].becomes
+        if isinstance(r.stop, Kept) and heir is not None and heads[heir] != index:
+            own = (index, heads[heir])
+            stop = trace.num_ticks + occupied_ticks(residencies[heads[heir]], trace)[1]
+        elif isinstance(r.start, Kept) and not isinstance(r.stop, Kept):
+            continue  # the second half of its predecessor's arc
+        size = machine.chunks_of(trace.variables[r.variable].nbytes)
+        arcs.append(_Arc(residencies=own, family=family[r.variable], num_chunks=size, start=start, stop=stop))
+    return arcs
+
+
+def _from_the_cut(arcs: list[_Arc], trace: Trace, *, at_boundary: bool) -> list[_Arc]:
+    """The arcs in ticks from the cut, in order of start. What is held throughout comes to cross it."""
+    num_ticks = trace.num_ticks
+    held_over = np.zeros(num_ticks + 1, dtype=np.int64)
+    whole = [arc.stop - arc.start >= num_ticks for arc in arcs]
+    for arc, is_whole in zip(arcs, whole, strict=True):
+        if not is_whole:  # held at both sides of the ticks (start, stop)
+            held_over[min(arc.start + 1, num_ticks)] += arc.num_chunks
+            held_over[min(arc.stop, num_ticks)] -= arc.num_chunks
+            if arc.stop > num_ticks:
+                held_over[0] += arc.num_chunks
+                held_over[arc.stop - num_ticks] -= arc.num_chunks
+    cut = int(np.argmin(np.cumsum(held_over)[:-1])) if trace.cyclic and not at_boundary else 0
+    for arc, is_whole in zip(arcs, whole, strict=True):
+        length = arc.stop - arc.start
+        arc.start = 0 if is_whole else (arc.start - cut) % num_ticks
+        arc.stop = 2 * num_ticks if is_whole else arc.start + length
+    return sorted(arcs, key=lambda arc: (arc.start, arc.residencies))
 
 
 def _families(trace: Trace) -> list[int]:

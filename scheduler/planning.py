@@ -70,14 +70,14 @@ def make_plan(trace: Trace, machine: Machine, policy: str = "auto", **parameters
 def _coloured_schedule(trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any]) -> Colouring:
     """Schedule and colour.
 
-    What is kept over the boundary may leave the greedy colouring short of chunks. Then plan again
-    for a smaller pool, and as the last resort with nothing kept, which always colours.
+    Where variables that can never be away cross the boundary, the colouring may still fall short of
+    chunks. Then plan again for a smaller pool, and as the last resort with nothing else kept.
     """
     attempts = [parameters]
     if parameters.get("wrap", True) and "wrap" in POLICIES[policy].parameters:
         attempts.append({**parameters, "wrap": False})
     for attempt in attempts:
-        logical = machine
+        logical, step = machine, 1
         while True:
             try:
                 residencies = POLICIES[policy].schedule(trace, logical, **attempt)
@@ -88,7 +88,8 @@ def _coloured_schedule(trace: Trace, machine: Machine, policy: str, parameters: 
             outcome = colour(residencies, trace, machine)
             if isinstance(outcome, Colouring):
                 return outcome
-            logical = replace(logical, num_chunks=logical.num_chunks - outcome.num_chunks)
+            logical = replace(logical, num_chunks=max(logical.num_chunks - outcome.num_chunks * step, 0))
+            step *= 2
     raise PlanError(
         f"no chunk assignment found for {machine.num_chunks} chunks of {machine.chunk_nbytes} bytes: variables that "
         f"can never be away cross the step boundary and cut the pool up. Options: a larger budget."
