@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import enum
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
 from ooc.errors import StoreFailed
+from ooc.forks import Children
+from ooc.guards import NO_GUARD, Guards
 from ooc.units import format_nbytes
 from vmm.addresses import AddressSpace, Reservation
 from vmm.chunks import ChunkPool
@@ -56,7 +58,9 @@ class VariableRecord:
         stored: Whether the store's copy is current.
         transfer: A write or read that may be under way.
         pins: Ops in progress that use it. Pinned records stay.
-        exports: Pointers given to the outside (`.numpy()`); such a record stays, too.
+        exports: Pointers given to the outside (`.numpy()`): no plan may move such a record, and the
+            store's copy is never taken to be current.
+        guard: Entry of its guard in `ooc.guards`, or -1.
         seen: Whether an op has named it as operand or result. Until then it may be in use
             unseen (a library's workspace) and stays.
         serial: Order of allocation in the session; the identity of this storage.
@@ -66,6 +70,7 @@ class VariableRecord:
     __slots__ = (
         "address",
         "exports",
+        "guard",
         "kind",
         "label",
         "nbytes",
@@ -93,6 +98,7 @@ class VariableRecord:
         self.transfer: Transfer | None = None
         self.pins = 0
         self.exports = 0
+        self.guard = NO_GUARD
         self.seen = False
         self.role = -1
         self.kind = ""
@@ -135,12 +141,20 @@ class Books:
         self.debug = debug
         self.records: dict[int, VariableRecord] = {}
         self.counters = Counters()
+        self.guards = Guards(space=space, store=store, debug=debug)
+        self.children = Children(store)
+        self.ended_exports: deque[VariableRecord] = deque()
         self.peak_chunks = 0
         self._next_serial = 0
         self._by_use: OrderedDict[int, VariableRecord] = OrderedDict()  # resident, least recently used first
 
     def __repr__(self) -> str:
         return f"<Books of {len(self.records)} variables, {len(self._by_use)} resident, {self.pool.num_free} chunks free>"
+
+    def close(self) -> None:
+        """End the guards, and watch forked children no more. Idempotent."""
+        self.guards.close()
+        self.children.close()
 
     @property
     def chunk_nbytes(self) -> int:
@@ -206,10 +220,19 @@ class Books:
 
     def dispose(self, record: VariableRecord) -> None:
         """Give back the reservation and the store slot of a record that holds no chunks."""
+        self.guards.lift(record)
         if record.slot is not None:
-            self.store.free(record.slot)
+            self.children.free(record.slot)
             record.slot = None
         self.space.release(record.reservation)
+
+    def end_exports(self) -> None:
+        """Forget pointers that the outside has let go of (`ended_exports`, filled on any thread)."""
+        while self.ended_exports:
+            record = self.ended_exports.popleft()
+            record.exports -= 1
+            if record.state is not State.AWAY:  # else what was written is in the store's file
+                record.stored = False
 
     def touch(self, record: VariableRecord) -> None:
         """Note a use, for the order of eviction."""
@@ -220,6 +243,7 @@ class Books:
 
     def give_chunks(self, record: VariableRecord, runs: Runs) -> None:
         """Map chunks (already taken from the pool) for a record, which is resident from now on."""
+        self.guards.lift(record)
         self.space.map(record.reservation, runs)
         record.runs = runs
         record.state = State.RESIDENT
@@ -230,16 +254,16 @@ class Books:
         missing = num_chunks - self.pool.num_free
         if missing <= 0:
             return
-        victims = []
-        for record in self._by_use.values():
-            if record.pins or record.exports or not record.seen:
-                continue
+        self.end_exports()
+        victims: list[VariableRecord] = []
+        movable = [r for r in self._by_use.values() if not r.pins and r.seen]
+        for record in sorted(movable, key=_is_exported):  # a stable sort: what was given out goes last
             victims.append(record)
             missing -= self.chunks_of(record.nbytes)
             if missing <= 0:
                 break
         else:
-            pinned = sum(self.chunks_of(r.nbytes) for r in self._by_use.values() if r.pins or r.exports or not r.seen)
+            pinned = sum(self.chunks_of(r.nbytes) for r in self._by_use.values() if r.pins or not r.seen)
             raise NoRoom(num_needed=num_chunks, num_free=self.pool.num_free, num_pinned=pinned)
         self.evict(victims)
 
@@ -250,12 +274,16 @@ class Books:
             StoreFailed: A write failed. Its variable is still resident; the others are away.
         """
         started = time.monotonic_ns()
-        for record in records:
-            if not record.stored and record.transfer is None:
-                self.start_write(record)
-            else:
-                self.counters.dropped_nbytes += record.nbytes
         failure: StoreFailed | None = None
+        for record in records:
+            if record.stored and not record.exports:
+                self.counters.dropped_nbytes += record.nbytes
+                continue
+            try:
+                self.settle(record)  # a write under way is of bytes that have changed since
+            except StoreFailed as error:
+                failure = error
+            self.start_write(record)
         for record in records:
             try:
                 self.settle(record)
@@ -273,7 +301,7 @@ class Books:
         """A record's chunks were given away: from now on its bytes are in the store only."""
         record.runs = ()
         record.state = State.AWAY
-        self.space.unmap(record.reservation)
+        self.guards.hide(record)
 
     def load(self, records: Iterable[VariableRecord]) -> None:
         """Bring records in and wait for them. The caller has pinned them, so that none evicts another.
@@ -301,6 +329,7 @@ class Books:
                 self.pool.give(runs)
                 failure = error
                 continue
+            self.guards.lift(record)
             self.space.map(record.reservation, runs)
             self._by_use[record.address] = record
         self.peak_chunks = max(self.peak_chunks, self.pool.num_chunks - self.pool.num_free)
@@ -312,8 +341,11 @@ class Books:
 
     def start_write(self, record: VariableRecord, segments: Segments | None = None) -> Transfer:
         """Start writing a resident record out. It stays resident; `settle` completes the act."""
-        if record.slot is None:
-            record.slot = self.store.allocate(record.nbytes)
+        if record.slot is None or self.children.hold(record.slot):
+            slot = self.store.allocate(record.nbytes)
+            if record.slot is not None:
+                self.children.free(record.slot)
+            record.slot = slot
         if segments is None:
             segments = self.segments(record.runs, record.nbytes)
         record.transfer = self.store.write(record.slot, segments)
@@ -339,6 +371,11 @@ class Books:
         record.state = State.LOADING
         self.counters.loaded_nbytes += record.nbytes
         return record.transfer
+
+    def settle_load(self, record: VariableRecord, runs: Runs) -> None:
+        """Read an away record into these chunks, and wait."""
+        self.start_load(record, runs)
+        self.settle(record)
 
     def settle(self, record: VariableRecord) -> None:
         """Wait for the record's transfer, if any. Raises `StoreFailed`, with the record in its old state."""
@@ -378,3 +415,7 @@ class Books:
             if record.state is State.RESIDENT:
                 self.pool.take_exactly(record.runs)
                 self._by_use[record.address] = record
+
+
+def _is_exported(record: VariableRecord) -> bool:
+    return record.exports > 0

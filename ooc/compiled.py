@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ooc.books import Runs, VariableRecord
+from ooc.playlog import PlayLog
 from ooc.recorder import Observed
 from scheduler.plan import Born, Dies, Dropped, Evicted, Kept, Loaded, Plan, Residency, occupied_ticks
 from scheduler.trace import Trace
@@ -160,6 +161,7 @@ class Compiled:
         self.last_releases: list[Stay] = []
         self.between_births: dict[int, list[Stay]] = {}
         self.num_chunks = 0
+        self.play_log = PlayLog()
         self._link_roles(observed)
         # What a step boundary looks at, so that it need not look at every role.
         self.movers = [r for r in self.roles if r.lives_on and not r.is_persistent]
@@ -168,6 +170,11 @@ class Compiled:
         self.dies = np.array([r.index for r in self.roles if not r.lives_on], dtype=np.int64)
         stays = self._make_stays(view_address)
         self._find_predecessors(stays)
+        self.away_at_end = [
+            role
+            for role in self.roles
+            if role.lives_on and role.stays and not isinstance(role.stays[-1].residency.stop, Dies)
+        ]
         births = self._place_acts(stays)
         self._lay_out(births, intercepts)
 

@@ -159,6 +159,11 @@ class Executor:
             for role, record in bound:
                 role.record = record
 
+    def retire(self, compiled: Compiled) -> None:
+        """A plan will not be played again: give back what it keeps for the variables born in it."""
+        assert compiled is not self.active
+        self._give_up(compiled)
+
     def _install(self, compiled: Compiled) -> None:
         self._dispatcher.install(*compiled.install_arguments())
         self._allocator.state.plan = compiled.tables_address
@@ -304,7 +309,8 @@ class Executor:
             else:  # the first step of a plan, where the store has no copy yet
                 stay.transfer = self._books.start_write(record, stay.segments)
                 self._in_flight.append(stay)
-            self._release(compiled, stay)
+            if not self._release(compiled, stay):
+                return
 
     def fail(self, index: int) -> None:
         """Op `index` raised, perhaps after it had written some of its operands."""
@@ -386,9 +392,12 @@ class Executor:
             if role.is_born:
                 record.serial = books.next_serial()
             books.records[record.address] = record
+            if record.state is State.RESIDENT and self._books.guards.was_served(record):
+                record.state = State.AWAY  # it came in while somebody may have written to the store's copy
             if record.state is State.AWAY:
                 books.hide(record)
             else:
+                books.guards.lift(record)
                 self._space.unprotect(record.reservation)
             if role.index in pinned:
                 record.pins += 1
@@ -466,6 +475,7 @@ class Executor:
         assert record is not None
         if record.state is not State.AWAY:
             return
+        self._books.guards.lift(record)
         self._map(stay)
         after = [s.transfer for s in stay.waits if s.transfer is not None and not s.transfer.done()]
         stay.transfer = self._books.start_load(record, stay.runs, after, stay.segments)
@@ -476,6 +486,15 @@ class Executor:
             self._books.settle(record)
         except StoreFailed as error:
             self._abandon(error)
+        if self._books.guards.lift(record):
+            # Touched on its way in: what was read may be older than what the store's file holds now.
+            runs = record.runs
+            record.state = State.AWAY
+            self._space.map(record.reservation, runs)
+            try:
+                self._books.settle_load(record, runs)
+            except StoreFailed as error:
+                self._abandon(error)
         if self._books.debug:
             self._space.unprotect(record.reservation)
 
@@ -504,6 +523,8 @@ class Executor:
         if record.state is not State.RESIDENT:
             return True
         if record.exports:
+            self._books.end_exports()
+        if record.exports or not record.stored:
             self.leave("a variable whose memory was given out cannot be evicted")
             return False
         record.state = State.AWAY
@@ -516,6 +537,7 @@ class Executor:
     def _prepare_birth(self, stay: Stay) -> None:
         record = stay.role.record
         assert record is not None
+        self._books.guards.lift(record)
         record.state = State.RESIDENT
         record.runs = stay.runs
         record.stored = False
@@ -568,6 +590,7 @@ class Executor:
 
     def _map_first(self, role: Role) -> None:
         if role.record is not None and role.stays:
+            self._books.guards.lift(role.record)
             self._space.map(role.record.reservation, role.stays[0].runs)
 
     def _set_alive(self, compiled: Compiled, role: Role, record: VariableRecord) -> None:
@@ -660,6 +683,38 @@ class Executor:
         pool = self._new_pool()
         pool.take_exactly([(0, compiled.num_chunks)] if compiled.num_chunks else [])
         self._books.pool = pool
+
+    def guard_away(self) -> None:
+        """The step is over: let stray touches of what is away be served until it is next loaded."""
+        compiled = self.active
+        if compiled is None:
+            return
+        alive = compiled.role_alive
+        self._books.guards.guard_away(
+            role.record
+            for role in compiled.away_at_end
+            if role.record is not None and alive[role.index] and role.record.state is not State.RESIDENT
+        )
+
+    def unserve(self) -> None:
+        """In debug mode a step begins: what was served between steps shows nothing again."""
+        for record in self._books.guards.served_records():
+            if self._books.records.get(record.address) is record:
+                self._books.hide(record)
+            elif self.active is not None and record.role >= 0:
+                role = self.active.roles[record.role]
+                self._map_first(role)
+                self._space.protect(record.reservation)
+
+    def record_at(self, address: int) -> VariableRecord | None:
+        """The record that plays a role at this address, if one does."""
+        compiled = self.active
+        if compiled is None:
+            return None
+        for role in compiled.roles:
+            if role.record is not None and role.record.address == address and compiled.role_alive[role.index]:
+                return role.record
+        return None
 
     def _hide_away(self, compiled: Compiled) -> None:
         if not self._books.debug:

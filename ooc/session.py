@@ -31,6 +31,7 @@ from ooc.books import Books, NoRoom, State, VariableRecord
 from ooc.errors import BudgetTooSmall, OocError, SessionError
 from ooc.executor import Executor
 from ooc.interrupts import CriticalLock, Interrupts
+from ooc.outside import Outside
 from ooc.recorder import OpRecord, StepRecorder
 from ooc.report import make_report
 from ooc.sequences import Sequences
@@ -171,6 +172,8 @@ class Session:
             cold_allocate = functools.partial(self._dispatcher.guarded, self._cold_allocate)
             self._allocator.open(threshold_nbytes=self.threshold_nbytes, cold_allocate=cold_allocate)
             _current = self
+            self._books.guards.open()
+            self._outside = Outside(self)
             self._mode.__enter__()
         if step_boundary == "optimizer":
             from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -198,21 +201,41 @@ class Session:
         self.steps.begin(planned=self._executor.active is not None)
         try:
             yield
-        except BaseException:
+        finally:
+            self._end_step()
+
+    @contextmanager
+    def resident(self, *tensors: torch.Tensor) -> Iterator[None]:
+        """Keep tensors in memory, whole and at their places, for the length of the block.
+
+        The door for code that neither torch's dispatcher nor its exports know about: extensions,
+        other threads inside a step, system calls. What it writes there counts as written.
+
+        Raises:
+            BudgetTooSmall: They do not fit at once.
+        """
+        with self._outside.resident(tensors):
+            yield
+
+    def _end_step(self) -> None:
+        with self._lock:
+            if self._is_open:
+                self._outside.step_ends()
             self.steps.end(on_plan=self._executor.active is not None, learned=self._sequences.num_plans > 0)
-            raise
-        self.steps.end(on_plan=self._executor.active is not None, learned=self._sequences.num_plans > 0)
 
     def _optimizer_stepped(self) -> None:
         if not self._is_open or threading.get_ident() != self._thread:
             return
         self.steps.end(on_plan=self._executor.active is not None, learned=self._sequences.num_plans > 0)
         self._begin_period()
+        with self._lock:
+            self._outside.step_ends()
         self.steps.begin(planned=self._executor.active is not None)
 
     def _begin_period(self) -> None:
         """The present period ends and the next begins: learn from the one, choose a plan for the other."""
         with self._lock:
+            self._outside.step_begins()
             executor = self._executor
             key: str | None
             if executor.active is not None and not executor.is_complete():
@@ -232,13 +255,16 @@ class Session:
                     key = self._sequences.learn(observed, self._machine)
             follower = self._sequences.next_after(key)
             if executor.active is not None:
-                if follower is executor.active:
-                    follower = self._sequences.refine(follower, self._books.counters, self._store)
-                if follower is executor.active:
-                    if executor.rotate():
-                        return
-                else:
+                played = executor.active
+                refined = self._sequences.refine(played, self._store)
+                if follower is played:
+                    follower = refined
+                if follower is played and executor.rotate():
+                    return
+                if executor.active is not None:
                     self._leave("another plan is expected")
+                if refined is not played:
+                    executor.retire(played)
             self._recorder = StepRecorder(self._books.records)
             self._allocator.state.position = 0
             if follower is not None:
@@ -543,6 +569,7 @@ class Session:
             self._mode.__exit__(None, None, None)
             if self._hook is not None:
                 self._hook.remove()
+            self._outside.close()
             try:
                 if self._executor.active is not None:
                     self._leave("the session ends")
@@ -554,6 +581,7 @@ class Session:
                 self._interrupts.remove()
                 self._allocator.close()
                 _current = None
+                self._books.close()
                 self._store.close()
                 self._driver.close()
 

@@ -49,6 +49,7 @@ class StepLog:
         self._started = 0.0
         self._before: dict[str, int] = {}
         self._began_planned = False
+        self._num_faults = 0
         self._speed: Any = None
         self.rows: list[StepRow] = []
         self.num_steps = 0
@@ -63,6 +64,8 @@ class StepLog:
         """A step starts now."""
         self._began_planned = planned
         self._before = self._counters()
+        # Touches between two steps count for the second: nobody would see them otherwise.
+        self._before["num_faults"], self._num_faults = self._num_faults, self._before["num_faults"]
         self._started = time.perf_counter()
 
     def end(self, *, on_plan: bool, learned: bool) -> None:
@@ -71,6 +74,7 @@ class StepLog:
             return
         duration_s = time.perf_counter() - self._started
         after, before = self._counters(), self._before
+        self._num_faults = after["num_faults"]
         moved = {name: after[name] - before[name] for name in after}
         mode: StepKind = "planned" if self._began_planned and on_plan else "off_plan" if learned else "learning"
         self.rows.append(
@@ -96,6 +100,7 @@ class StepLog:
         self.in_core_peak_nbytes = max(self.in_core_peak_nbytes, trace.peak_nbytes())
 
     def _counters(self) -> dict[str, int]:
+        self._books.counters.num_faults = self._books.guards.num_served
         return {**self._books.counters.copy(), "num_remapped_chunks": self._space.num_remapped_chunks}
 
     def machine(self, num_chunks: int, chunk_nbytes: int, store: FileStore) -> Machine:

@@ -84,6 +84,9 @@ class Driver(Protocol):
     def note_file(self, address: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:
         """Note that somebody else has done what `map_file` does."""
 
+    def note_guards(self, num_added: int) -> None:
+        """Note that somebody else protects parts of mappings (more, or fewer than before)."""
+
     def protect(self, address: int, num_chunks: int, access: Access) -> None:
         """Change what a touch of a mapped range does, keeping the mapping."""
 
