@@ -5,15 +5,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ooc.compiled import Compiled
 from ooc.recorder import Observed, close_cycle
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
+from scheduler.simulate import simulate
 from scheduler.trace import Trace
+from vmm.store import FileStore
 
 _log = logging.getLogger(__name__)
+
+_REFINE_AFTER = (3, 8)
+"""Steps played from a plan after which it is made anew: early, and once more with a better minimum."""
+_WORTHWHILE = 0.995
+"""A new plan must be predicted to take at most this part of the old one's time: a change is not free."""
 
 
 class Sequences:
@@ -74,17 +82,53 @@ class Sequences:
             self._unplannable[key] = str(error)
             _log.warning("this sequence stays on demand: %s", error)
             return key
-        self._plans[key] = Compiled(
+        self._plans[key] = self._compile(trace, plan, observed)
+        self.last_trace, self.last_plan = trace, plan
+        self.planning_s += time.monotonic() - started
+        _log.info("planned %d ops in %.2f s: %s", len(trace.ops), time.monotonic() - started, dict(plan.predicted))
+        return key
+
+    def _compile(self, trace: Trace, plan: Plan, observed: Observed) -> Compiled:
+        return Compiled(
             trace=trace,
             plan=plan,
             observed=observed,
             view_address=self._view_address,
             intercepts=self._intercepts,
         )
+
+    def refine(self, compiled: Compiled, store: FileStore) -> Compiled:
+        """A step was played whole from this plan: plan anew with the times and rates it really had.
+
+        The first plan rests on steps that ran on demand and on a store measured while nothing
+        computed. So plan again after some steps, and keep the better of the two as simulated with
+        what was measured. Returns the plan to go on with.
+        """
+        log = compiled.play_log
+        log.note(compiled.op_stop_ns - compiled.op_start_ns, store)
+        if log.num_played not in _REFINE_AFTER or not compiled.plan.predicted.get("loaded_nbytes"):
+            return compiled
+        key = next(key for key, plan in self._plans.items() if plan is compiled)
+        started = time.monotonic()
+        machine = log.machine(compiled.plan.machine, store)
+        trace = log.timed(compiled.trace)
+        old = simulate(replace(compiled.plan, machine=machine), trace, with_timeline=False)
+        try:
+            plan = make_plan(trace, machine, policy=self._policy, **self._parameters)
+        except PlanError as error:
+            _log.warning("cannot plan anew: %s", error)
+            return compiled
+        finally:
+            self.planning_s += time.monotonic() - started
+        new_ns = plan.predicted["duration_ns"]
+        _log.info("planned anew: %.4f s a step instead of %.4f s", new_ns / 1e9, old.duration_ns / 1e9)
+        if new_ns > old.duration_ns * _WORTHWHILE:
+            return compiled
+        better = self._compile(trace, plan, self._seen[key])
+        better.play_log = log
+        self._plans[key] = better
         self.last_trace, self.last_plan = trace, plan
-        self.planning_s += time.monotonic() - started
-        _log.info("planned %d ops in %.2f s: %s", len(trace.ops), time.monotonic() - started, dict(plan.predicted))
-        return key
+        return better
 
     def others(self, compiled: Compiled) -> list[Compiled]:
         """All plans but this one."""
