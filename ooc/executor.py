@@ -54,7 +54,8 @@ class Executor:
         self._mid_op_pins: list[VariableRecord] = []
         self._start_heirs: list[tuple[Role, VariableRecord]] = []
         self._start_foreign: dict[int, VariableRecord] = {}
-        self._in_flight: list[Stay] = []
+        self._writes: list[Stay] = []  # under way, or failed
+        self._loads: list[Stay] = []
 
     def __repr__(self) -> str:
         return f"<Executor of {self.active!r}>"
@@ -106,7 +107,7 @@ class Executor:
             if stay is not None and record.address not in in_place:
                 books.start_load(record, stay.runs, (), stay.segments)
                 stay.transfer = record.transfer
-                self._in_flight.append(stay)
+                self._writes.append(stay)
             self._set_alive(compiled, role, record)
         for role in compiled.roles:
             if role.record is not None:
@@ -273,9 +274,10 @@ class Executor:
                 return False
         for stay in acts.births:
             for other in stay.waits:
-                if other.transfer is not None and not other.transfer.done():
-                    started = started or time.monotonic_ns()
-                    self._await(other)
+                if other.transfer is not None:
+                    if not other.transfer.done():
+                        started = started or time.monotonic_ns()
+                    self._await(other)  # also when it is over: a write that failed must let nobody in
             self._prepare_birth(stay)
         if started:
             self._books.counters.stall_ns += time.monotonic_ns() - started
@@ -299,7 +301,7 @@ class Executor:
                 self._books.counters.dropped_nbytes += record.nbytes
             else:
                 stay.transfer = self._books.start_write(record, stay.segments)
-                self._in_flight.append(stay)
+                self._writes.append(stay)
         for stay in acts.drops:
             record = stay.role.record
             if record is None or not alive[stay.role.index]:
@@ -308,7 +310,7 @@ class Executor:
                 self._books.counters.dropped_nbytes += record.nbytes
             else:  # the first step of a plan, where the store has no copy yet
                 stay.transfer = self._books.start_write(record, stay.segments)
-                self._in_flight.append(stay)
+                self._writes.append(stay)
             if not self._release(compiled, stay):
                 return
 
@@ -417,27 +419,31 @@ class Executor:
     def _land_transfers(self, compiled: Compiled) -> StoreFailed | None:
         """Wait for all that is under way; undo what failed."""
         failure: StoreFailed | None = None
-        for stay in self._in_flight:
-            record, transfer = stay.role.record, stay.transfer
-            if transfer is None:
-                continue
-            try:
-                transfer.wait()
-            except OSError as error:
-                failure = StoreFailed(f"a transfer failed: {error}", errno=error.errno)
-                if record is not None and record.state is State.AWAY:
-                    # Released but not written, so nobody was let into its chunks: it is still there.
-                    record.state = State.RESIDENT
-                    record.runs = stay.runs
-                    record.stored = False
-            stay.transfer = None
         for role in compiled.roles:
             if role.record is not None and role.record.transfer is not None:
                 try:
                     self._books.settle(role.record)
                 except StoreFailed as error:
                     failure = error
-        self._in_flight.clear()
+        under_way = [(stay, True) for stay in self._writes] + [(stay, False) for stay in self._loads]
+        for stay, is_write in under_way:
+            record, transfer = stay.role.record, stay.transfer
+            stay.transfer = None
+            if transfer is None:
+                continue
+            try:
+                transfer.wait()
+            except OSError as error:
+                if failure is None:
+                    failure = StoreFailed(f"a transfer failed: {error}", errno=error.errno)
+                    failure.__cause__ = error
+                if is_write and record is not None and record.state is State.AWAY:
+                    # Released but not written, so nobody was let into its chunks: it is still there.
+                    record.state = State.RESIDENT
+                    record.runs = stay.runs
+                    record.stored = False
+        self._writes.clear()
+        self._loads.clear()
         return failure
 
     def _recorder_so_far(self, compiled: Compiled, num_ops: int) -> StepRecorder:
@@ -475,11 +481,18 @@ class Executor:
         assert record is not None
         if record.state is not State.AWAY:
             return
+        after = []
+        for other in stay.waits:
+            if other.transfer is None:
+                continue
+            if other.transfer.done():
+                self._await(other)
+            else:
+                after.append(other.transfer)
         self._books.guards.lift(record)
         self._map(stay)
-        after = [s.transfer for s in stay.waits if s.transfer is not None and not s.transfer.done()]
         stay.transfer = self._books.start_load(record, stay.runs, after, stay.segments)
-        self._in_flight.append(stay)
+        self._loads.append(stay)
 
     def _arrive(self, record: VariableRecord) -> None:
         try:
@@ -499,11 +512,15 @@ class Executor:
             self._space.unprotect(record.reservation)
 
     def _await(self, stay: Stay) -> None:
+        """Wait for the stay's transfer. Over is not done: until this has passed, its chunks are its own."""
         assert stay.transfer is not None
         try:
             stay.transfer.wait()
         except OSError as error:
-            self._abandon(StoreFailed(f"a transfer failed: {error}", errno=error.errno))
+            failure = StoreFailed(f"a transfer failed: {error}", errno=error.errno)
+            failure.__cause__ = error
+            self._abandon(failure)
+        stay.transfer = None
 
     def _abandon(self, error: StoreFailed) -> None:
         """A transfer failed in mid-step: make the books true, then fail the step."""
@@ -527,9 +544,11 @@ class Executor:
         if record.exports or not record.stored:
             self.leave("a variable whose memory was given out cannot be evicted")
             return False
+        if stay.transfer is not None and stay.transfer.done():
+            self._await(stay)
         record.state = State.AWAY
         record.runs = ()
-        record.transfer = stay.transfer if stay.transfer is not None and not stay.transfer.done() else None
+        record.transfer = stay.transfer
         if self._books.debug:
             self._space.protect(record.reservation)
         return True
@@ -726,4 +745,18 @@ class Executor:
                     self._space.protect(record.reservation)
 
     def _prune(self) -> None:
-        self._in_flight = [s for s in self._in_flight if s.transfer is not None and not s.transfer.done()]
+        """Forget what has landed well. A failed transfer stays: whoever needs it finds out."""
+        self._writes = [stay for stay in self._writes if not _has_landed(stay)]
+        self._loads = [stay for stay in self._loads if not _has_landed(stay)]
+
+
+def _has_landed(stay: Stay) -> bool:
+    if stay.transfer is None:
+        return True
+    if not stay.transfer.done():
+        return False
+    try:
+        stay.transfer.wait()
+    except OSError:
+        return False
+    return True
