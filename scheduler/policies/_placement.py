@@ -15,8 +15,9 @@ Both sweeps take the times of ops from outside: first as if nothing ever waited,
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+import heapq
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from scheduler.budget import IntArray, zone_maxima
@@ -109,26 +110,17 @@ class Placement:
             folded = move.gap.earliest_release % self.num_ops
             if move.is_dirty and folded:  # after the last op, the boundary is near enough
                 begin.setdefault(folded, []).append(move)
-        pending: list[_Move] = []
+        pending = _Pending()
         for position in range(self.num_ops):
-            if position in begin:
-                pending = sorted(pending + begin[position], key=lambda move: move.write_done_ns - self._shift_ns(move))
-            room = self.machine.num_chunks - self.held[position] - sum(move.gap.num_chunks for move in pending)
-            waiting = []
-            for move in pending:
-                shift = self._shift(move)
-                if (
-                    room < 0
-                    or move.write_done_ns <= self._time(position + shift)
-                    or self._limit(move) == position + shift
-                ):
-                    move.release = position + shift
-                    room += move.gap.num_chunks
-                else:
-                    waiting.append(move)
-            pending = waiting
-            self.held[position] = self.machine.num_chunks - room
-        for move in pending:
+            for move in begin.get(position, ()):
+                done_ns = move.write_done_ns - self._shift_ns(move)
+                wish = bisect_left(self.start_ns, done_ns, hi=self.num_ops)
+                pending.add(move, order=done_ns, until=min(wish, self._limit(move) - self._shift(move)))
+            room = self.machine.num_chunks - self.held[position]
+            for move in pending.take(position, room):
+                move.release = position + self._shift(move)
+            self.held[position] += pending.num_chunks
+        for move in pending.rest():
             move.release = min(self.num_ops + self._shift(move), self._limit(move))
 
     def _shift(self, move: _Move) -> int:
@@ -161,24 +153,25 @@ class Placement:
         for move in self.moves:
             if move.load is not None:
                 begin.setdefault(self._need(move) - 1, []).append(move)
-        pending: list[_Move] = []  # those needed last come first
+        pending = _Pending()
         for position in range(self.num_ops - 1, -self.num_ops - 1, -1):
-            pending += begin.get(position, [])
-            zone = position % self.num_ops
-            room = self.machine.num_chunks - self.held[zone] - sum(move.gap.num_chunks for move in pending)
-            waiting = []
-            for move in pending:
+            for move in begin.get(position, ()):
                 shift = (move.gap.latest_load or 0) - self._need(move)
-                is_early = move.load_start_ns >= self._time(position + 1)
-                if room < 0 or is_early or move.release - shift > position:
-                    move.load = position + 1 + shift
-                    room += move.gap.num_chunks
-                else:
-                    waiting.append(move)
-            pending = waiting
-            self.held[zone] = self.machine.num_chunks - room
-        for move in pending:
+                wish = self._position_at(move.load_start_ns)
+                pending.add(move, order=-self._need(move), until=1 - max(wish, move.release - shift))
+            zone = position % self.num_ops
+            room = self.machine.num_chunks - self.held[zone]
+            for move in pending.take(-position, room):
+                move.load = position + 1 + (move.gap.latest_load or 0) - self._need(move)
+            self.held[zone] += pending.num_chunks
+        for move in pending.rest():
             move.load = (move.gap.latest_load or 0) - self._need(move) - self.num_ops
+
+    def _position_at(self, time_ns: float) -> int:
+        """The last position that starts by `time_ns`, in this step or the one before."""
+        step = -1 if time_ns < 0 else 0
+        offset_ns = max(time_ns - step * self.start_ns[-1], 0)
+        return step * self.num_ops + max(bisect_right(self.start_ns, offset_ns, hi=self.num_ops) - 1, 0)
 
     def _need(self, move: _Move) -> int:
         """The op that uses the bytes next, as a position of one step."""
@@ -189,6 +182,48 @@ class Placement:
 
     def _load_ns(self, gap: Gap) -> float:
         return self.machine.latency_ns + gap.nbytes / self.machine.load_bytes_per_s * 1e9
+
+
+class _Pending:
+    """Moves that hold chunks beyond what they must, during a sweep.
+
+    Attributes:
+        num_chunks: What they hold together.
+    """
+
+    def __init__(self) -> None:
+        self.num_chunks = 0
+        self._by_order: list[tuple[float, int, _Move]] = []
+        self._by_until: list[tuple[int, int, _Move]] = []
+        self._gone: set[int] = set()
+        self._count = 0
+
+    def add(self, move: _Move, *, order: float, until: int) -> None:
+        """Hold the move's chunks until sweep position `until`; give them up in `order` if there is no room."""
+        heapq.heappush(self._by_order, (order, self._count, move))
+        heapq.heappush(self._by_until, (until, self._count, move))
+        self._count += 1
+        self.num_chunks += move.gap.num_chunks
+
+    def take(self, position: int, room: int) -> Iterator[_Move]:
+        """Remove and yield the moves that are due at `position`, then those for which there is no room."""
+        while self._by_until and self._by_until[0][0] <= position:
+            _, number, move = heapq.heappop(self._by_until)
+            if number not in self._gone:
+                yield self._remove(number, move)
+        while self.num_chunks > room and self._by_order:
+            _, number, move = heapq.heappop(self._by_order)
+            if number not in self._gone:
+                yield self._remove(number, move)
+
+    def rest(self) -> Iterator[_Move]:
+        """Remove and yield what is left."""
+        yield from self.take(0, -1)
+
+    def _remove(self, number: int, move: _Move) -> _Move:
+        self._gone.add(number)
+        self.num_chunks -= move.gap.num_chunks
+        return move
 
 
 def _by_chain(chains: tuple[Chain, ...], chosen: Sequence[Gap]) -> list[tuple[Chain, list[Gap]]]:
