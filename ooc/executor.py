@@ -213,6 +213,7 @@ class Executor:
                 promoted.append(role)
         moves = [(role, role.heir, role.record) for role in promoted]
         spares = {role.index: role.heir.record for role in promoted if role.heir is not None}
+        moving = {id(role.record) for role in promoted}
         for role, heir, record in moves:
             assert heir is not None and record is not None
             compiled.role_alive[role.index] = 0
@@ -226,6 +227,10 @@ class Executor:
                     self._map_first(role)
                 assert role.record is not None
                 compiled.role_address[role.index] = role.record.address
+            else:
+                dead = spares[role.index]  # another one than `record` only in the first step after `enter`
+                if dead is not None and dead is not record and id(dead) not in moving:
+                    books.dispose(dead)
             self._set_alive(compiled, heir, record)
         for role in compiled.heirs:
             if not alive[role.index]:
@@ -408,11 +413,27 @@ class Executor:
             if role.record is not None and role.record.address in books.records:
                 role.record = None
                 compiled.role_address[role.index] = 0
+        for role in compiled.roles:
+            if not role.is_born:
+                self._bury(compiled, role)
         books.retake_pool(self._new_pool())
         _log.info("left the plan at op %d: %s", cursor, reason)
         self.on_leave(recorder)  # also when a transfer had failed: the step goes on from true books
         if failure is not None:
             raise failure
+
+    def _bury(self, compiled: Compiled, role: Role) -> None:
+        """Whoever played a role that is not born in the step is dead: nobody will ask for its reservation again.
+
+        (Unless it serves a role that is born in the step, too.)
+        """
+        record = role.record
+        if record is None or record.address in self._books.records:
+            return
+        role.record = None
+        compiled.role_address[role.index] = 0
+        if not any(other.record is record for other in compiled.roles):
+            self._books.dispose(record)
 
     on_leave: Callable[[StepRecorder], None]
 
@@ -689,6 +710,7 @@ class Executor:
         if record.state is State.RESIDENT:
             self._books.evict([record])
         del self._books.records[record.address]
+        self._bury(compiled, role)
         role.record = record
         self._set_alive(compiled, role, record)
         self._start_load(stay)

@@ -131,10 +131,10 @@ class _Program:
 
 
 def _find_script(path: str) -> _Program:
-    importer: Any = pkgutil.get_importer(path)  # None for a plain file
+    importer: Any = pkgutil.get_importer(os.path.abspath(path))  # None for a plain file
     spec = importer.find_spec("__main__") if importer is not None else None
     if spec is not None:
-        return _from_spec(spec, path_entry=path, argv0=path, package="")
+        return _from_spec(spec, path_entry=os.path.abspath(path), argv0=path, package="")
     if os.path.isdir(path):
         raise RunError(f"can't find '__main__' module in {os.path.abspath(path)!r}", exit_code=1)
     try:
