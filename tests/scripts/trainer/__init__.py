@@ -1,0 +1,3 @@
+"""A package that is run by `-m`."""
+
+WIDTH = 192
