@@ -18,6 +18,8 @@ from vmm.store import FileStore
 
 _log = logging.getLogger(__name__)
 
+_MAX_SEQUENCES = 64
+"""Sequences without a plan that are remembered: a step that is never the same twice must not fill memory."""
 _REFINE_AFTER = (3, 8)
 """Steps played from a plan after which it is made anew: early, and once more with a better minimum."""
 _WORTHWHILE = 0.995
@@ -70,8 +72,13 @@ class Sequences:
     def learn(self, observed: Observed, machine: Machine) -> str:
         """Note a step that ran on demand; plan its sequence if it was seen before. Returns its key."""
         key = observed.trace.fingerprint()
-        earlier = self._seen.get(key)
-        self._seen[key] = observed
+        earlier = self._seen.pop(key, None)
+        self._seen[key] = observed  # last in order: the one seen most recently
+        for old in list(self._seen)[:-_MAX_SEQUENCES]:
+            if old not in self._plans:
+                del self._seen[old]
+                self._unplannable.pop(old, None)
+                self._followers.pop(old, None)
         if earlier is None or key in self._plans or key in self._unplannable or not observed.trace.ops:
             return key
         started = time.monotonic()

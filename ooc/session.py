@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ooc import _native, ops
 from ooc.books import Books, NoRoom, State, VariableRecord
 from ooc.errors import BudgetTooSmall, OocError, SessionError
 from ooc.executor import Executor
+from ooc.forks import Forks
 from ooc.interrupts import CriticalLock, Interrupts
 from ooc.outside import Outside
 from ooc.recorder import OpRecord, StepRecorder
@@ -174,6 +175,7 @@ class Session:
             _current = self
             self._books.guards.open()
             self._outside = Outside(self)
+            self._forks = Forks(self)
             self._mode.__enter__()
         if step_boundary == "optimizer":
             from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -337,10 +339,10 @@ class Session:
                 played = self._dispatcher.try_play(func, (), args, kwargs)
             if played is not None:
                 return played[0]
+            if not self._dispatcher.occurrences(args, kwargs):
+                return func(*args, **kwargs)  # touches nothing of ours; the plan can go on
             with self._lock:
                 if self._executor.active is not None:
-                    if not self._dispatcher.occurrences(args, kwargs):
-                        return func(*args, **kwargs)  # touches nothing of ours; the plan can go on
                     self._leave(f"{func} is not what the plan expects")
         return self._run_on_demand(func, args, kwargs)
 
@@ -570,6 +572,7 @@ class Session:
             if self._hook is not None:
                 self._hook.remove()
             self._outside.close()
+            self._forks.close()
             try:
                 if self._executor.active is not None:
                     self._leave("the session ends")
@@ -584,6 +587,22 @@ class Session:
                 self._books.close()
                 self._store.close()
                 self._driver.close()
+
+    def _become_inherited(self) -> None:
+        """In a forked child: this session is the parent's."""
+        global _current
+        self._is_open = False
+        self._allocator.close()
+        self._dispatcher.leave()
+        self._outside.close()
+        self._books.guards.become_inherited()
+        self._interrupts.remove()
+        if self._hook is not None:
+            self._hook.remove()
+        modes = _get_current_dispatch_mode_stack()
+        if modes and modes[-1] is self._mode:  # else it stays, and passes everything on
+            self._mode.__exit__(None, None, None)
+        _current = None
 
     def _let_survivors_go(self) -> None:
         from ooc.survivors import release_survivors
