@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -9,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -198,10 +200,16 @@ def test_memory_is_committed_when_made() -> None:
 
 
 def test_a_pool_larger_than_the_machine_is_refused_with_the_numbers() -> None:
+    class NoMemory(Syscalls):
+        """If the check were missing, the kernel would kill other processes."""
+
+        def fallocate(self, descriptor: int, offset: int, nbytes: int) -> None:
+            raise AssertionError(f"allocates {nbytes} bytes at {offset} of file {descriptor}")
+
     total = machine.meminfo_nbytes()["MemTotal"]
     num_chunks = 4 * total // CHUNK
     with pytest.raises(MemoryFault, match="does not fit") as caught:
-        PosixDriver(num_chunks, CHUNK)
+        PosixDriver(num_chunks, CHUNK, syscalls=NoMemory())
     assert str(num_chunks * CHUNK) in str(caught.value)
     assert str(total) in str(caught.value)
 
@@ -212,6 +220,49 @@ def test_a_pool_larger_than_the_control_group_is_refused(monkeypatch: pytest.Mon
     with pytest.raises(MemoryFault, match="control group /x"):
         PosixDriver(4, CHUNK)
     PosixDriver(3, CHUNK).close()
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group with a limit of 64 MiB beneath this process's own."""
+    found = machine._cgroup_directories(Path("/"))
+    if found is None:
+        pytest.skip("no memory control groups here")
+    version, leaf, _ = found
+    group = leaf / f"ooc-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"cannot make a control group: {error}")
+    try:
+        limit = group / ("memory.limit_in_bytes" if version == 1 else "memory.max")
+        if not limit.exists():
+            pytest.skip("the memory controller is not enabled for child groups")
+        limit.write_text(str(64 << 20))
+        yield group
+    finally:
+        for _ in range(100):  # until the kernel has seen the last process off
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.01)
+
+
+@pytest.mark.cgroup
+def test_in_a_control_group_too_small_the_pool_is_refused_rather_than_the_process_killed(small_group: Path) -> None:
+    script = (
+        "import os, sys\nfrom pathlib import Path\n"
+        "Path(sys.argv[1], 'cgroup.procs').write_text(str(os.getpid()))\n"
+        "from vmm.driver import MemoryFault\nfrom vmm.machine import process_memory\n"
+        "from vmm.posix import PosixDriver\n"
+        "before = process_memory()\nsmall = PosixDriver(512, 65536)\nafter = process_memory()\n"
+        "print(after.source, after.nbytes - before.nbytes >= 32 << 20)\n"
+        "try:\n    PosixDriver(1024, 65536)\nexcept MemoryFault as error:\n    print(sys.argv[1] in str(error))\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", script, str(small_group)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+    assert (done.returncode, done.stdout) == (0, "cgroup True\nTrue\n"), done.stderr
 
 
 def test_a_smaller_arena_is_taken_where_addresses_are_few() -> None:
@@ -291,6 +342,16 @@ def test_without_the_hook_a_child_still_does_not_inherit(case: PosixCase) -> Non
         flags = vm_flags(address)
         assert "dc" in flags  # MADV_DONTFORK
         assert "dc" in vm_flags(driver.view_address)
+
+
+def test_what_is_put_back_after_a_failure_is_not_inherited_either(case: PosixCase) -> None:
+    with case.make(8) as driver:
+        address = driver.reserve(4)
+        driver.map(address, [(0, 4)])
+        case.failing.arm(2)
+        with pytest.raises(MemoryFault, match="injected"):
+            driver.map(address, [(4, 4)])
+        assert "dc" in vm_flags(address)
 
 
 def test_sharing_with_children_is_possible(case: PosixCase) -> None:

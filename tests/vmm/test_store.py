@@ -448,7 +448,8 @@ def test_every_failure_to_grow_changes_nothing(tmp_path: Path, monkeypatch: pyte
         store.allocate(MIB)
         for code, expected in ((errno.ENOSPC, StoreFull), (errno.EDQUOT, StoreFull), (errno.EIO, StoreError)):
 
-            def refuse(*_: object, code: int = code) -> None:
+            def refuse(descriptor: int, offset: int, nbytes: int, code: int = code) -> None:
+                os.ftruncate(descriptor, offset + nbytes // 2)  # it may have got part of the way
                 raise OSError(code, os.strerror(code))
 
             with monkeypatch.context() as patch:
@@ -456,6 +457,7 @@ def test_every_failure_to_grow_changes_nothing(tmp_path: Path, monkeypatch: pyte
                 with pytest.raises(expected, match=str(tmp_path)):
                     store.allocate(4096)
             assert (store.file_nbytes, store.used_nbytes, store.num_slots) == (MIB, MIB, 1)
+            assert os.fstat(store.descriptor).st_size == MIB
         store.allocate(4096)
 
 

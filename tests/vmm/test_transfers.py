@@ -88,6 +88,7 @@ def test_partial_transfers_are_continued(engine: TransferEngine, memory: Memory,
 
 def test_threads_share_one_large_transfer(memory: Memory, file: int) -> None:
     with TransferEngine(num_writers=4, num_readers=1, piece_nbytes=MIB) as engine:
+        time.sleep(0.1)  # all threads asleep: each must be woken
         engine.inject_faults(delay_ns=20_000_000)
         engine.wait(engine.submit_write(file, 0, [(memory.address, 16 * MIB)]))
         statistics = engine.statistics("write")
