@@ -148,7 +148,11 @@ def test_keyboard_interrupt_in_mid_step(tmp_path: Path) -> None:
 def test_interrupt_from_outside() -> None:
     """As a terminal sends it, at a moment of its own choosing."""
     process = subprocess.Popen(
-        command(TRAIN, "--epochs", "100000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+        command(TRAIN, "--epochs", "100000"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
     )
     assert process.stdout is not None
     try:
