@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ooc.compiled import Compiled
+from ooc.plan_cache import PlanCache
 from ooc.recorder import Observed, close_cycle
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
@@ -40,13 +41,16 @@ class Sequences:
         parameters: Mapping[str, Any],
         intercepts: Container[Any],
         view_address: int,
+        cache: PlanCache | None = None,
     ) -> None:
         self._policy = policy
+        self._cache = cache
         self._parameters = dict(parameters)
         self._intercepts = intercepts
         self._view_address = view_address
         self._seen: dict[str, Observed] = {}
         self._plans: dict[str, Compiled] = {}
+        self._asked: dict[str, Machine] = {}  # what the first plan of each sequence was made for
         self._unplannable: dict[str, str] = {}
         self._followers: dict[str, str] = {}
         self._last_key: str | None = None
@@ -83,8 +87,9 @@ class Sequences:
             return key
         started = time.monotonic()
         trace = close_cycle(earlier, observed)
+        self._asked[key] = machine
         try:
-            plan = make_plan(trace, machine, policy=self._policy, **self._parameters)
+            plan = self._plan(trace, machine)
         except PlanError as error:
             self._unplannable[key] = str(error)
             _log.warning("this sequence stays on demand: %s", error)
@@ -94,6 +99,18 @@ class Sequences:
         self.planning_s += time.monotonic() - started
         _log.info("planned %d ops in %.2f s: %s", len(trace.ops), time.monotonic() - started, dict(plan.predicted))
         return key
+
+    def _plan(self, trace: Trace, machine: Machine) -> Plan:
+        """The plan kept from an earlier run, or a new one, which is kept."""
+        if self._cache is not None:
+            kept = self._cache.load(trace, machine, self._policy, self._parameters)
+            if kept is not None:
+                _log.info("this step was planned in an earlier run")
+                return kept
+        plan = make_plan(trace, machine, policy=self._policy, **self._parameters)
+        if self._cache is not None:
+            self._cache.save(plan, trace, self._parameters)
+        return plan
 
     def _compile(self, trace: Trace, plan: Plan, observed: Observed) -> Compiled:
         return Compiled(
@@ -131,6 +148,9 @@ class Sequences:
         _log.info("planned anew: %.4f s a step instead of %.4f s", new_ns / 1e9, old.duration_ns / 1e9)
         if new_ns > old.duration_ns * _WORTHWHILE:
             return compiled
+        if self._cache is not None:
+            # For the next run to find: it will ask with what it measures when it begins.
+            self._cache.save(replace(plan, machine=self._asked[key]), trace, self._parameters)
         better = self._compile(trace, plan, self._seen[key])
         better.play_log = log
         self._plans[key] = better

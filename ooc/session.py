@@ -33,6 +33,7 @@ from ooc.executor import Executor
 from ooc.forks import Forks
 from ooc.interrupts import CriticalLock, Interrupts
 from ooc.outside import Outside
+from ooc.plan_cache import PlanCache
 from ooc.recorder import OpRecord, StepRecorder
 from ooc.report import make_report
 from ooc.sequences import Sequences
@@ -79,6 +80,7 @@ class Session:
         threshold_nbytes: Storages below this are left to torch's own allocator and not counted.
         debug: Let every touch of an evicted variable fault, so that a missed use cannot pass.
         step_boundary: "explicit": by `step()`; "optimizer": when an optimizer's `step` returns.
+        plan_cache: Keep plans on disk and use those of earlier runs (see `ooc.plan_cache`).
 
     Raises:
         ValueError: The budget is not a size, or less than a chunk.
@@ -99,6 +101,7 @@ class Session:
         threshold_nbytes: int | str | None = None,
         debug: bool = False,
         step_boundary: Literal["explicit", "optimizer"] = "explicit",
+        plan_cache: bool = True,
     ) -> None:
         global _current
         if _current is not None:
@@ -158,6 +161,7 @@ class Session:
             parameters={"window_nbytes": parse_nbytes(window_nbytes)} if window_nbytes is not None else {},
             intercepts=_Intercepts(),
             view_address=self._driver.view_address,
+            cache=PlanCache.default() if plan_cache else None,
         )
         self._recorder: StepRecorder | None = StepRecorder({})
         self._pending: BaseException | None = None

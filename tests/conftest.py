@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+
+os.environ["OOC_PLAN_CACHE"] = "0"  # each test plans for itself, whatever ran before it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
