@@ -24,8 +24,8 @@ def lower_bounds(trace: Trace, machine: Machine) -> dict[str, int]:
             (but for what must be away at the boundary).
         `loaded_nbytes`, `evicted_nbytes`: see `_traffic`.
         `compute_ns`: ops run one after another.
-        `duration_ns`: the larger of compute and of each link's least busy time, because all of
-            them can at best overlap fully.
+        `duration_ns`: the largest of compute; the links' least busy time, because the three can at
+            best overlap fully; and `_halves_ns`.
     """
     loaded, evicted = _traffic(trace, machine)
     return {
@@ -34,7 +34,7 @@ def lower_bounds(trace: Trace, machine: Machine) -> dict[str, int]:
         "loaded_nbytes": loaded,
         "evicted_nbytes": evicted,
         "compute_ns": trace.duration_ns,
-        "duration_ns": max(trace.duration_ns, least_busy_ns(machine, loaded, evicted)),
+        "duration_ns": max(trace.duration_ns, least_busy_ns(machine, loaded, evicted), _halves_ns(trace, machine)),
     }
 
 
@@ -84,6 +84,38 @@ def _traffic(trace: Trace, machine: Machine) -> tuple[int, int]:
     excess_out = np.maximum(np.cumsum(changing)[:-1] - machine.budget_nbytes, 0)
     loaded = max(must_load, int((np.cumsum(loaded_before)[:-1] + excess_in).max(initial=0)))
     return loaded, max(must_evict, int(excess_out.max(initial=0)))
+
+
+def _halves_ns(trace: Trace, machine: Machine) -> int:
+    """The step cut in two at the start of any op: what the first half must write, the second must load.
+
+    At that moment at most the budget is in memory. Of the bytes that are alive but away, those born
+    or changed earlier in this step have been written out earlier in this step, so the first half
+    took at least their time on the out-link. Of the bytes that a later op of this step uses, all
+    but the budget are loaded afterwards, so the second half takes at least their time on the in-link. A
+    training step is such a case at the end of its forward pass.
+    """
+    alive = np.zeros(trace.num_ticks + 1, dtype=np.int64)  # needing a write in this step, if away
+    needed = np.zeros(trace.num_ticks + 1, dtype=np.int64)
+    for index, uses in enumerate(trace.uses_by_variable()):
+        v = trace.variables[index]
+        start, stop = trace.lifetime(index)
+        if v.birth_tick is None:
+            start = next((trace.ops[op].start_tick + 1 for op, use in uses if use.writes), stop)
+        if start < stop:
+            alive[start] += v.nbytes
+            alive[stop] -= v.nbytes
+        if uses:
+            needed[trace.lifetime(index)[0]] += v.nbytes
+            needed[min(trace.ops[uses[-1][0]].start_tick + 1, stop)] -= v.nbytes
+    starts = np.array([op.start_tick for op in trace.ops], dtype=np.int64)
+    written = np.maximum(np.cumsum(alive)[starts] - machine.budget_nbytes, 0)
+    loaded = np.maximum(np.cumsum(needed)[starts] - machine.budget_nbytes, 0)
+    durations = np.array([op.duration_ns for op in trace.ops], dtype=np.int64)
+    before = np.cumsum(durations) - durations
+    first = np.maximum(before, np.floor(written / machine.evict_bytes_per_s * 1e9))
+    second = np.maximum(trace.duration_ns - before, np.floor(loaded / machine.load_bytes_per_s * 1e9))
+    return int((first + second).max(initial=0))
 
 
 def _fold_add(change: IntArray, start: int, stop: int, nbytes: int) -> None:

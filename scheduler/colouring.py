@@ -116,10 +116,11 @@ class _Painter:
         for index, arc in enumerate(self.arcs):
             self.members.setdefault(arc.family, []).append(index)
         self.home: dict[int, IntArray] = {}
-        self.free_at = np.zeros(machine.num_chunks, dtype=np.int64)  # nobody holds the chunk from this tick on
-        self.hard_from = np.full(machine.num_chunks, _NEVER)  # an arc over the cut takes it at this tick
-        self.next_claim = np.full(machine.num_chunks, _NEVER)  # a home's next arc wants it at this tick
-        self.claims: list[list[tuple[int, int]]] = [[] for _ in range(machine.num_chunks)]
+        num_chunks = min(machine.num_chunks, sum(arc.num_chunks for arc in self.arcs))  # more is never needed
+        self.free_at = np.zeros(num_chunks, dtype=np.int64)  # nobody holds the chunk from this tick on
+        self.hard_from = np.full(num_chunks, _NEVER)  # an arc over the cut takes it at this tick
+        self.next_claim = np.full(num_chunks, _NEVER)  # a home's next arc wants it at this tick
+        self.claims: dict[int, list[tuple[int, int]]] = {}
 
     def paint(self) -> Colouring | Shortage:
         shortage = self._paint_crossing()
@@ -172,7 +173,7 @@ class _Painter:
                 continue
             evictable = self.trace.variables[self.residencies[other.residencies[0]].variable].evictable
             free = int(np.count_nonzero(self.free_at[other.chunks] <= arc.start))
-            if free and evictable and other.start < arc.stop:
+            if free and evictable and arc.start <= other.start < arc.stop:
                 found.append((free < num_chunks, free if free >= num_chunks else -free, index))
         later: list[int] = []
         for _, free, index in sorted(found):
@@ -213,13 +214,15 @@ class _Painter:
         if later:
             for chunk in chunks.tolist():
                 for claim in later:
-                    heapq.heappush(self.claims[chunk], claim)
+                    heapq.heappush(self.claims.setdefault(chunk, []), claim)
             self._update_claims(chunks, -1)
 
     def _update_claims(self, chunks: IntArray, now: int) -> None:
         """Forget claims that have been served or broken."""
         for chunk in chunks.tolist():
-            heap = self.claims[chunk]
+            heap = self.claims.get(chunk)
+            if heap is None:
+                continue
             while heap and (heap[0][0] < now or self.arcs[heap[0][1]].chunks is not None):
                 heapq.heappop(heap)
             self.next_claim[chunk] = heap[0][0] if heap else _NEVER

@@ -178,8 +178,10 @@ class WindowWalk:
             if index % _SNAPSHOT_EVERY == 0:
                 del self._snapshots[index // _SNAPSHOT_EVERY :]
                 self._snapshots.append((self.state.copy(), len(self.decisions)))
-            missing = self._swap_in(index) or self._make_outputs(index)
-            if missing:
+            missing = self._swap_in(index)
+            if missing is None:
+                missing = self._make_outputs(index)
+            if missing is not None:
                 index = self._backtrack(index, missing)
                 continue
             self._swap_out(index)
@@ -190,8 +192,8 @@ class WindowWalk:
     def _decide(self, act: Act, variable: int, op_index: int) -> None:
         self.decisions.append(Decision(act=act, variable=variable, op_index=op_index))
 
-    def _swap_in(self, index: int) -> int:
-        """A: let the window run ahead. Returns the chunks that an operand of the op lacks, or 0."""
+    def _swap_in(self, index: int) -> int | None:
+        """A: let the window run ahead. Returns the chunks of an operand that does not fit, if one does not."""
         s = self.state
         while s.head < len(self.sequence):
             v = self.sequence[s.head]
@@ -214,10 +216,10 @@ class WindowWalk:
             s.window_nbytes += self.nbytes[v]
             self._entered_at[s.head] = index
             s.head += 1
-        return 0
+        return None
 
-    def _make_outputs(self, index: int) -> int:
-        """B: room for what the op allocates. Returns the chunks that it lacks, or 0."""
+    def _make_outputs(self, index: int) -> int | None:
+        """B: room for what the op allocates. Returns the chunks of that, if they do not fit."""
         s = self.state
         born = [v for v in self.operands[index] if s.where[v] is State.NONE and v not in self.fixed[index]]
         need = sum(self.chunks[v] for v in born)
@@ -227,7 +229,7 @@ class WindowWalk:
             return need
         for v in born:
             self._bear(v, index)
-        return 0
+        return None
 
     def _swap_out(self, index: int) -> None:
         """C: write out what the window does not hold any more."""

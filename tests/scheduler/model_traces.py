@@ -127,7 +127,6 @@ def resnet50(*, batch: int = 16, image: int = 224, rate: float = 2e11, with_para
     """ResNet-50 with bottleneck blocks, SGD with momentum."""
     s = _Step()
     tape: list[tuple[str, tuple[int, ...], int, float, int, int]] = []
-    params: list[int] = []
 
     def conv(x: int, cin: int, cout: int, k: int, side: int) -> int:
         out = batch * cout * side * side * 4
@@ -141,7 +140,7 @@ def resnet50(*, batch: int = 16, image: int = 224, rate: float = 2e11, with_para
         tape.append(("conv", (x, c, b), weight, flop / rate * 1e9, out, cin * cout * k * k * 4))
         return b
 
-    shapes = _resnet50_convs(image)
+    shapes = _resnet50_convs()
     tape_convs: list[tuple[int, int, int]] = []
     s_params = []
     if with_parameters:
@@ -206,7 +205,7 @@ def resnet50(*, batch: int = 16, image: int = 224, rate: float = 2e11, with_para
     return s.finish()
 
 
-def _resnet50_convs(image: int) -> list[tuple[int, int, int]]:
+def _resnet50_convs() -> list[tuple[int, int, int]]:
     shapes, cin = [(3, 64, 7)], 64
     for stage, blocks in enumerate((3, 4, 6, 3)):
         mid, cout = 64 << stage, 256 << stage

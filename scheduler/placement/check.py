@@ -1,0 +1,56 @@
+"""Is a placement right? Every pair of buffers is looked at; nothing is shared with the planners."""
+
+from __future__ import annotations
+
+from scheduler.placement.problem import Placement, Problem
+
+
+class PlacementError(ValueError):
+    """A placement that breaks a rule; the message lists the first faults."""
+
+
+def faults_of(problem: Problem, placement: Placement) -> list[str]:
+    """Everything that is wrong with `placement`, in words. Empty: it is right.
+
+    O(n^2) in the number of buffers. A capacity is not checked: `Placement.fits` tells.
+    """
+    buffers, faults = problem.buffers, []
+    if len(placement.offsets) != len(buffers):
+        return [f"{len(placement.offsets)} offsets for {len(buffers)} buffers"]
+    if placement.runs is not None and len(placement.runs) != len(buffers):
+        return [f"runs of {len(placement.runs)} buffers, but there are {len(buffers)}"]
+    pieces: list[list[tuple[int, int]]] = []  # of each buffer: [start, stop) in bytes of the arena
+    for index, buffer in enumerate(buffers):
+        occupied = buffer.nbytes + (-buffer.nbytes) % problem.alignment
+        runs = placement.runs[index] if placement.runs is not None else ((placement.offsets[index], occupied),)
+        pieces.append([(offset, offset + nbytes) for offset, nbytes in runs])
+        if sum(nbytes for _, nbytes in runs) != occupied or any(nbytes <= 0 for _, nbytes in runs):
+            faults.append(f"buffer {index}: pieces {runs} do not make {occupied} bytes")
+        if not runs or runs[0][0] != placement.offsets[index]:
+            faults.append(f"buffer {index}: its first piece is not at its offset {placement.offsets[index]}")
+        for start, stop in pieces[index]:
+            if start < 0 or stop > placement.height:
+                faults.append(f"buffer {index}: [{start}, {stop}) lies outside the height {placement.height}")
+            if start % problem.alignment:
+                faults.append(f"buffer {index}: offset {start} is no multiple of {problem.alignment}")
+        for other in range(index + 1):
+            if other == index:
+                own = sorted(pieces[index])
+                clash = any(a[1] > b[0] for a, b in zip(own, own[1:], strict=False))
+            elif buffer.start < buffers[other].stop and buffers[other].start < buffer.stop:
+                clash = any(a[0] < b[1] and b[0] < a[1] for a in pieces[index] for b in pieces[other])
+            else:
+                continue
+            if clash:
+                faults.append(f"buffers {other} and {index} share bytes while both are alive")
+    if placement.bound > placement.height:
+        faults.append(f"the height {placement.height} is below its own bound {placement.bound}")
+    return faults
+
+
+def require_valid(problem: Problem, placement: Placement) -> None:
+    """Raises `PlacementError` naming the first faults, if there are any."""
+    faults = faults_of(problem, placement)
+    if faults:
+        more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise PlacementError(f"placement by {placement.planner!r}: {'; '.join(faults[:5])}{more}")
