@@ -1,0 +1,32 @@
+"""The package's worked example runs as it stands, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from memory_cases import num_open_files, num_threads
+
+import vmm
+
+
+def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OOC_STORE", str(tmp_path))
+    monkeypatch.setattr("vmm.files.is_in_memory", lambda _: False)  # pytest's directory may be on tmpfs
+    text = (Path(vmm.__file__).parent / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    files, threads = num_open_files(), num_threads()
+    exec(example, {})
+    assert (num_open_files(), num_threads()) == (files, threads)
+
+
+@pytest.mark.parametrize("name", ["README.md", "DESIGN.md"])
+def test_what_the_documents_name_exists(name: str) -> None:
+    package = Path(vmm.__file__).parent
+    text = (package / name).read_text()
+    for module in re.findall(r"`([a-z_]+\.py)`", text):
+        assert (package / module).is_file(), module
+    tests = Path(__file__).parent
+    for module, test in re.findall(r"`(test_\w+)::(test_\w+?)(?:_?\.\.\.)?`", text):
+        assert f"def {test}" in (tests / f"{module}.py").read_text(), f"{module}::{test}"
