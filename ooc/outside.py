@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -42,6 +44,7 @@ class Outside:
         self._until_boundary: list[VariableRecord] = []
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._is_open = True
+        self._has_announced = False
         for owner, name, make in _replacements():
             self._replace(owner, name, make)
 
@@ -110,9 +113,31 @@ class Outside:
                 record.exports += 1
                 self._until_boundary.append(record)
 
+    def announce_uncompiled(self) -> None:
+        """Dynamo skips every frame under a dispatch mode, without a word: say it, once a session."""
+        if self._is_open and not self._has_announced:
+            self._has_announced = True
+            warnings.warn(
+                "torch.compile does nothing under an ooc session: dynamo does not compile under a dispatch mode, "
+                "so what is marked to be compiled runs op by op (with the results of eager execution). "
+                "Options: leave torch.compile away; compile outside the session.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
     def end(self, record: VariableRecord) -> None:
         """An export has ended. On any thread, from a finalizer, too: takes no lock."""
         self._books.ended_exports.append(record)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def within_op() -> Iterator[None]:
+        """Inside an op whose operands are held already: pointers asked for here are no exports."""
+        _local.depth = getattr(_local, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            _local.depth -= 1
 
     @contextlib.contextmanager
     def reading(self, address: int) -> Iterator[None]:
@@ -221,7 +246,23 @@ def _replacements() -> list[tuple[Any, str, Callable[[Outside, Any], Any]]]:
         (storage, "_share_filename_cpu_", _make_storage_sharing),
         (torch, "save", _make_bulk),
         (torch.serialization, "save", _make_bulk),
+        (torch, "compile", _make_compile),
+        *_compiled_modules(),
     ]
+
+
+def _compiled_modules() -> list[tuple[Any, str, Callable[[Outside, Any], Any]]]:
+    """Modules that were compiled before the session; their class is there only if dynamo was imported."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    return [(eval_frame.OptimizedModule, "__call__", _make_compile)] if eval_frame is not None else []
+
+
+def _make_compile(outside: Outside, original: Any) -> Any:
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        outside.announce_uncompiled()
+        return original(*args, **kwargs)
+
+    return announced
 
 
 def _make_numpy(outside: Outside, original: Any) -> Any:

@@ -26,7 +26,7 @@ from typing import Any, Literal, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from ooc import _native, ops
+from ooc import _native, opaque_ops, ops
 from ooc.books import Books, NoRoom, State, VariableRecord
 from ooc.errors import BudgetTooSmall, OocError, SessionError
 from ooc.executor import Executor
@@ -179,6 +179,7 @@ class Session:
             _current = self
             self._books.guards.open()
             self._outside = Outside(self)
+            opaque_ops.run_in_session = self._run_opaque
             self._forks = Forks(self)
             self._mode.__enter__()
         if step_boundary == "optimizer":
@@ -335,6 +336,11 @@ class Session:
         if ops.is_convolution_backward(func):
             return ops.run_convolution_backward(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
         return self._run(func, args, kwargs)
+
+    def _run_opaque(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread or self._mode not in _get_current_dispatch_mode_stack():
+            return op(*args, **kwargs)  # another thread, or within an op: as its other ops there
+        return self._run(op, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._executor.active is not None:
@@ -576,6 +582,7 @@ class Session:
             if self._hook is not None:
                 self._hook.remove()
             self._outside.close()
+            opaque_ops.run_in_session = None
             self._forks.close()
             try:
                 if self._executor.active is not None:
@@ -599,6 +606,7 @@ class Session:
         self._allocator.close()
         self._dispatcher.leave()
         self._outside.close()
+        opaque_ops.run_in_session = None
         self._books.guards.become_inherited()
         self._interrupts.remove()
         if self._hook is not None:
