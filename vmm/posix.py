@@ -462,9 +462,12 @@ class PosixDriver:
             self._sys.mmap(address, nbytes, _PROT_NONE, _NOTHING | MAP_FIXED, -1, 0)
             return
         if isinstance(piece.value, _File):
-            descriptor, start, length, _ = piece.value
-            prot = mmap.PROT_READ | mmap.PROT_WRITE
-            self._sys.mmap(address, length, prot, mmap.MAP_SHARED | MAP_FIXED, descriptor, start)
+            descriptor, start, length, place = piece.value
+            skipped = (piece.start - place) * self._chunk_nbytes  # the piece may be the rest of a larger one
+            length = min(max(length - skipped, 0), nbytes)
+            if length > 0:
+                prot = mmap.PROT_READ | mmap.PROT_WRITE
+                self._sys.mmap(address, length, prot, mmap.MAP_SHARED | MAP_FIXED, descriptor, start + skipped)
             if length < nbytes:
                 self._sys.mmap(address + length, nbytes - length, _PROT_NONE, _NOTHING | MAP_FIXED, -1, 0)
             return
