@@ -135,13 +135,25 @@ class PssWatch:
 class MeasuredProcess:
     """A child process whose peak memory is watched, by whichever means this machine has.
 
+    Args:
+        limit_nbytes: Hold the child to this by a memory control group.
+        is_told: Its standard input is a pipe, too.
+
     Attributes:
         process: The child; its standard output is a pipe of text.
         source: "cgroup" or "pss".
+
+    Raises:
+        MemoryGroupUnavailable: There is a limit, and no control group to hold it.
     """
 
     def __init__(
-        self, command: Sequence[str], *, environment: dict[str, str] | None = None, limit_nbytes: int | None = None
+        self,
+        command: Sequence[str],
+        *,
+        environment: dict[str, str] | None = None,
+        limit_nbytes: int | None = None,
+        is_told: bool = False,
     ) -> None:
         self._group: MemoryGroup | None = None
         self._watch: PssWatch | None = None
@@ -153,7 +165,13 @@ class MeasuredProcess:
             if limit_nbytes is not None:
                 raise
         try:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE if is_told else None,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
         except BaseException:
             if self._group is not None:
                 self._group.close()
@@ -182,8 +200,10 @@ class MeasuredProcess:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):  # what it was not alive to read
+                    pipe.close()
         if self._group is not None or self._watch is not None:
             self._peak_nbytes = self.peak_nbytes()
         if self._watch is not None:

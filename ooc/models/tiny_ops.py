@@ -33,8 +33,10 @@ def _mean_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @register("tiny_ops")
-def tiny_ops(preset: Preset, *, batch_size: int | None = None, num_links: int | None = None) -> Workload:
-    """Ops on 16-element vectors: about 400 a step when small, 2,000 when full.
+def tiny_ops(
+    preset: Preset, *, batch_size: int | None = None, num_links: int | None = None, width: int = 16
+) -> Workload:
+    """Ops on vectors of `width` elements: about 400 a step when small, 2,000 when full.
 
     A link is two ops forward (product, sine) and about six backward (cosine, three products, a sum
     over the batch, an addition to the gradient).
@@ -44,9 +46,9 @@ def tiny_ops(preset: Preset, *, batch_size: int | None = None, num_links: int | 
         name="",
         preset=preset,
         batch_size=batch_size or 1,
-        build=partial(TinyOps, num_links, 16),
-        make_batch=partial(_vector_batch, batch_size=batch_size or 1, width=16),
+        build=partial(TinyOps, num_links, width),
+        make_batch=partial(_vector_batch, batch_size=batch_size or 1, width=width),
         loss=_mean_loss,
         optimizer="sgd",
-        description=f"{num_links} links of tiny ops",
+        description=f"{num_links} links of ops on {width} elements",
     )

@@ -1,0 +1,64 @@
+"""A benchmark's child process: trains one variant, one step for each line that its parent writes.
+
+    python -m benchmarks.child VARIANT '{"workload": ..., ...}'
+
+Waiting between steps lets the parent interleave variants, so that a slow minute hits all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from dataclasses import asdict
+from functools import partial
+
+from benchmarks.rivals import checkpointed, saved_tensors_on_disk
+from ooc import models
+from ooc.trial import TrialOptions, tell, train
+
+VARIANTS = ("stock", "jemalloc", "checkpoint", "saved_on_disk", "cgroup_swap", "ours")
+"""`jemalloc` and `cgroup_swap` are stock PyTorch in an environment that the parent makes."""
+
+
+def main() -> int:
+    """Train as the command line says, and tell each step."""
+    variant, text = sys.argv[1:]
+    options = TrialOptions(**json.loads(text))
+    try:
+        report = _train(variant, options)
+    except (RuntimeError, ValueError, OSError) as error:
+        tell("error", message=str(error), type=type(error).__name__)
+        return 1
+    tell("done", report=report)
+    return 0
+
+
+def _train(variant: str, options: TrialOptions) -> dict[str, object]:
+    workload = models.get(options.workload, options.preset, **options.sizes)
+    run = partial(train, workload, num_steps=sys.maxsize, optimizer=options.optimizer, seed=options.seed)
+    if variant == "ours":
+        from ooc.session import Session
+
+        assert options.budget_nbytes is not None
+        with Session(options.budget_nbytes, store=options.store, policy=options.policy) as session:
+            _follow_parent(run(step_context=session.step))
+            return session.report()
+    if variant == "checkpoint":
+        _follow_parent(run(transform=checkpointed))
+    elif variant == "saved_on_disk":
+        _follow_parent(run(step_context=partial(saved_tensors_on_disk, options.store)))
+    else:
+        _follow_parent(run())
+    return {}
+
+
+def _follow_parent(steps: object) -> None:
+    """One step a line of input, until the input ends."""
+    with contextlib.closing(steps):  # type: ignore[type-var]
+        for _ in sys.stdin:
+            tell("step", **asdict(next(steps)))  # type: ignore[call-overload]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
