@@ -119,8 +119,10 @@ class _Painter:
         num_chunks = min(machine.num_chunks, sum(arc.num_chunks for arc in self.arcs))  # more is never needed
         self.free_at = np.zeros(num_chunks, dtype=np.int64)  # nobody holds the chunk from this tick on
         self.hard_from = np.full(num_chunks, _NEVER)  # an arc over the cut takes it at this tick
-        self.next_claim = np.full(num_chunks, _NEVER)  # a home's next arc wants it at this tick
-        self.claims: dict[int, list[tuple[int, int]]] = {}
+        self.family_of = np.array([arc.family for arc in self.arcs], dtype=np.int64)
+        self.start_of = np.array([arc.start for arc in self.arcs], dtype=np.int64)
+        self.stop_of = np.array([arc.stop for arc in self.arcs], dtype=np.int64)
+        self.claims_home = np.zeros(len(self.arcs), dtype=np.bool_)  # not coloured yet, but its family has a home
 
     def paint(self) -> Colouring | Shortage:
         shortage = self._paint_crossing()
@@ -132,27 +134,29 @@ class _Painter:
         ]
         heapq.heapify(waiting)
         while waiting:
-            arc = self.arcs[heapq.heappop(waiting)[2]]
+            index = heapq.heappop(waiting)[2]
+            arc = self.arcs[index]
             missing = arc.num_chunks - int(np.count_nonzero(self._usable(arc)))
             if missing > 0 and self.give_way:
-                for index in self._make_way(arc, missing):
-                    heapq.heappush(waiting, (self.arcs[index].start, False, index))
+                for later in self._make_way(arc, missing):
+                    heapq.heappush(waiting, (self.arcs[later].start, False, later))
                 missing = arc.num_chunks - int(np.count_nonzero(self._usable(arc)))
             if missing > 0:
                 return self._shortage(missing, arc)
-            self._assign(arc, self._choose(arc))
+            self._assign(index, self._choose(index))
         return self._result()
 
     def _paint_crossing(self) -> Shortage | None:
         """What crosses the cut, side by side from chunk 0, ordered by when the chunks become free."""
-        crossing = [arc for arc in self.arcs if arc.stop > self.trace.num_ticks]
+        crossing = [(arc.stop, arc.start, i) for i, arc in enumerate(self.arcs) if arc.stop > self.trace.num_ticks]
         position = 0
-        for arc in sorted(crossing, key=lambda arc: (arc.stop, arc.start, arc.residencies)):
+        for _, _, index in sorted(crossing):
+            arc = self.arcs[index]
             chunks = np.arange(position, position + arc.num_chunks, dtype=np.int64)
             position += arc.num_chunks
             if position > len(self.free_at):
                 return self._shortage(position - len(self.free_at), arc)
-            self._assign(arc, chunks)
+            self._assign(index, chunks)
             self.free_at[chunks] = arc.stop - self.trace.num_ticks
             self.hard_from[chunks] = arc.start
         return None
@@ -199,61 +203,70 @@ class _Painter:
             )
         )
         arc.residencies, arc.start, arc.stop = (start,), 0, arc.stop - self.trace.num_ticks
+        self.family_of = np.append(self.family_of, arc.family)
+        self.start_of = np.append(self.start_of, self.arcs[-1].start)
+        self.stop_of = np.append(self.stop_of, self.arcs[-1].stop)
+        self.claims_home = np.append(self.claims_home, True)
         self.members[arc.family].append(len(self.arcs) - 1)
         return len(self.arcs) - 1
 
-    def _assign(self, arc: _Arc, chunks: IntArray) -> None:
+    def _assign(self, index: int, chunks: IntArray) -> None:
         """Give the arc its chunks; its family's later arcs claim the home that the first one makes."""
+        arc = self.arcs[index]
         arc.chunks = chunks
         self.free_at[chunks] = arc.stop
-        if arc.family in self.home:
-            self._update_claims(self.home[arc.family], arc.start)
-            return
-        self.home[arc.family] = chunks
-        later = [(self.arcs[i].start, i) for i in self.members[arc.family] if self.arcs[i].chunks is None]
-        if later:
-            for chunk in chunks.tolist():
-                for claim in later:
-                    heapq.heappush(self.claims.setdefault(chunk, []), claim)
-            self._update_claims(chunks, -1)
-
-    def _update_claims(self, chunks: IntArray, now: int) -> None:
-        """Forget claims that have been served or broken."""
-        for chunk in chunks.tolist():
-            heap = self.claims.get(chunk)
-            if heap is None:
-                continue
-            while heap and (heap[0][0] < now or self.arcs[heap[0][1]].chunks is not None):
-                heapq.heappop(heap)
-            self.next_claim[chunk] = heap[0][0] if heap else _NEVER
+        self.claims_home[index] = False
+        if arc.family not in self.home:
+            self.home[arc.family] = chunks
+            later = [other for other in self.members[arc.family] if self.arcs[other].chunks is None]
+            self.claims_home[later] = True
 
     def _usable(self, arc: _Arc) -> BoolArray:
         """Chunks that nobody holds from the arc's start to its stop."""
         return (self.free_at <= arc.start) & (self.hard_from >= arc.stop)
 
-    def _choose(self, arc: _Arc) -> IntArray:
+    def _choose(self, index: int) -> IntArray:
+        arc = self.arcs[index]
         usable = self._usable(arc)
         home = self.home.get(arc.family)
         if home is None:
-            return np.sort(self._pick(usable, arc.num_chunks, arc.stop))
+            return np.sort(self._pick(usable, arc.num_chunks, index))
         at_home = usable[home]
         chunks = home.copy()
         away = int(np.count_nonzero(~at_home))
         if away:
             usable[home[at_home]] = False
-            chunks[~at_home] = np.sort(self._pick(usable, away, arc.stop))
+            chunks[~at_home] = np.sort(self._pick(usable, away, index))
         return chunks
 
-    def _pick(self, usable: BoolArray, size: int, stop: int) -> IntArray:
-        """`size` of the usable chunks: unclaimed ones in long runs first, then those claimed latest."""
-        unclaimed = np.flatnonzero(usable & (self.next_claim >= stop))
+    def _pick(self, usable: BoolArray, size: int, index: int) -> IntArray:
+        """`size` of the usable chunks: those that nobody claims, in long runs; then those with the fewest claims."""
+        conflicts = self._conflicts(index)
+        unclaimed = np.flatnonzero(usable & (conflicts == 0))
         if len(unclaimed) >= size:
             if self.tight:
                 return unclaimed[np.argsort(self.hard_from[unclaimed], kind="stable")[:size]]
             return _best_runs(unclaimed, size)
-        claimed = np.flatnonzero(usable & (self.next_claim < stop))
-        latest = np.argsort(-self.next_claim[claimed], kind="stable")[: size - len(unclaimed)]
-        return np.concatenate([unclaimed, claimed[latest]])
+        claimed = np.flatnonzero(usable & (conflicts > 0))
+        fewest = np.argsort(conflicts[claimed], kind="stable")[: size - len(unclaimed)]
+        return np.concatenate([unclaimed, claimed[fewest]])
+
+    def _conflicts(self, index: int) -> IntArray:
+        """For each chunk, how many arcs claim it as their home while this arc's family holds it.
+
+        The family is this arc and, if it is about to make its home, its later arcs.
+        """
+        own = [index]
+        if self.arcs[index].family not in self.home:
+            own += [other for other in self.members[self.arcs[index].family] if other != index]
+        overlap = np.zeros(len(self.arcs), dtype=np.bool_)
+        for i in own:
+            overlap |= (self.start_of < self.arcs[i].stop) & (self.stop_of > self.arcs[i].start)
+        overlap &= self.claims_home & (self.family_of != self.arcs[index].family)
+        homes = [self.home[family] for family in self.family_of[overlap].tolist()]
+        if not homes:
+            return np.zeros(len(self.free_at), dtype=np.int64)
+        return np.bincount(np.concatenate(homes), minlength=len(self.free_at))
 
     def _result(self) -> Colouring:
         chunks: list[IntArray] = [np.empty(0, dtype=np.int64)] * len(self.residencies)
