@@ -1,7 +1,7 @@
 """Train models larger than memory, under a byte budget that is held, bit for bit equal."""
 
-from ooc.errors import BudgetTooSmall, OocError, Refused, SessionError, StoreFailed
+from ooc.errors import BudgetTooSmall, HiddenWrite, OocError, Refused, SessionError, StoreFailed
 from ooc.opaque_ops import opaque
 from ooc.session import Session
 
-__all__ = ["BudgetTooSmall", "OocError", "Refused", "Session", "SessionError", "StoreFailed", "opaque"]
+__all__ = ["BudgetTooSmall", "HiddenWrite", "OocError", "Refused", "Session", "SessionError", "StoreFailed", "opaque"]

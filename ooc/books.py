@@ -10,13 +10,15 @@ here allocates memory for variables anywhere else.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import time
+import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
-from ooc.errors import StoreFailed
-from ooc.forks import Children
+from ooc.children import Children
+from ooc.errors import HiddenWrite, StoreFailed
 from ooc.guards import NO_GUARD, Guards
 from ooc.units import format_nbytes
 from vmm.addresses import AddressSpace, Reservation
@@ -56,6 +58,7 @@ class VariableRecord:
         runs: Its chunks while it holds any.
         slot: Its place in the store, once it has one.
         stored: Whether the store's copy is current.
+        checksum: In debug mode, of the bytes that the store has.
         transfer: A write or read that may be under way.
         pins: Ops in progress that use it. Pinned records stay.
         exports: Pointers given to the outside (`.numpy()`): no plan may move such a record, and the
@@ -69,6 +72,7 @@ class VariableRecord:
 
     __slots__ = (
         "address",
+        "checksum",
         "exports",
         "guard",
         "kind",
@@ -94,6 +98,7 @@ class VariableRecord:
         self.runs: Runs = ()
         self.slot: Slot | None = None
         self.stored = False
+        self.checksum: int | None = None
         self.state = State.AWAY
         self.transfer: Transfer | None = None
         self.pins = 0
@@ -277,6 +282,7 @@ class Books:
         failure: StoreFailed | None = None
         for record in records:
             if record.stored and not record.exports:
+                self.check_clean(record)
                 self.counters.dropped_nbytes += record.nbytes
                 continue
             try:
@@ -296,6 +302,26 @@ class Books:
         self.counters.stall_ns += time.monotonic_ns() - started
         if failure is not None:
             raise failure
+
+    def check_clean(self, record: VariableRecord) -> None:
+        """In debug mode: a resident record whose copy in the store is to be relied on must equal it.
+
+        Raises:
+            HiddenWrite: It was written since, and nothing said so.
+        """
+        if self.debug and record.checksum is not None and self._checksum(record) != record.checksum:
+            raise HiddenWrite(
+                f"{record.label or 'a variable'} ({format_nbytes(record.nbytes)}) was changed since it was last written "
+                "to the store, but no op that ran meanwhile says that it writes it: without debug mode the change "
+                "would be lost.\n  Options: ooc.opaque(fn) around code that writes tensors behind the dispatcher's "
+                "back; a report, if it was an ATen op (its schema hides a write)."
+            )
+
+    def _checksum(self, record: VariableRecord) -> int:
+        total = 0
+        for address, nbytes in self.segments(record.runs, record.nbytes):
+            total = zlib.crc32((ctypes.c_char * nbytes).from_address(address), total)
+        return total
 
     def hide(self, record: VariableRecord) -> None:
         """A record's chunks were given away: from now on its bytes are in the store only."""
@@ -350,6 +376,8 @@ class Books:
             segments = self.segments(record.runs, record.nbytes)
         record.transfer = self.store.write(record.slot, segments)
         record.stored = True
+        if self.debug:
+            record.checksum = self._checksum(record)
         self.counters.evicted_nbytes += record.nbytes
         return record.transfer
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-from ooc.units import format_nbytes
+from ooc.units import MIB, format_nbytes
+
+_NUM_OPERANDS_SHOWN = 12
 
 
 class OocError(RuntimeError):
@@ -19,8 +22,9 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):
     Attributes:
         op_index: Position of the op in the step, or None outside a step.
         op_name, where: The op, and the module that called it.
-        needed_nbytes: What the op was seen to need at once, in whole chunks, when it failed; it
-            may need more later on.
+        needed_nbytes: What the op needs at once, in whole chunks: the smallest budget that gets
+            past this op as far as can be told (its temporaries after the point of failure are
+            not known, and a later op may need more).
         budget_nbytes: The pool's size.
         operands: `(label, nbytes)` of what must be in memory together.
     """
@@ -43,11 +47,15 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):
         self.operands = tuple(operands)
         place = f"{op_name}, {where}" if where else op_name
         head = f"op {op_index} ({place})" if op_index is not None else place
-        listed = ", ".join(f"{label} {format_nbytes(nbytes)}" for label, nbytes in self.operands)
+        shown = [f"{label} {format_nbytes(nbytes)}" for label, nbytes in self.operands[:_NUM_OPERANDS_SHOWN]]
+        if len(self.operands) > len(shown):
+            shown.append(f"and {len(self.operands) - len(shown)} more")
+        listed = ", ".join(shown)
         super().__init__(
             f"{head} needs {format_nbytes(needed_nbytes)} at once; the budget is {format_nbytes(budget_nbytes)}.\n"
             + (f"  in memory together: {listed}\n" if listed else "")
-            + f"  Options: budget >= {format_nbytes(needed_nbytes)}; a smaller batch (operands grow with it)."
+            + f"  Options: budget >= {math.ceil(needed_nbytes / MIB)}MiB (for this op; a later one may need more); "
+            "a smaller batch (operands grow with it)."
         )
 
 
@@ -61,6 +69,10 @@ class StoreFailed(OocError, OSError):
     def __init__(self, message: str, *, errno: int | None = None) -> None:
         super().__init__(message)
         self.errno = errno
+
+
+class HiddenWrite(OocError):
+    """Debug mode found a variable changed that nothing was seen to write."""
 
 
 class SessionError(OocError):

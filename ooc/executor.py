@@ -107,7 +107,7 @@ class Executor:
             if stay is not None and record.address not in in_place:
                 books.start_load(record, stay.runs, (), stay.segments)
                 stay.transfer = record.transfer
-                self._writes.append(stay)
+                self._loads.append(stay)
             self._set_alive(compiled, role, record)
         for role in compiled.roles:
             if role.record is not None:
@@ -326,6 +326,10 @@ class Executor:
             record = self.active.roles[use.variable].record
             if use.writes and record is not None:
                 record.stored = False
+
+    def mid_op_records(self) -> list[VariableRecord]:
+        """Operands, and what was allocated so far, of the op in which the step left its plan."""
+        return list(self._mid_op_pins)
 
     def finish(self) -> None:
         """The op in which the step left its plan has ended: its operands need not stay any more."""
@@ -567,6 +571,7 @@ class Executor:
             return False
         if stay.transfer is not None and stay.transfer.done():
             self._await(stay)
+        self._books.check_clean(record)
         record.state = State.AWAY
         record.runs = ()
         record.transfer = stay.transfer
@@ -629,9 +634,12 @@ class Executor:
             role.record.seen = role.evictable
 
     def _map_first(self, role: Role) -> None:
-        if role.record is not None and role.stays:
-            self._books.guards.lift(role.record)
-            self._space.map(role.record.reservation, role.stays[0].runs)
+        if role.record is None or not role.stays:
+            return
+        if role.heir is not None and role.heir.record is role.record:
+            return  # one reservation: until this one is born it shows the heir's chunks
+        self._books.guards.lift(role.record)
+        self._space.map(role.record.reservation, role.stays[0].runs)
 
     def _set_alive(self, compiled: Compiled, role: Role, record: VariableRecord) -> None:
         compiled.role_alive[role.index] = 1
@@ -746,6 +754,13 @@ class Executor:
                 role = self.active.roles[record.role]
                 self._map_first(role)
                 self._space.protect(record.reservation)
+
+    def live_records(self) -> list[VariableRecord]:
+        """Records that play a role now."""
+        if self.active is None:
+            return []
+        alive = self.active.role_alive
+        return [role.record for role in self.active.roles if role.record is not None and alive[role.index]]
 
     def record_at(self, address: int) -> VariableRecord | None:
         """The record that plays a role at this address, if one does."""

@@ -122,7 +122,7 @@ class Outside:
                 "so what is marked to be compiled runs op by op (with the results of eager execution). "
                 "Options: leave torch.compile away; compile outside the session.",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def end(self, record: VariableRecord) -> None:
