@@ -93,7 +93,7 @@ class StepRecorder:
 @dataclass(slots=True)
 class _Builder:
     start_records: dict[int, VariableRecord]
-    tick: int = 0
+    tick: int = 1  # tick 0 is the start itself: what is freed first of all has lived until then
     drafts: list[_Draft] = field(default_factory=list)
     live: dict[int, int] = field(default_factory=dict)  # address -> draft index
 
