@@ -18,7 +18,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ooc import _native, opaque_ops, ops
 from ooc.books import Books, NoRoom, State, VariableRecord
+from ooc.diagnosis import budget_too_small
 from ooc.errors import BudgetTooSmall, OocError, SessionError
 from ooc.executor import Executor
 from ooc.forks import Forks
@@ -55,6 +56,9 @@ _SPLIT_FRACTION = 8
 MAX_PERIOD_OPS = 1 << 16
 """Ops from one step's start to the next beyond which nothing is learned: the recorder takes about
 1 KiB an op, outside the budget."""
+
+_Call = tuple[Any, Sequence[Any], Mapping[str, Any]]
+"""An op, its arguments and its keyword arguments."""
 
 _current: Session | None = None
 
@@ -311,9 +315,10 @@ class Session:
             )
             self._complete(record, self._records_at(occurrences), result)
 
-    def _failed(self, index: int, func: Any, error: Any) -> None:
+    def _failed(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """A planned op raised. If we made it fail, say why instead."""
         with self._lock:
+            error = self._pending_error((func, args, kwargs or {}), self._executor.mid_op_records())
             if self._executor.active is not None:
                 self._executor.fail(index)
                 self._leave("an op raised")
@@ -321,7 +326,8 @@ class Session:
                 self._executor.finish()
             self._note_failed_op(func)
             self._absorb()
-            self._raise_pending(func, [])
+        if error is not None:
+            raise error from None
 
     def _slow(self, func: Any, types: tuple[Any, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Any op but the one that the plan expects."""
@@ -382,7 +388,7 @@ class Session:
                 self._books.load(records)
             except NoRoom as no_room:
                 self._unpin(records)
-                raise self._too_small(func, records, no_room, 0) from None
+                raise self._too_small((func, args, kwargs), records, no_room, 0) from None
             except BaseException:
                 self._unpin(records)
                 raise
@@ -395,6 +401,7 @@ class Session:
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs)),
             )
+            self._pending = None  # of an allocation outside any op, which has raised long ago
             state = self._allocator.state
             state.position = 2 * len(recorder.ops) + 1
             cold_ns = state.cold_ns
@@ -403,12 +410,14 @@ class Session:
             result = func(*args, **kwargs)
         except BaseException:
             with self._lock:
+                error = self._pending_error((func, args, kwargs), records)  # before what it allocated is forgotten
                 self._unpin(records)
                 for record in self._records_at(op.written):
                     record.stored = False
                 self._note_failed_op(func)
                 self._absorb()
-                self._raise_pending(func, records)
+            if error is not None:
+                raise error from None
             raise
         op.duration_ns = max(time.monotonic_ns() - started - (state.cold_ns - cold_ns), 0)
         with self._lock:
@@ -495,26 +504,26 @@ class Session:
         if self._recorder is not None:
             self._recorder.events.extend(events)
 
-    def _raise_pending(self, func: Any, records: list[VariableRecord]) -> None:
+    def _pending_error(self, call: _Call, records: list[VariableRecord]) -> BaseException | None:
+        """Why an allocation of the op that just raised was refused, if that is why it raised."""
         pending, self._pending = self._pending, None
         if isinstance(pending, _Failure):
-            raise self._too_small(func, records, pending.no_room, pending.nbytes) from None
-        if pending is not None:
-            raise pending
+            return self._too_small(call, records, pending.no_room, pending.nbytes)
+        return pending
 
-    def _too_small(self, func: Any, records: list[VariableRecord], no_room: NoRoom, nbytes: int) -> BudgetTooSmall:
-        held = [r for r in self._books.records.values() if r.state is not State.AWAY and (r in records or not r.seen)]
-        operands = [(r.label or "variable", r.nbytes) for r in {id(r): r for r in [*records, *held]}.values()]
-        if nbytes:
-            operands.append(("new", nbytes))
-        needed = sum(self._books.chunks_of(n) for _, n in operands)
-        return BudgetTooSmall(
-            op_index=len(self._recorder.ops) if self._recorder is not None else None,
-            op_name=str(func),
-            where="",
-            needed_nbytes=max(needed, no_room.num_needed + no_room.num_pinned) * self.chunk_nbytes,
-            budget_nbytes=self.budget_nbytes,
-            operands=operands,
+    def _too_small(self, call: _Call, records: list[VariableRecord], no_room: NoRoom, nbytes: int) -> BudgetTooSmall:
+        func, args, kwargs = call
+        return budget_too_small(
+            func=func,
+            args=args,
+            kwargs=kwargs,
+            operands=records,
+            no_room=no_room,
+            new_nbytes=nbytes,
+            books=self._books,
+            earlier_ops=self._recorder.ops if self._recorder is not None else (),
+            address_of=self._dispatcher.address,
+            threshold_nbytes=self.threshold_nbytes,
         )
 
     @property

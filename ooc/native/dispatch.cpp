@@ -6,7 +6,7 @@
 //   before(index) -> bool             waits, loads, remaps before op `index`; False: left the plan
 //   after(index)                      evictions, drops after it
 //   finish(index, func, args, kwargs, result)  the op left the plan while it ran
-//   failed(index)                     the op raised
+//   failed(index, func, args, kwargs) the op raised
 //
 // Each call is one critical section on the session's thread: a signal's Python handler that comes
 // up meanwhile is postponed and runs at the next bytecode after the section (ooc/interrupts.py).
@@ -214,7 +214,8 @@ PyObject* play(Dispatcher* self, PyObject* func, PyObject* types, PyObject* args
     Py_XDECREF(number);
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject* replacement = PyObject_CallFunction(self->failed, "IOO", index, func, value ? value : Py_None);
+    PyObject* named = kwargs == nullptr ? Py_None : kwargs;
+    PyObject* replacement = PyObject_CallFunction(self->failed, "IOOO", index, func, args, named);
     if (replacement != nullptr) {
       Py_DECREF(replacement);
       PyErr_Restore(type, value, traceback);
