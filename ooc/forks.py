@@ -1,126 +1,156 @@
 """Forked children: they see every variable's bytes as at the fork, from the store's file.
 
 Before a fork everything dirty is written to the store, and afterwards no slot that a child may read
-is written again: the variable gets a fresh slot, and the old one is freed when no child is left. In
-the child each variable's addresses map its slot privately: pages come in when touched and are
-copied when written, so the child takes no memory of the pool and changes nothing of ours. Its
-allocations are ordinary, its dispatch mode is inert.
-
-A forked process lives as long as a pipe of ours is open in it or in its descendants, or its
-process does (it may close files that it does not know).
+is written again (`ooc.children`): the variable gets a fresh slot, and the old one is freed when no
+child is left. In the child each variable's addresses map its slot privately: pages come in when
+touched and are copied when written, so the child takes no memory of the pool and changes nothing of
+ours. Its allocations are ordinary, its dispatch mode is inert.
 """
 
 from __future__ import annotations
 
-import contextlib
+import logging
+import mmap
 import os
-import select
-import struct
-from collections import Counter
-from collections.abc import Iterable
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
 
-from vmm.store import FileStore, Slot
+import vmm.posix  # noqa: F401  (its hook must be registered first: in a child it unmaps what ours then maps)
+from ooc.books import State, VariableRecord
+from ooc.children import PID
+from ooc.errors import StoreFailed
+from vmm.files import StoreError
+from vmm.store import Slot, Transfer
+from vmm.syscalls import MAP_FIXED, Syscalls
 
-_PID = struct.Struct("=i")
+if TYPE_CHECKING:
+    from ooc.session import Session
 
-
-class _Child:
-    """A forked process that may still read what was in `offsets` of the file at its fork."""
-
-    __slots__ = ("_pid_descriptor", "_pipe", "offsets")
-
-    def __init__(self, pipe: int, offsets: tuple[int, ...]) -> None:
-        self._pipe = pipe
-        self._pid_descriptor: int | None = None
-        self.offsets = offsets
-
-    def is_gone(self) -> bool:
-        """Whether neither it nor a descendant that has our pipe is alive. Never blocks."""
-        if self._pipe >= 0:
-            try:
-                message = os.read(self._pipe, _PID.size)
-            except BlockingIOError:
-                return False
-            if message:
-                with contextlib.suppress(OSError):  # gone already
-                    self._pid_descriptor = os.pidfd_open(_PID.unpack(message)[0])
-                return False
-            os.close(self._pipe)
-            self._pipe = -1
-        if self._pid_descriptor is None:
-            return True
-        return bool(select.select([self._pid_descriptor], [], [], 0)[0])
-
-    def close(self) -> None:
-        """Let go of what tells us whether it lives."""
-        for descriptor in (self._pipe, self._pid_descriptor):
-            if descriptor is not None and descriptor >= 0:
-                os.close(descriptor)
-        self._pipe, self._pid_descriptor = -1, None
+_log = logging.getLogger(__name__)
 
 
-class Children:
-    """Which slots of the store forked processes may still read. One thread at a time."""
+class _Pages(NamedTuple):
+    """What a child maps: a variable's address and whole pages, where they are in the file, its reservation's bytes."""
 
-    def __init__(self, store: FileStore) -> None:
-        self._store = store
-        self._children: list[_Child] = []
-        self._held: Counter[int] = Counter()  # by a slot's offset
-        self._retired: dict[int, Slot] = {}  # freed by us, held by a child
+    address: int
+    nbytes: int
+    offset: int
+    span_nbytes: int
+
+
+class Forks:
+    """What a fork does to an open session, in this process and in the child."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._descriptors: tuple[int, int] | None = None  # reading and writing end, during a fork
+        self._pages: list[_Pages] = []
+        self._transfers: list[Transfer] = []
+        _live.add(self)
 
     def __repr__(self) -> str:
-        return f"<Children: {len(self._children)}, {len(self._held)} slots held, {len(self._retired)} retired>"
-
-    @property
-    def num_held(self) -> int:
-        """Slots that a child may read."""
-        return len(self._held)
-
-    @property
-    def num_retired(self) -> int:
-        """Slots that only children use."""
-        return len(self._retired)
-
-    def hold(self, slot: Slot) -> bool:
-        """Whether a child may read the slot, so that it must not be written."""
-        return bool(self._held) and slot.offset in self._held
-
-    def free(self, slot: Slot) -> None:
-        """We use the slot no more. Its space is free when no child reads it any more."""
-        if self.hold(slot):
-            self._retired[slot.offset] = slot
-        else:
-            self._store.free(slot)
-
-    def add(self, pipe: int, slots: Iterable[Slot]) -> None:
-        """A process was forked (or is about to be) that may read these slots.
-
-        Args:
-            pipe: Reading end of a pipe whose writing end only that process and its descendants keep.
-                Ours from now on.
-            slots: What it may read.
-        """
-        os.set_blocking(pipe, False)
-        child = _Child(pipe, tuple(slot.offset for slot in slots))
-        self._children.append(child)
-        self._held.update(child.offsets)
-
-    def forget_gone(self) -> None:
-        """Free what only processes held that have ended since."""
-        for child in [c for c in self._children if c.is_gone()]:
-            child.close()
-            self._children.remove(child)
-            for offset in child.offsets:
-                self._held[offset] -= 1
-                if self._held[offset] == 0:
-                    del self._held[offset]
-                    slot = self._retired.pop(offset, None)
-                    if slot is not None:
-                        self._store.free(slot)
+        return f"<Forks of {self._session!r}>"
 
     def close(self) -> None:
-        """Watch no child any more; those alive keep the file. Idempotent."""
-        for child in self._children:
-            child.close()
-        self._children.clear()
-        self._held.clear()
+        """Take no part in forks any more. Idempotent."""
+        _live.discard(self)
+
+    def before(self) -> None:
+        """Hold the session still, and have every variable's bytes in the store."""
+        session = self._session
+        session._lock.__enter__()
+        session._absorb()
+        books = session._books
+        books.end_exports()
+        books.children.forget_gone()
+        records = [*books.records.values(), *session._executor.live_records()]
+        self._descriptors = os.pipe()
+        scratch: list[Slot] = []
+        # Inside an op its operands change under us: what is written then is the child's alone.
+        is_quiet = session._allocator.state.position % 2 == 0 and not any(r.pins for r in records)
+        self._pages = []
+        slots = []
+        failures = []
+        for record in records:
+            try:
+                slot = self._store(record, None if is_quiet else scratch)
+            except (OSError, StoreError, StoreFailed) as error:
+                failures.append(error)
+                continue
+            slots.append(slot)
+            span = record.reservation.num_chunks * books.chunk_nbytes
+            self._pages.append(_Pages(record.address, slot.capacity_nbytes, slot.offset, span))
+        for transfer in self._transfers:
+            try:
+                transfer.wait()
+            except OSError as error:
+                failures.append(error)
+        self._transfers.clear()
+        if failures:
+            _log.error("a forked process will not see %d variables: %s", len(failures), failures[0])
+        books.children.add(self._descriptors[0], slots)
+        for slot in scratch:
+            books.children.free(slot)
+
+    def after_in_parent(self) -> None:
+        """Go on."""
+        assert self._descriptors is not None
+        os.close(self._descriptors[1])
+        self._descriptors = None
+        self._pages = []
+        self._session._lock.__exit__(None, None, None)
+
+    def after_in_child(self) -> None:
+        """Show each variable's bytes as they were, privately, and leave everything of the session alone."""
+        session, descriptors = self._session, self._descriptors
+        assert descriptors is not None
+        session._become_inherited()
+        syscalls = Syscalls()
+        prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | MAP_FIXED
+        for pages in self._pages:
+            syscalls.mmap(pages.address, pages.nbytes, prot, flags, session._store.descriptor, pages.offset)
+            session._allocator.survive(pages.address, pages.span_nbytes)
+        session._books.children.close()
+        os.write(descriptors[1], PID.pack(os.getpid()))  # this end stays open for the life of the process
+        self._descriptors = None
+        session._lock.__exit__(None, None, None)
+
+    def _store(self, record: VariableRecord, scratch: list[Slot] | None) -> Slot:
+        """The slot that holds, or will when `_transfers` are over, the record's bytes of now."""
+        books = self._session._books
+        is_dirty = record.state is State.RESIDENT and (not record.stored or record.exports > 0)
+        if is_dirty and scratch is not None:
+            slot = books.store.allocate(record.nbytes)
+            scratch.append(slot)
+            self._transfers.append(books.store.write(slot, books.segments(record.runs, record.nbytes)))
+            return slot
+        if is_dirty:
+            books.settle(record)
+            self._transfers.append(books.start_write(record))
+        elif record.state is not State.LOADING and record.transfer is not None:
+            self._transfers.append(record.transfer)
+        assert record.slot is not None, record
+        return record.slot
+
+
+_live: weakref.WeakSet[Forks] = weakref.WeakSet()
+"""Sessions that a fork concerns; a hook of the interpreter cannot be removed."""
+
+
+def _before_fork() -> None:
+    for forks in list(_live):
+        forks.before()
+
+
+def _after_fork_in_parent() -> None:
+    for forks in list(_live):
+        forks.after_in_parent()
+
+
+def _after_fork_in_child() -> None:
+    for forks in list(_live):
+        forks.after_in_child()
+        forks.close()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

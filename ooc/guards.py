@@ -112,6 +112,11 @@ class Guards:
         """Guarded records whose ranges show the file now."""
         return [r for entry, r in self._guarded.items() if self._table.state(entry) == SERVED]
 
+    def become_inherited(self) -> None:
+        """In a forked child: the guards are the parent's. A touch of what is not inherited faults, with a message."""
+        if self._opened is not None:
+            self._opened.become_inherited()
+
     def close(self) -> None:
         """Take every guard away and the handler out. Idempotent."""
         for record in self._guarded.values():
@@ -122,7 +127,7 @@ class Guards:
 
     def _guard(self, records: list[VariableRecord], *, protects: bool) -> None:
         table, driver = self._table, self._space.driver
-        driver.note_guards(len(records))
+        driver.note_guards(len(records), cuts=protects)
         chunk_nbytes = driver.chunk_nbytes
         guards = []
         for record in records:

@@ -84,7 +84,7 @@ class Driver(Protocol):
     def note_file(self, address: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:
         """Note that somebody else has done what `map_file` does."""
 
-    def note_guards(self, num_added: int) -> None:
+    def note_guards(self, num_added: int, *, cuts: bool = True) -> None:
         """Note that somebody else protects parts of mappings (more, or fewer than before)."""
 
     def protect(self, address: int, num_chunks: int, access: Access) -> None:

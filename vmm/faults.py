@@ -163,13 +163,17 @@ class FaultTable:
         """Serve nothing any more and put the handler before ours back, if ours is in front. Idempotent."""
         if not self._is_open:
             return
-        self._is_open = False
+        self.become_inherited()
         self._library.close()
+        self._library.uninstall()
+
+    def become_inherited(self) -> None:
+        """In a forked child: the table is the parent's. The handler stays, and names a fault in the arena."""
+        self._is_open = False
         if getattr(faulthandler.enable, "__self_table__", None) is self:
             faulthandler.enable = self._enable
         if getattr(faulthandler.disable, "__self_table__", None) is self:
             faulthandler.disable = self._disable
-        self._library.uninstall()
 
     def _install(self) -> None:
         code = self._library.install()

@@ -15,6 +15,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <chrono>
@@ -170,6 +171,17 @@ class TableAllocator final : public c10::Allocator {
 
 TableAllocator g_allocator;
 
+// A fork: the log's mutex must not be left locked in the child, where no session is open.
+void before_fork() { g_log_mutex.lock(); }
+void after_fork_in_parent() { g_log_mutex.unlock(); }
+void after_fork_in_child() {
+  g_log_mutex.unlock();
+  g_state.mode = kOff;
+  g_state.plan = nullptr;
+  g_state.session_open = 0;
+  g_state.cold_allocate = nullptr;
+}
+
 void* zeroed(uint64_t nbytes) {
   void* p = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return p == MAP_FAILED ? nullptr : p;
@@ -195,6 +207,7 @@ VMM_EXPORT int vmm_allocator_install(uint64_t arena_start, uint64_t arena_stop) 
   g_state.arena_start = arena_start;
   g_state.arena_stop = arena_stop;
   g_previous = c10::GetCPUAllocator();
+  if (pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child) != 0) return -1;
   c10::SetCPUAllocator(&g_allocator, 0);
   return c10::GetCPUAllocator() == &g_allocator ? 0 : -3;
 }
