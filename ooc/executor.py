@@ -15,18 +15,19 @@ others, in chunks that the plan does not use. Ordering rules (DESIGN.md section 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ooc.books import Books, State, VariableRecord
+from ooc.casting import Casting
 from ooc.compiled import Compiled, Role, Stay
 from ooc.errors import StoreFailed
-from ooc.recorder import OpRecord, StepRecorder
-from scheduler.plan import Kept
+from ooc.leaving import has_landed, land_transfers, pinned_by, recorder_so_far
+from ooc.recorder import StepRecorder
 from vmm.chunks import ChunkPool
-from vmm.driver import MemoryFault
 from vmm.torch_cpu import MODE_DEMAND, MODE_PLANNED, CpuAllocator, Event
 
 _log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Executor:
         self._dispatcher = dispatcher
         self._new_pool = new_pool
         self._space = books.space
+        self._casting = Casting(books, allocator)
         self.active: Compiled | None = None
         self.left_because = ""
         self.events: list[Event] = []  # of the present period
@@ -77,10 +79,11 @@ class Executor:
             StoreFailed: A transfer failed; the books are true.
         """
         books = self._books
-        bound = self._bind_from_books(compiled)
+        bound = self._casting.bind(compiled)
         if bound is None:
+            self.left_because = self._casting.refusal
             return False
-        targets = self._start_stays(compiled)
+        targets = self._casting.start_stays(compiled)
         in_place = {
             record.address
             for role, record in bound
@@ -97,7 +100,8 @@ class Executor:
             self.left_because = "memory of a variable was given out (.numpy() or the like) and is still held"
             return False
         books.evict(leaving)
-        if not self._map_all(compiled, others):
+        if not self._casting.map_all(compiled, others):
+            self.left_because = self._casting.refusal
             return False
         for _, record in bound:
             books.forget(record)
@@ -108,62 +112,23 @@ class Executor:
                 books.start_load(record, stay.runs, (), stay.segments)
                 stay.transfer = record.transfer
                 self._loads.append(stay)
-            self._set_alive(compiled, role, record)
+            self._casting.set_alive(compiled, role, record)
         for role in compiled.roles:
             if role.record is not None:
                 compiled.role_address[role.index] = role.record.address
-        self._hide_away(compiled)
+        self._casting.hide_away(compiled)
         self._install(compiled)
         self._start_period(compiled)
-        for role, record in bound:
+        for _, record in bound:
             if record.state is State.LOADING:
                 self._arrive(record)
         _log.debug("entered %r with %d variables bound", compiled, len(bound))
         return True
 
-    @staticmethod
-    def _start_stays(compiled: Compiled) -> dict[int, Stay]:
-        """Per role that is in memory when the step starts, its first stay."""
-        return {
-            role.index: role.stays[0]
-            for role in compiled.roles
-            if role.stays and isinstance(role.stays[0].residency.start, Kept)
-        }
-
-    def _map_all(self, compiled: Compiled, others: Sequence[Compiled]) -> bool:
-        """Map every role's reservation to its first chunks. False, and nothing kept, if that cannot be."""
-        for attempt in range(2):
-            try:
-                for role in compiled.roles:
-                    if role.record is None:
-                        self._give_new_record(role)
-                    self._map_first(role)
-                return True
-            except MemoryFault as fault:
-                self.left_because = str(fault)
-                for plan in others if attempt == 0 else (compiled,):
-                    self._give_up(plan)
-                if attempt == 0 and others:
-                    self._give_up(compiled, keep_bound=True)
-        return False
-
-    def _give_up(self, compiled: Compiled, *, keep_bound: bool = False) -> None:
-        """Unmap what a plan that is not being played keeps mapped."""
-        bound = [(r, r.record) for r in compiled.roles if not r.is_born and r.record is not None]
-        for _, record in bound:
-            if record.state is State.AWAY and self._books.records.get(record.address) is record:
-                self._books.hide(record)
-        for record in compiled.give_up_records():
-            if record.address not in self._books.records:
-                self._books.dispose(record)
-        if keep_bound:
-            for role, record in bound:
-                role.record = record
-
     def retire(self, compiled: Compiled) -> None:
         """A plan will not be played again: give back what it keeps for the variables born in it."""
         assert compiled is not self.active
-        self._give_up(compiled)
+        self._casting.give_up(compiled)
 
     def _install(self, compiled: Compiled) -> None:
         self._dispatcher.install(*compiled.install_arguments())
@@ -195,46 +160,11 @@ class Executor:
         """
         compiled = self.active
         assert compiled is not None
-        books = self._books
         for stay in compiled.last_releases:
             if not self._release(compiled, stay):
                 return False
         self.absorb_events()
-        alive = compiled.role_alive
-        for index in compiled.dies[alive[compiled.dies] != 0].tolist():
-            self._expel(compiled, compiled.roles[index])
-        promoted = []
-        for role in compiled.movers:
-            if not alive[role.index]:
-                continue
-            if role.heir is None:
-                self._expel(compiled, role)
-            else:
-                promoted.append(role)
-        moves = [(role, role.heir, role.record) for role in promoted]
-        spares = {role.index: role.heir.record for role in promoted if role.heir is not None}
-        moving = {id(role.record) for role in promoted}
-        for role, heir, record in moves:
-            assert heir is not None and record is not None
-            compiled.role_alive[role.index] = 0
-            record.serial = books.next_serial()
-            heir.record = record
-            if role.double_buffered:
-                spare = spares[role.index]
-                role.record = spare if spare is not record else None
-                if role.record is None:
-                    self._give_new_record(role)
-                    self._map_first(role)
-                assert role.record is not None
-                compiled.role_address[role.index] = role.record.address
-            else:
-                dead = spares[role.index]  # another one than `record` only in the first step after `enter`
-                if dead is not None and dead is not record and id(dead) not in moving:
-                    books.dispose(dead)
-            self._set_alive(compiled, heir, record)
-        for role in compiled.heirs:
-            if not alive[role.index]:
-                compiled.role_address[role.index] = 0  # nobody plays it in this step
+        self._casting.pass_on(compiled)
         self._prune()
         self._start_period(compiled)
         return True
@@ -353,7 +283,7 @@ class Executor:
                 if other.transfer is not None:
                     self._await(other)
             self._prepare_birth(stay)
-            self._set_alive(compiled, role, role.record)
+            self._casting.set_alive(compiled, role, role.record)
             return role.record.address
         return 0
 
@@ -387,10 +317,14 @@ class Executor:
         position = self._allocator.state.position
         inside = position % 2 == 1
         cursor = position // 2
-        failure = self._land_transfers(compiled)
+        failure = land_transfers(self._books, compiled, writes=self._writes, loads=self._loads)
+        self._writes.clear()
+        self._loads.clear()
         self.absorb_events()
-        recorder = self._recorder_so_far(compiled, cursor)
-        pinned = self._pins_of(compiled, cursor) if inside else set()
+        start = {**self._start_foreign, **{record.address: record for _, record in self._start_heirs}}
+        recorder = recorder_so_far(compiled, cursor, start_records=start, events=self.events)
+        self.events = []
+        pinned = pinned_by(compiled, cursor) if inside else set()
         books = self._books
         for role in compiled.roles:
             record, role_is_alive = role.record, compiled.role_alive[role.index]
@@ -419,85 +353,14 @@ class Executor:
                 compiled.role_address[role.index] = 0
         for role in compiled.roles:
             if not role.is_born:
-                self._bury(compiled, role)
+                self._casting.bury(compiled, role)
         books.retake_pool(self._new_pool())
         _log.info("left the plan at op %d: %s", cursor, reason)
         self.on_leave(recorder)  # also when a transfer had failed: the step goes on from true books
         if failure is not None:
             raise failure
 
-    def _bury(self, compiled: Compiled, role: Role) -> None:
-        """Whoever played a role that is not born in the step is dead: nobody will ask for its reservation again.
-
-        (Unless it serves a role that is born in the step, too.)
-        """
-        record = role.record
-        if record is None or record.address in self._books.records:
-            return
-        role.record = None
-        compiled.role_address[role.index] = 0
-        if not any(other.record is record for other in compiled.roles):
-            self._books.dispose(record)
-
     on_leave: Callable[[StepRecorder], None]
-
-    def _land_transfers(self, compiled: Compiled) -> StoreFailed | None:
-        """Wait for all that is under way; undo what failed."""
-        failure: StoreFailed | None = None
-        for role in compiled.roles:
-            if role.record is not None and role.record.transfer is not None:
-                try:
-                    self._books.settle(role.record)
-                except StoreFailed as error:
-                    failure = error
-        under_way = [(stay, True) for stay in self._writes] + [(stay, False) for stay in self._loads]
-        for stay, is_write in under_way:
-            record, transfer = stay.role.record, stay.transfer
-            stay.transfer = None
-            if transfer is None:
-                continue
-            try:
-                transfer.wait()
-            except OSError as error:
-                if failure is None:
-                    failure = StoreFailed(f"a transfer failed: {error}", errno=error.errno)
-                    failure.__cause__ = error
-                if is_write and record is not None and record.state is State.AWAY:
-                    # Released but not written, so nobody was let into its chunks: it is still there.
-                    record.state = State.RESIDENT
-                    record.runs = stay.runs
-                    record.stored = False
-        self._writes.clear()
-        self._loads.clear()
-        return failure
-
-    def _recorder_so_far(self, compiled: Compiled, num_ops: int) -> StepRecorder:
-        start = dict(self._start_foreign)
-        start.update({record.address: record for _, record in self._start_heirs})
-        persistent = (compiled.roles[i].record for i in compiled.persistent.tolist())
-        start.update({record.address: record for record in persistent if record is not None})
-        recorder = StepRecorder(start)
-        address = compiled.role_address
-        for index in range(num_ops):
-            op = compiled.trace.ops[index]
-            written = {u.variable for u in op.uses if u.writes and u.reads}
-            births = [u.variable for u in op.uses if not u.reads and compiled.roles[u.variable].evictable]
-            recorder.ops.append(
-                OpRecord(
-                    func=compiled.funcs[index],
-                    where=op.where,
-                    occurrences=[int(address[r]) for r in compiled.occurrences[index]],
-                    written=[int(address[r]) for r in written],
-                    results=[int(address[r]) for r in births],
-                    duration_ns=int(compiled.op_stop_ns[index] - compiled.op_start_ns[index]),
-                )
-            )
-        recorder.events = self.events
-        self.events = []
-        return recorder
-
-    def _pins_of(self, compiled: Compiled, index: int) -> set[int]:
-        return {use.variable for use in compiled.trace.ops[index].uses} | set(compiled.occurrences[index])
 
     # -- acts
 
@@ -549,10 +412,8 @@ class Executor:
 
     def _abandon(self, error: StoreFailed) -> None:
         """A transfer failed in mid-step: make the books true, then fail the step."""
-        try:
+        with contextlib.suppress(StoreFailed):
             self.leave("a transfer failed")
-        except StoreFailed:
-            pass
         raise error
 
     def _release(self, compiled: Compiled, stay: Stay) -> bool:
@@ -595,81 +456,6 @@ class Executor:
         self._space.map(record.reservation, stay.runs)
 
     # -- roles
-
-    def _bind_from_books(self, compiled: Compiled) -> list[tuple[Role, VariableRecord]] | None:
-        """Find who plays the roles that exist at the start. None: a persistent one is missing."""
-        records = self._books.records
-        by_serial = {record.serial: record for record in records.values()}
-        bound: list[tuple[Role, VariableRecord]] = []
-        taken: set[int] = set()
-        for role in compiled.roles:
-            if role.is_persistent:
-                record = by_serial.get(role.serial) if role.serial is not None else None
-                if record is None or record.nbytes != role.nbytes:
-                    self.left_because = "a variable that lived across steps is gone"
-                    return None
-                role.record = record
-                bound.append((role, record))
-                taken.add(record.serial)
-        candidates: dict[int, list[VariableRecord]] = {}
-        for record in sorted(records.values(), key=lambda r: -r.serial):
-            if record.serial not in taken and record.seen:
-                candidates.setdefault(record.nbytes, []).append(record)
-        heirs = sorted((r for r in compiled.roles if r.predecessor is not None), key=lambda r: -r.ordinal)
-        for role in heirs:
-            found = candidates.get(role.nbytes)
-            role.record = found.pop(0) if found else None
-            if role.record is not None:
-                bound.append((role, role.record))
-        return bound
-
-    def _give_new_record(self, role: Role) -> None:
-        """A record with a reservation for a role that is born in the step (or may be: an heir's)."""
-        if role.is_born:
-            heir = role.heir
-            if heir is not None and heir.record is not None and not role.double_buffered:
-                role.record = heir.record  # one reservation serves both: the one dies before the other is born
-                return
-            role.record = self._books.new_record(role.nbytes)
-            role.record.seen = role.evictable
-
-    def _map_first(self, role: Role) -> None:
-        if role.record is None or not role.stays:
-            return
-        if role.heir is not None and role.heir.record is role.record:
-            return  # one reservation: until this one is born it shows the heir's chunks
-        self._books.guards.lift(role.record)
-        self._space.map(role.record.reservation, role.stays[0].runs)
-
-    def _set_alive(self, compiled: Compiled, role: Role, record: VariableRecord) -> None:
-        compiled.role_alive[role.index] = 1
-        compiled.role_address[role.index] = record.address
-        record.role = role.index
-        self._allocator.bind(record.address, role.index)
-
-    def _expel(self, compiled: Compiled, role: Role) -> None:
-        """A record that is alive where the plan has no more role for it goes back to the books, away."""
-        record = role.record
-        assert record is not None
-        books = self._books
-        if record.state is State.RESIDENT and not record.stored:
-            books.start_write(record, books.segments(record.runs, record.nbytes))
-        books.settle(record)
-        compiled.role_alive[role.index] = 0
-        compiled.role_address[role.index] = 0
-        self._allocator.bind(record.address, -1)
-        record.role = -1
-        record.serial = books.next_serial()
-        books.hide(record)
-        books.records[record.address] = record
-        for other in (role, role.heir, role.predecessor):
-            if other is not None and other.record is record:
-                other.record = None
-        if role.is_born:
-            self._give_new_record(role)
-            assert role.record is not None
-            self._map_first(role)
-            compiled.role_address[role.index] = role.record.address
 
     def skip_bystanders(self, func: Any) -> bool:
         """Let the plan go on at op `func` if only ops that touch no variable lie between. True if so."""
@@ -714,13 +500,13 @@ class Executor:
         if stay is None or record.exports or any(compiled.role_alive[d] for d in stay.dead):
             return False
         if compiled.role_alive[role.index]:
-            self._expel(compiled, role)
+            self._casting.expel(compiled, role)
         if record.state is State.RESIDENT:
             self._books.evict([record])
         del self._books.records[record.address]
-        self._bury(compiled, role)
+        self._casting.bury(compiled, role)
         role.record = record
-        self._set_alive(compiled, role, record)
+        self._casting.set_alive(compiled, role, record)
         self._start_load(stay)
         started = time.monotonic_ns()
         self._arrive(record)
@@ -752,7 +538,7 @@ class Executor:
                 self._books.hide(record)
             elif self.active is not None and record.role >= 0:
                 role = self.active.roles[record.role]
-                self._map_first(role)
+                self._casting.map_first(role)
                 self._space.protect(record.reservation)
 
     def live_records(self) -> list[VariableRecord]:
@@ -772,28 +558,7 @@ class Executor:
                 return role.record
         return None
 
-    def _hide_away(self, compiled: Compiled) -> None:
-        if not self._books.debug:
-            return
-        for role in compiled.roles:
-            record = role.record
-            if record is not None and compiled.role_alive[role.index] and record.state is State.AWAY:
-                if record.reservation.runs is not None:
-                    self._space.protect(record.reservation)
-
     def _prune(self) -> None:
         """Forget what has landed well. A failed transfer stays: whoever needs it finds out."""
-        self._writes = [stay for stay in self._writes if not _has_landed(stay)]
-        self._loads = [stay for stay in self._loads if not _has_landed(stay)]
-
-
-def _has_landed(stay: Stay) -> bool:
-    if stay.transfer is None:
-        return True
-    if not stay.transfer.done():
-        return False
-    try:
-        stay.transfer.wait()
-    except OSError:
-        return False
-    return True
+        self._writes = [stay for stay in self._writes if not has_landed(stay)]
+        self._loads = [stay for stay in self._loads if not has_landed(stay)]
