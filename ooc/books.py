@@ -154,7 +154,9 @@ class Books:
         self._by_use: OrderedDict[int, VariableRecord] = OrderedDict()  # resident, least recently used first
 
     def __repr__(self) -> str:
-        return f"<Books of {len(self.records)} variables, {len(self._by_use)} resident, {self.pool.num_free} chunks free>"
+        return (
+            f"<Books of {len(self.records)} variables, {len(self._by_use)} resident, {self.pool.num_free} chunks free>"
+        )
 
     def close(self) -> None:
         """End the guards, and watch forked children no more. Idempotent."""

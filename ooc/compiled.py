@@ -242,9 +242,7 @@ class Compiled:
             residency, index = stay.residency, stay.role.index
             first_tick, last_tick = occupied_ticks(residency, self.trace)
             mine = [
-                (i, u)
-                for i, u in uses[index]
-                if self.trace.ops[i].stop_tick > first_tick and starts[i] < last_tick
+                (i, u) for i, u in uses[index] if self.trace.ops[i].stop_tick > first_tick and starts[i] < last_tick
             ]
             match residency.start:
                 case Born():

@@ -193,7 +193,7 @@ class _Builder:
                 nbytes=d.nbytes,
                 birth_tick=d.birth_tick,
                 death_tick=d.death_tick,
-                evictable=d.seen or d.death_tick is not None and _within_one_op(d, made),
+                evictable=d.seen or (d.death_tick is not None and _within_one_op(d, made)),
                 kind=d.kind or ("activation" if d.birth_tick is not None else "other"),
                 label=d.label,
             )
@@ -210,7 +210,6 @@ class _Builder:
 
 def _within_one_op(draft: _Draft, ops: Sequence[Op]) -> bool:
     """Whether a variable lives inside one op, where nothing is ever moved: any answer would do."""
-    from bisect import bisect_right
 
     if draft.birth_tick is None or draft.death_tick is None:
         return False
@@ -252,9 +251,7 @@ def close_cycle(first: Observed, second: Observed) -> Trace:
     variables = tuple(
         v if index not in becomes else _with_heir(v, becomes[index]) for index, v in enumerate(trace.variables)
     )
-    return Trace(
-        ops=trace.ops, variables=variables, num_ticks=trace.num_ticks, cyclic=True, metadata=trace.metadata
-    )
+    return Trace(ops=trace.ops, variables=variables, num_ticks=trace.num_ticks, cyclic=True, metadata=trace.metadata)
 
 
 def _with_heir(variable: Variable, heir: int) -> Variable:
