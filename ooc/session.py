@@ -41,6 +41,7 @@ from ooc.sequences import Sequences
 from ooc.steps import StepLog
 from ooc.units import parse_nbytes
 from scheduler.plan import Plan
+from scheduler.policies import POLICIES
 from scheduler.trace import Trace
 from vmm.addresses import AddressSpace
 from vmm.chunks import ChunkPool
@@ -114,7 +115,9 @@ class Session:
                 "Close it first (leave its `with` block)."
             )
         if device != "cpu":
-            raise ValueError(f"device={device!r}: this version has 'cpu'.")
+            raise ValueError(f"device={device!r} is not supported. Options: device='cpu'.")
+        if policy not in POLICIES:
+            raise ValueError(f"policy={policy!r}: there is no such policy. Options: {', '.join(sorted(POLICIES))}.")
         self.budget_nbytes = parse_nbytes(budget)
         self.chunk_nbytes = _choose_chunk(self.budget_nbytes, chunk_nbytes)
         self.threshold_nbytes = parse_nbytes(threshold_nbytes) if threshold_nbytes is not None else GRANULE_NBYTES
@@ -284,6 +287,7 @@ class Session:
                     self.steps.note_plan(follower.num_chunks)
                 else:
                     _log.info("cannot play the plan: %s", executor.left_because)
+                    self.steps.note_refusal(executor.left_because)
 
     def _leave(self, reason: str) -> None:
         self._executor.leave(reason)
@@ -356,11 +360,22 @@ class Session:
             if played is not None:
                 return played[0]
             if not self._dispatcher.occurrences(args, kwargs):
-                return func(*args, **kwargs)  # touches nothing of ours; the plan can go on
+                return self._run_beside(func, args, kwargs)
             with self._lock:
                 if self._executor.active is not None:
                     self._leave(f"{func} is not what the plan expects")
         return self._run_on_demand(func, args, kwargs)
+
+    def _run_beside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An op that touches nothing of ours while a plan is played: the plan can go on after it."""
+        try:
+            return func(*args, **kwargs)
+        except BaseException:
+            with self._lock:
+                error = self._pending_error((func, args, kwargs), [])
+            if error is not None:
+                raise error from None
+            raise
 
     def _adapt(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Try to bring plan and step together again where they differ harmlessly."""
@@ -401,7 +416,6 @@ class Session:
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs)),
             )
-            self._pending = None  # of an allocation outside any op, which has raised long ago
             state = self._allocator.state
             state.position = 2 * len(recorder.ops) + 1
             cold_ns = state.cold_ns
@@ -487,7 +501,8 @@ class Session:
                 self._absorb()
                 return self._books.allocate(nbytes).address
         except BaseException as error:
-            self._pending = error if not isinstance(error, NoRoom) else _Failure(error, nbytes)
+            if threading.get_ident() == self._thread and self._dispatcher.depth > 1:  # one for this call, one for an op
+                self._pending = error if not isinstance(error, NoRoom) else _Failure(error, nbytes)
             return 0
 
     def _absorb(self) -> None:
@@ -573,6 +588,7 @@ class Session:
             "num_plans": sequences.num_plans,
             "planning_s": sequences.planning_s,
             "unplannable": dict(sequences.unplannable),
+            "not_played": dict(self.steps.refusals),
         }
 
     def close(self, *, bring_back: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,10 +12,18 @@ from ooc.report import MemoryWatch
 from scheduler.plan import Machine
 from scheduler.trace import Trace
 from vmm.addresses import AddressSpace
-from vmm.store import FileStore
+from vmm.store import FileStore, StoreError, StoreSpeed
 
 _NUM_ROWS_KEPT = 20_000
 """A row takes about 400 bytes: without a limit, a week of small steps would take gigabytes."""
+
+_NUM_REASONS_KEPT = 32
+_UNMEASURED = StoreSpeed(
+    write_bytes_per_s=1e9, read_bytes_per_s=1e9, write_together_bytes_per_s=5e8, read_together_bytes_per_s=5e8
+)
+"""A solid-state disk of the middle sort, for a store that is full or failing when it is to be measured."""
+
+_log = logging.getLogger(__name__)
 
 StepKind = Literal["learning", "planned", "off_plan"]
 
@@ -40,6 +49,7 @@ class StepLog:
         rows: One a step, in order; the newest 20,000 at least.
         num_steps: Steps finished, also those whose rows were dropped.
         memory: Samples of the process's memory at step ends.
+        refusals: Why a plan that was there could not be played, and how often.
         in_core_peak_nbytes: The largest peak of the traces recorded so far: what a step needs in core.
     """
 
@@ -56,6 +66,7 @@ class StepLog:
         self._planned_chunks = 0
         self.memory = MemoryWatch(space.driver.num_chunks * space.driver.chunk_nbytes)
         self.in_core_peak_nbytes = 0
+        self.refusals: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return f"<StepLog of {len(self.rows)} steps>"
@@ -95,6 +106,11 @@ class StepLog:
         """A plan that holds so many chunks at its worst moment is being played."""
         self._planned_chunks = max(self._planned_chunks, num_chunks)
 
+    def note_refusal(self, reason: str) -> None:
+        """A step runs on demand although there is a plan for it."""
+        if reason in self.refusals or len(self.refusals) < _NUM_REASONS_KEPT:
+            self.refusals[reason] = self.refusals.get(reason, 0) + 1
+
     def note_trace(self, trace: Trace) -> None:
         """A step was recorded."""
         self.in_core_peak_nbytes = max(self.in_core_peak_nbytes, trace.peak_nbytes())
@@ -106,7 +122,11 @@ class StepLog:
     def machine(self, num_chunks: int, chunk_nbytes: int, store: FileStore) -> Machine:
         """What plans are made for; measures the store on first use."""
         if self._speed is None:
-            self._speed = store.measure()
+            try:
+                self._speed = store.measure()
+            except (StoreError, OSError) as error:
+                _log.warning("cannot measure the store, planning for %s: %s", _UNMEASURED, error)
+                self._speed = _UNMEASURED
         speed = self._speed
         return Machine(
             chunk_nbytes=chunk_nbytes,

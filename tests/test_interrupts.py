@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -109,29 +110,35 @@ def test_signal_at_a_random_moment(session: ooc.Session, seed: int) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     shooter = threading.Thread(target=shoot)
-    step = done
-    with pytest.raises(KeyboardInterrupt):
+    steps = count(done)
+
+    def train_until_interrupted() -> None:
         shooter.start()
-        while True:
+        for step in steps:
             with session.step():
                 trainer.step(step)
-            step += 1
+
+    with pytest.raises(KeyboardInterrupt):
+        train_until_interrupted()
     shooter.join()
+    step = next(steps)
     assert_goes_on(session, trainer, range(step, step + 4))
 
 
 def test_interrupt_while_closing_still_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KeyboardInterrupt), ooc.Session(BUDGET) as session:
-        trainer = Trainer()
-        train(session, trainer, range(2))
-        expected = trainer.snapshot()
-        inner = session._let_survivors_go
+    session = ooc.Session(BUDGET)
+    trainer = Trainer()
+    train(session, trainer, range(2))
+    expected = trainer.snapshot()
+    inner = session._let_survivors_go
 
-        def interrupted() -> None:
-            signal.raise_signal(signal.SIGINT)
-            inner()
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+        inner()
 
-        monkeypatch.setattr(session, "_let_survivors_go", interrupted)
+    monkeypatch.setattr(session, "_let_survivors_go", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.close()
     assert_arrays_equal(expected, trainer.snapshot())
     with ooc.Session(BUDGET):  # the first one is closed, or this would be refused
         pass

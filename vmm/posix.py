@@ -216,7 +216,7 @@ class PosixDriver:
         """Map nothing at the range: a touch faults. Frees its page tables."""
         self._check_usable()
         place = self._place_in_reservation(address, num_chunks)
-        self._make_room(2)
+        self._make_room(2, left_to_others=0)  # the way back from too many: it may use what is kept for others
         before = self._layout.pieces(place, place + num_chunks)
         nothing: Piece[_Mapped] = Piece(place, place + num_chunks, None)
         try:
@@ -268,13 +268,17 @@ class PosixDriver:
         place = self._place_in_reservation(address, num_chunks)
         self._layout.assign([Piece(place, place + num_chunks, _File(descriptor, offset, nbytes, place))])
 
-    def note_guards(self, num_added: int) -> None:
+    def note_guards(self, num_added: int, *, cuts: bool = True) -> None:
         """Note that somebody else protects parts of mappings, each of which may cut two of them.
+
+        Args:
+            num_added: How many parts; negative when they are lifted.
+            cuts: False for ranges that are mapped to nothing already: that needs no mapping more.
 
         Raises:
             MapCountExceeded: The kernel's limit on mappings would be too near. Nothing was noted.
         """
-        if num_added > 0:
+        if num_added > 0 and cuts:
             self._make_room(2 * num_added)
         self._num_guards += num_added
 
@@ -492,7 +496,7 @@ class PosixDriver:
                 f"[{first:#x}, {last:#x}) could not be put back after a failed call; what it shows is unknown", error
             ) from error
 
-    def _make_room(self, num_added: int) -> None:
+    def _make_room(self, num_added: int, *, left_to_others: int = _MAPPINGS_LEFT_TO_OTHERS) -> None:
         """Check that `num_added` more mappings stay within the kernel's limit.
 
         Counting the process's mappings takes milliseconds, so it is done again only when we have
@@ -501,7 +505,7 @@ class PosixDriver:
         if self.num_mappings + num_added <= self._num_mappings_unchecked:
             return
         present = machine.map_count()
-        free = self._max_map_count - _MAPPINGS_LEFT_TO_OTHERS - present - num_added
+        free = self._max_map_count - left_to_others - present - num_added
         if free < 0:
             self._num_mappings_unchecked = 0
             raise MapCountExceeded(
@@ -511,7 +515,8 @@ class PosixDriver:
                 f"  Options: larger chunks (now {self._chunk_nbytes} bytes); a higher limit: "
                 f"sysctl -w vm.max_map_count={max(262144, 4 * self._max_map_count)} (as root)."
             )
-        self._num_mappings_unchecked = self.num_mappings + num_added + free // 2
+        if left_to_others:
+            self._num_mappings_unchecked = self.num_mappings + num_added + free // 2
 
     def _check_usable(self) -> None:
         if self._whole is None:
