@@ -18,7 +18,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.budget import IntArray, pins_of, require_budget
+from scheduler.budget import IntArray, pinned_chunks, pins_of, require_budget
 from scheduler.chains import Chain, Gap, chains_of, residencies_of
 from scheduler.colouring import Shortage
 from scheduler.evaluate import Evaluation, evaluate
@@ -27,6 +27,20 @@ from scheduler.policies._placement import Placement
 from scheduler.trace import Trace
 
 FloatArray = npt.NDArray[np.float64]
+
+# What is tried, one after another until nothing stalls: the share of the budget that the choice of gaps leaves
+# free for what is on its way in or out, and whether a gap's length alone decides. Found on the synthetic steps of
+# tests/scheduler/model_traces.py and on recorded ones, at rates that make them stall. Weighing the choice by bytes
+# to be moved was tried and stalls more: it prefers short stays of parameters, whose loads then crowd together.
+_CANDIDATES = ((0.0, False), (0.0, True), (0.1, False), (0.25, False), (0.45, False))
+
+_NO_MATTER = 1 << 60
+
+# Placements per choice, each with the times that the one before it was simulated to have.
+_ROUNDS = 3
+
+# Stalls below this share of the step are not worth another candidate.
+_NO_STALL = 0.002
 
 
 def schedule(trace: Trace, machine: Machine, *, wrap: bool = True) -> tuple[Residency, ...]:
@@ -40,25 +54,62 @@ def schedule(trace: Trace, machine: Machine, *, wrap: bool = True) -> tuple[Resi
     Raises:
         BudgetTooSmall: An op needs more at once than the budget.
     """
-    require_budget(trace, machine, pins_of(trace))
-    if not trace.ops:
-        return residencies_of(chains_of(trace, machine, wrap=wrap), (), trace)
+    pins = pins_of(trace)
+    require_budget(trace, machine, pins)
     chains = chains_of(trace, machine, wrap=wrap)
-    selection = _Selection(trace, machine, chains)
-    selection.choose()
-    best: Evaluation | None = None
-    op_start_ns = list(accumulate((op.duration_ns for op in trace.ops), initial=0))
-    for _ in range(3):
-        aways = Placement(trace, machine, chains, selection.gaps_chosen, selection.occupancy.held, op_start_ns).place()
-        proposal = residencies_of(chains, aways, trace)
-        outcome = evaluate(proposal, trace, machine)
-        if isinstance(outcome, Shortage):
-            return proposal if best is None else best.proposal
-        if best is None or outcome.rank < best.rank:
-            best = outcome
-        op_start_ns = [*outcome.simulation.op_start_ns, outcome.simulation.duration_ns]
-    assert best is not None
-    return best.proposal
+    if not trace.ops:
+        return residencies_of(chains, (), trace)
+    search = _Search(trace, machine, chains, pinned_chunks(trace, machine, pins))
+    for reserve, by_length in _CANDIDATES:
+        search.try_choice(reserve, by_length=by_length)
+        if search.is_good_enough:
+            break
+    return search.best_proposal
+
+
+class _Search:
+    """Candidates, and the best one so far."""
+
+    def __init__(self, trace: Trace, machine: Machine, chains: tuple[Chain, ...], pinned: IntArray) -> None:
+        self.trace = trace
+        self.machine = machine
+        self.chains = chains
+        self.pinned = pinned
+        self.best: Evaluation | None = None
+        self.fallback: tuple[Residency, ...] = ()
+
+    @property
+    def is_good_enough(self) -> bool:
+        """Whether another candidate could not save a time worth the search."""
+        if self.best is None:
+            return False
+        return self.best.simulation.stall_ns <= _NO_STALL * self.trace.duration_ns
+
+    @property
+    def best_proposal(self) -> tuple[Residency, ...]:
+        """The best candidate's residencies."""
+        return self.fallback if self.best is None else self.best.proposal
+
+    def try_choice(self, reserve: float, *, by_length: bool) -> None:
+        """Choose as if the budget were smaller by `reserve`, then place within the whole budget."""
+        kept = int(self.machine.num_chunks * (1 - reserve))
+        selection = Selection(self.trace, self.chains)
+        selection.choose(np.maximum(self.pinned, kept), by_length=by_length)
+        op_start_ns = list(accumulate((op.duration_ns for op in self.trace.ops), initial=0))
+        for _ in range(_ROUNDS):
+            placement = Placement(
+                self.trace, self.machine, self.chains, selection.gaps_chosen, selection.occupancy.held, op_start_ns
+            )
+            proposal = residencies_of(self.chains, placement.place(), self.trace)
+            outcome = evaluate(proposal, self.trace, self.machine)
+            if isinstance(outcome, Shortage):
+                self.fallback = proposal
+                return
+            if self.best is None or outcome.rank < self.best.rank:
+                self.best = outcome
+            if outcome.simulation.stall_ns <= _NO_STALL * self.trace.duration_ns:
+                return
+            op_start_ns = [*outcome.simulation.op_start_ns, outcome.simulation.duration_ns]
 
 
 class Occupancy:
@@ -103,52 +154,62 @@ class Occupancy:
         return parts
 
 
-class _Selection:
-    """Which gaps are away."""
+class Selection:
+    """Which gaps are away.
 
-    def __init__(self, trace: Trace, machine: Machine, chains: tuple[Chain, ...]) -> None:
+    Attributes:
+        gaps: All gaps of all chains; `chosen` says which are away.
+        occupancy: Chunks held with the chosen gaps away at full length.
+    """
+
+    def __init__(self, trace: Trace, chains: tuple[Chain, ...]) -> None:
         self.trace = trace
-        self.machine = machine
         self.chains = chains
         self.gaps: list[Gap] = [gap for chain in chains for gap in chain.gaps]
-        self.chosen = [gap.forced for gap in self.gaps]
+        self.chosen = np.array([gap.forced for gap in self.gaps], dtype=np.bool_)
         self.occupancy = Occupancy(trace.num_ticks)
         for chain in chains:
             if chain.pins or not chain.starts_away:
                 self.occupancy.add(chain.start_tick, chain.stop_tick, chain.num_chunks)
+        self.start = np.array([gap.start_tick for gap in self.gaps], dtype=np.int64)
+        self.stop = np.array([gap.stop_tick for gap in self.gaps], dtype=np.int64)
+        self.size = np.array([gap.num_chunks for gap in self.gaps], dtype=np.int64)
         for gap in self.gaps:
             if gap.forced:
                 self.occupancy.add(gap.start_tick, gap.stop_tick, -gap.num_chunks)
-        self.start = np.array([gap.start_tick for gap in self.gaps], dtype=np.int64)
-        self.stop = np.array([gap.stop_tick for gap in self.gaps], dtype=np.int64)
-        self.open = np.array([not gap.forced for gap in self.gaps], dtype=np.bool_)
 
     @property
     def gaps_chosen(self) -> list[Gap]:
         """The gaps that are away."""
-        return [gap for gap, chosen in zip(self.gaps, self.chosen, strict=True) if chosen]
+        return [gap for gap, chosen in zip(self.gaps, self.chosen.tolist(), strict=True) if chosen]
 
-    def choose(self) -> None:
-        """Choose gaps until no tick holds more than the budget."""
+    def choose(self, limit: IntArray, *, by_length: bool) -> None:
+        """Choose gaps until no tick holds more than its `limit`, which the pins alone must not exceed.
+
+        Always for the tick that is furthest over its limit, the gap that covers the most time over
+        the limit. Unless `by_length`, a gap counts less if it frees more than that tick needs.
+        """
         weight = _tick_durations(self.trace)
         while True:
-            over = self.occupancy.held - self.machine.num_chunks
+            over = self.occupancy.held - limit
             tick = int(over.argmax())
             if over[tick] <= 0:
                 return
-            best = self._best_over(tick, np.cumsum(np.tile(weight * (over > 0), 2)))
+            excess = _NO_MATTER if by_length else int(over[tick])
+            best = self._best_over(tick, excess, np.cumsum(np.tile(weight * (over > 0), 2)))
             gap = self.gaps[best]
-            self.chosen[best], self.open[best] = True, False
+            self.chosen[best] = True
             self.occupancy.add(gap.start_tick, gap.stop_tick, -gap.num_chunks)
 
-    def _best_over(self, tick: int, relief: FloatArray) -> int:
-        """The gap over `tick` that covers the most time over budget."""
+    def _best_over(self, tick: int, excess: int, relief: FloatArray) -> int:
+        """The gap over `tick` that covers the most time over the limit."""
         folded = tick + self.trace.num_ticks
-        covers = (self.start <= tick) & (tick < self.stop) | (self.start <= folded) & (folded < self.stop)
-        candidates = np.flatnonzero(covers & self.open)
+        covers = ((self.start <= tick) & (tick < self.stop)) | ((self.start <= folded) & (folded < self.stop))
+        candidates = np.flatnonzero(covers & ~self.chosen)
         padded = np.concatenate([[0.0], relief])
-        score = padded[self.stop[candidates]] - padded[self.start[candidates]]
-        return int(candidates[np.argmax(score)])
+        covered = padded[self.stop[candidates]] - padded[self.start[candidates]]
+        useful = np.minimum(1.0, excess / self.size[candidates])
+        return int(candidates[np.argmax(covered * useful)])
 
 
 def _tick_durations(trace: Trace) -> FloatArray:
