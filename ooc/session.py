@@ -331,7 +331,7 @@ class Session:
             self._note_failed_op(func)
             self._absorb()
         if error is not None:
-            raise error from None
+            raise error from error.__cause__
 
     def _slow(self, func: Any, types: tuple[Any, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Any op but the one that the plan expects."""
@@ -374,7 +374,7 @@ class Session:
             with self._lock:
                 error = self._pending_error((func, args, kwargs), [])
             if error is not None:
-                raise error from None
+                raise error from error.__cause__
             raise
 
     def _adapt(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -431,7 +431,7 @@ class Session:
                 self._note_failed_op(func)
                 self._absorb()
             if error is not None:
-                raise error from None
+                raise error from error.__cause__
             raise
         op.duration_ns = max(time.monotonic_ns() - started - (state.cold_ns - cold_ns), 0)
         with self._lock:
