@@ -14,6 +14,7 @@ import contextlib
 import ctypes.util
 import json
 import os
+import signal
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -138,6 +139,8 @@ class Contestant:
 def main() -> int:
     """Run the scenarios, print tables, write rows."""
     options = _parse()
+    # So that a swap file and control groups are removed on `timeout` and `kill`, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     tables: list[str] = []

@@ -41,6 +41,7 @@ class MemoryGroup:
     def __init__(self, *, limit_nbytes: int | None = None, root: Path = Path("/sys/fs/cgroup")) -> None:
         self.limit_nbytes = limit_nbytes
         self.version, parent = _parent_group(root)
+        _remove_orphans(parent)
         self.directory = parent / f"ooc-{os.getpid()}-{next(_numbers)}"
         try:
             self.directory.mkdir()
@@ -212,6 +213,15 @@ class MeasuredProcess:
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def _remove_orphans(parent: Path) -> None:
+    """Remove groups of processes of ours that were killed before they could."""
+    for directory in parent.glob("ooc-*-*"):
+        maker = directory.name.split("-")[1]
+        if not Path("/proc", maker).exists():
+            with contextlib.suppress(OSError):  # its own children may still run in it
+                directory.rmdir()
 
 
 def _parent_group(root: Path) -> tuple[int, Path]:

@@ -18,7 +18,7 @@ from tests.features import FEATURES
 from tests.harness import Recipe, Run, assert_equal, num_steps_by_mode, run_in_core, run_out_of_core
 
 CHUNK_NBYTES = 64 * 1024
-PLENTY_NBYTES = 1 << 30
+PLENTY_NBYTES = 1 << 29
 
 MODELS = ("conv_stack", "vgg16_cifar", "resnet50", "unet", "lstm", "gpt", "bert", "encoder", "tied_frozen")
 OPTIMIZERS = ("sgd_momentum", "adam", "adamw", "adamw_foreach", "adamw_fused")

@@ -88,6 +88,10 @@ def test_a_group_counts_limits_and_goes_away() -> None:
     with MeasuredProcess([sys.executable, "-c", code], limit_nbytes=32 * MIB) as child:
         assert child.process.wait() == -9
     assert not group.directory.exists()
+    orphan = group.directory.parent / f"ooc-{2**22 + 1}-0"  # no process has such a number
+    orphan.mkdir()
+    MemoryGroup().close()
+    assert not orphan.exists()
 
 
 def test_a_trial_tells_each_step_and_repeats() -> None:
