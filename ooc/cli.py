@@ -1,4 +1,4 @@
-"""The command `ooc`: run, demo, doctor.
+"""The command `ooc`: run, demo, doctor, fragmentation.
 
 Exit codes: 0 it went well, 1 it did not, 2 the command line is wrong, 130 Ctrl-C; `ooc run` ends
 as the script ends. Each sub-command's own module is imported when it is chosen.
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from ooc.fragmentation import cli as fragmentation
 from ooc.settings import SETTINGS, resolve
 
 FAILURE_EXIT_CODE = 1
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from ooc import doctor
 
             return doctor.main(store=parsed.store, as_json=parsed.json)
+        if parsed.command == "fragmentation":
+            return fragmentation.run(parsed)
         from ooc import demo
 
         return demo.main(
@@ -53,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_demo(commands)
     _add_doctor(commands)
+    _add_fragmentation(commands)
     return top
 
 
@@ -109,6 +113,17 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     doctor.add_argument("--json", action="store_true", help="print JSON instead of tables")
     doctor.add_argument("--store", metavar="DIR", help="directory to measure (default: where a session would put it)")
+
+
+def _add_fragmentation(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    see = commands.add_parser(
+        "fragmentation",
+        help="see where memory went, and what would have fitted",
+        description="Replay a recording of allocations (a PyTorch CUDA memory snapshot, a profiler's Chrome trace, or "
+        "our own trace) through models of several allocators. Exit code 1 if it would not fit, 2 for a bad file.",
+        allow_abbrev=False,
+    )
+    fragmentation.add_arguments(see)
 
 
 def _run(parsed: argparse.Namespace) -> int:

@@ -31,6 +31,16 @@ FLAGS = {
     ],
     "demo": ["--budget", "--help", "--model", "--out", "--steps", "--store", "-h"],
     "doctor": ["--help", "--json", "--store", "-h"],
+    "fragmentation": [
+        "--alloc-conf",
+        "--allocator",
+        "--capacity",
+        "--device",
+        "--help",
+        "--json",
+        "--png",
+        "-h",
+    ],
 }
 
 

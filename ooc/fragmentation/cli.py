@@ -1,0 +1,109 @@
+"""`ooc fragmentation FILE`: what became of the memory, and what would have fitted.
+
+Exit codes: 0 fine, 1 it would not fit in the capacity, 2 a bad file or a bad command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ooc.units import parse_nbytes
+
+FINE, DOES_NOT_FIT, BAD = 0, 1, 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments on `parser`."""
+    parser.add_argument("file", metavar="FILE", help="a memory snapshot, a profiler trace, or a trace of ooc")
+    parser.add_argument("--capacity", metavar="SIZE", help="what the device has, such as 16GiB (default: as recorded)")
+    parser.add_argument(
+        "--allocator",
+        action="append",
+        metavar="NAME",
+        help="only this one; may be given several times (default: all; a wrong name lists them)",
+    )
+    parser.add_argument("--alloc-conf", metavar="TEXT", help="settings as in PYTORCH_CUDA_ALLOC_CONF")
+    parser.add_argument("--device", metavar="NAME", help="such as cuda:1 (default: the one with the highest peak)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--png", metavar="FILE", help="write a picture of the address space over time")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with its own arguments. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="ooc fragmentation", description="See where memory went, and what would have fitted.", allow_abbrev=False
+    )
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Run the command as parsed. Returns the exit code."""
+    from ooc.fragmentation.allocators import ALLOCATORS
+    from ooc.fragmentation.errors import BadFile
+    from ooc.fragmentation.settings import BadSettings, parse_settings
+
+    try:
+        capacity = None if parsed.capacity is None else parse_nbytes(parsed.capacity, what="capacity")
+        settings = None if parsed.alloc_conf is None else parse_settings(parsed.alloc_conf)
+        unknown = [name for name in parsed.allocator or () if name not in ALLOCATORS]
+        if unknown:
+            raise BadSettings(f"no allocator {unknown[0]!r}. Options: {', '.join(ALLOCATORS)}")
+    except ValueError as error:
+        return _complain(str(error))
+    try:
+        return _report(parsed, capacity, settings, tuple(dict.fromkeys(parsed.allocator or ALLOCATORS)))
+    except BadFile as error:
+        return _complain(str(error))
+
+
+def _report(parsed: argparse.Namespace, capacity: int | None, settings: object, names: tuple[str, ...]) -> int:
+    from rich.console import Console
+
+    from ooc.fragmentation.errors import BadFile
+    from ooc.fragmentation.readers import read_streams
+    from ooc.fragmentation.report import make_report, to_document
+    from ooc.fragmentation.settings import CachingSettings
+    from ooc.fragmentation.show import PIPE_WIDTH, show
+
+    assert settings is None or isinstance(settings, CachingSettings)
+    progress = Console(stderr=True)
+    with progress.status(f"reading {parsed.file}") as status:
+        streams = read_streams(parsed.file)
+        named = {stream.device: stream for stream in streams}
+        if parsed.device is not None and parsed.device not in named:
+            raise BadFile(f"no device {parsed.device!r} in it. Options: {', '.join(named)}", path=parsed.file)
+        stream = named[parsed.device] if parsed.device else max(streams, key=lambda s: s.wanted_nbytes)
+        report = make_report(
+            stream,
+            names=names,
+            capacity=capacity,
+            settings=settings,
+            progress=lambda what: status.update(f"replaying: {what}"),
+        )
+        if parsed.png is not None:
+            from ooc.fragmentation.picture import draw
+
+            status.update("drawing")
+            try:
+                draw(report, Path(parsed.png))
+            except OSError as error:
+                return _complain(f"cannot write {parsed.png}: {error.strerror or error}")
+    if parsed.json:
+        print(json.dumps({"file": parsed.file, "devices": list(named), **to_document(report)}, indent=1))
+    else:
+        show(report, Console(width=None if sys.stdout.isatty() else PIPE_WIDTH), parsed.file)
+        if len(named) > 1:
+            print(f"\nAlso in the file: {', '.join(name for name in named if name != stream.device)} (--device NAME)")
+        if parsed.png is not None:
+            print(f"\nPicture: {parsed.png}")
+    return DOES_NOT_FIT if report.does_not_fit else FINE
+
+
+def _complain(message: str) -> int:
+    print(f"ooc fragmentation: {message}", file=sys.stderr)
+    return BAD

@@ -1,0 +1,131 @@
+"""The report on a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ooc.fragmentation.analysis import Outcome, Summary, meets_record
+from ooc.fragmentation.report import Report
+from ooc.units import format_nbytes
+
+PIPE_WIDTH = 120
+"""Columns where the output is no terminal; the table has about 115."""
+
+MAX_FRAMES_SHOWN = 4
+MAX_CULPRITS_SHOWN = 5
+
+
+def show(report: Report, console: Console, path: str) -> None:
+    """Print the report: verdict, table, the failed request, what is in the way, what to do."""
+    stream = report.stream
+    console.print(f"[bold]{escape(path)}[/]: {stream.source}, {escape(stream.device)}", soft_wrap=True, highlight=False)
+    console.print(
+        f"{stream.num_events:,} events, {stream.num_buffers:,} buffers; most live at once "
+        f"{format_nbytes(stream.wanted_nbytes)}; capacity {_capacity(report)}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    for note in stream.notes:
+        console.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
+    console.print(_table(report))
+    for name, reason in report.missing.items():
+        console.print(f"not shown: {name}: {escape(reason)}", soft_wrap=True, highlight=False)
+    own = report.reference_summary
+    if own is not None:
+        _show_record(own, report, console)
+        _show_worst(own, report, console)
+    if report.advice:
+        console.print("\n[bold]What to do[/]")
+        for line in report.advice:
+            console.print(escape(line), soft_wrap=True, highlight=False)
+
+
+def _capacity(report: Report) -> str:
+    if report.capacity_nbytes is None:
+        return "not given (--capacity SIZE judges)"
+    source = " (as recorded: held + free on the device)" if report.capacity_source == "recorded" else ""
+    return format_nbytes(report.capacity_nbytes) + source
+
+
+def _table(report: Report) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+    table.add_column("allocator", no_wrap=True)
+    for column in ("peak held", "live then", "internal", "external", "largest free", "device calls", "map calls"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for summary in report.summaries:
+        replay, peak = summary.replay, summary.peak
+        part = "*" if replay.last_event - replay.first_event < report.stream.num_events else ""
+        largest = "any" if peak.largest_free_nbytes is None else format_nbytes(peak.largest_free_nbytes)
+        table.add_row(
+            replay.allocator + part,
+            format_nbytes(replay.peak_reserved_nbytes),
+            format_nbytes(peak.live_nbytes),
+            format_nbytes(peak.internal_nbytes),
+            format_nbytes(peak.external_nbytes),
+            largest,
+            str(replay.num_device_allocs + replay.num_device_frees),
+            str(replay.num_maps + replay.num_unmaps),
+            _verdict(summary),
+        )
+    if any(s.replay.last_event - s.replay.first_event < report.stream.num_events for s in report.summaries):
+        table.caption = "* only the part of the stream around its peak"
+        table.caption_justify = "left"
+    return table
+
+
+def _verdict(summary: Summary) -> str:
+    if summary.outcome is Outcome.UNKNOWN:
+        return ""
+    if summary.outcome is Outcome.FITS:
+        retries = summary.replay.num_retries
+        return "[green]fits[/]" + (f", {retries} retries" if retries else "")
+    return "[red]does not fit[/]"
+
+
+def _show_record(own: Summary, report: Report, console: Console) -> None:
+    pairs = meets_record(own.replay, report.stream)
+    if not pairs:
+        return
+    console.print(f"\n[bold]Against the file[/] (model '{own.replay.allocator}')")
+    for name, (recorded, replayed) in pairs.items():
+        if name.startswith("num_"):
+            text = f"{recorded}, replayed {replayed}"
+        else:
+            difference = (replayed - recorded) / recorded * 100 if recorded else 0.0
+            text = f"{format_nbytes(recorded)}, replayed {format_nbytes(replayed)} ({difference:+.2f} %)"
+            text = f"{format_nbytes(recorded)}, replayed exactly" if recorded == replayed else text
+        console.print(f"  {name.removesuffix('_nbytes').replace('_', ' ')}: {text}", soft_wrap=True, highlight=False)
+
+
+def _show_worst(own: Summary, report: Report, console: Console) -> None:
+    failure, worst = own.replay.failure, own.worst
+    if failure is not None:
+        console.print(f"\n[bold red]First request that does not fit[/] (event {failure.event_index:,})")
+        console.print(
+            f"  {format_nbytes(failure.nbytes)} asked for, {format_nbytes(failure.needed_nbytes)} needed at once; "
+            f"held {format_nbytes(failure.reserved_nbytes)} of {format_nbytes(failure.capacity_nbytes)}, "
+            f"of which {format_nbytes(failure.reserved_nbytes - failure.allocated_nbytes)} are free, but the largest "
+            f"free block has {format_nbytes(failure.largest_free_nbytes)}",
+            soft_wrap=True,
+            highlight=False,
+        )
+        for frame in report.stream.stack(failure.buffer)[:MAX_FRAMES_SHOWN]:
+            console.print(f"    {escape(frame)}", soft_wrap=True, highlight=False)
+    if report.culprits:
+        console.print(
+            f"\n[bold]What lies between the free blocks[/] after event {worst.event_index:,} "
+            f"({worst.num_holes} free blocks, {format_nbytes(worst.trapped_nbytes or 0)} of them trapped)",
+            soft_wrap=True,
+        )
+        for culprit in report.culprits[:MAX_CULPRITS_SHOWN]:
+            console.print(
+                f"  {culprit.num_buffers} buffers, {format_nbytes(culprit.nbytes)}, beside "
+                f"{format_nbytes(culprit.adjoining_free_nbytes)} free",
+                soft_wrap=True,
+                highlight=False,
+            )
+            for frame in culprit.stack[:MAX_FRAMES_SHOWN] or ("(no stack was recorded)",):
+                console.print(f"    {escape(frame)}", soft_wrap=True, highlight=False)
