@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 from ooc.books import Books, State, VariableRecord
 from ooc.compiled import Compiled, Role, Stay
-from scheduler.plan import Kept
+from scheduler.plan import Dropped, Evicted, Kept
 from vmm.driver import MemoryFault
+from vmm.store import StoreFull
 from vmm.torch_cpu import CpuAllocator
 
 Bound = list[tuple[Role, VariableRecord]]
@@ -83,14 +84,27 @@ class Casting:
                 num_guards = sum(not role.is_born or role.lives_on for role in compiled.roles)
                 self._space.driver.note_guards(num_guards)
                 self._space.driver.note_guards(-num_guards)
+                self._reserve_store(compiled)
                 return True
-            except MemoryFault as fault:
+            except (MemoryFault, StoreFull) as fault:
                 self.refusal = str(fault)
                 for plan in others if attempt == 0 else (compiled,):
                     self.give_up(plan)
                 if attempt == 0 and others:
                     self.give_up(compiled, keep_bound=True)
         return False
+
+    def _reserve_store(self, compiled: Compiled) -> None:
+        """Let the store have room now for all that the plan evicts: a full disk must be found before the step."""
+        new = {
+            role.record.address: role.record.nbytes
+            for role in compiled.roles
+            if role.record is not None
+            and role.record.slot is None
+            and any(isinstance(stay.residency.stop, Evicted | Dropped) for stay in role.stays)
+        }
+        block_nbytes = 4096
+        self._books.store.reserve(sum(-(-nbytes // block_nbytes) * block_nbytes for nbytes in new.values()))
 
     def give_up(self, compiled: Compiled, *, keep_bound: bool = False) -> None:
         """Unmap what a plan that is not being played keeps mapped."""

@@ -232,6 +232,32 @@ def test_store_full_while_learning(file_size_limit: Any) -> None:
         assert session.steps.rows[-1].mode == "planned"
 
 
+def test_store_full_when_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan whose evictions the disk cannot hold is not begun: the step stays on demand and says why."""
+    in_core = Trainer()
+    expected = [in_core.step(index) for index in range(6)]
+    with ooc.Session(BUDGET, debug=True) as session:
+        session.steps._speed = FIXED_SPEED
+        asked = []
+
+        def reserve(nbytes: int) -> None:
+            asked.append(nbytes)
+            raise session.store._full(nbytes, OSError(errno.ENOSPC, "full"))
+
+        monkeypatch.setattr(session.store, "reserve", reserve)
+        trainer = Trainer()
+        losses = []
+        for index in range(6):
+            with session.step():
+                losses.append(trainer.step(index))
+        report = session.report()
+    assert losses == expected
+    assert max(asked) > 0
+    assert "planned" not in [step["mode"] for step in report["steps"]]
+    assert report["not_played"]
+    assert all("more bytes" in reason and "Options" in reason for reason in report["not_played"])
+
+
 # -- the machine
 
 
