@@ -131,6 +131,14 @@ class Casting:
 
     # -- from one step to the next
 
+    def can_pass_on(self, compiled: Compiled) -> bool:
+        """Whether all that is alive where the plan has no more role for it may be evicted."""
+        alive = compiled.role_alive
+        over = [compiled.roles[index] for index in compiled.dies[alive[compiled.dies] != 0].tolist()]
+        over += [role for role in compiled.movers if alive[role.index] and role.heir is None]
+        records = [(role, role.record) for role in over if role.record is not None]
+        return not any(record.exports or not (record.seen or role.evictable) for role, record in records)
+
     def pass_on(self, compiled: Compiled) -> None:
         """The step is complete and the same plan comes again: variables take their roles for it."""
         books = self._books
@@ -215,11 +223,12 @@ class Casting:
         for other in (role, role.heir, role.predecessor):
             if other is not None and other.record is record:
                 other.record = None
-        if role.is_born:
-            self.give_new_record(role)
-            assert role.record is not None
-            self.map_first(role)
-            compiled.role_address[role.index] = role.record.address
+        for other in (role, role.predecessor):  # the predecessor, where the two shared one reservation
+            if other is not None and other.is_born and other.record is None:
+                self.give_new_record(other)
+                assert other.record is not None
+                self.map_first(other)
+                compiled.role_address[other.index] = other.record.address
 
     def bury(self, compiled: Compiled, role: Role) -> None:
         """Whoever played a role that is not born in the step is dead: nobody will ask for its reservation again.

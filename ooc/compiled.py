@@ -8,7 +8,8 @@ out in arrays that native/dispatch.cpp and vmm/native/allocator.cpp read.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Container, Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ class Stay:
         runs: Its chunks.
         start_op: The op before which it is loaded, or None.
         waits: Earlier holders of its chunks whose transfer must be complete first.
-        dead: Roles that held its chunks and must have been freed.
+        dead: Roles freed inside the op that it is born in, from which it takes chunks over.
         transfer: Its latest load or write.
         segments: Its bytes as ranges of the linear view.
     """
@@ -168,6 +169,8 @@ class Compiled:
         self.heirs = [r for r in self.roles if r.predecessor is not None]
         self.persistent = np.array([r.index for r in self.roles if r.is_persistent], dtype=np.int64)
         self.dies = np.array([r.index for r in self.roles if not r.lives_on], dtype=np.int64)
+        deaths = ((self.trace.variables[i].death_tick, i) for i in self.dies.tolist())
+        self.deaths = sorted((tick, i) for tick, i in deaths if tick is not None)
         stays = self._make_stays(view_address)
         self._find_predecessors(stays)
         self.away_at_end = [
@@ -216,21 +219,54 @@ class Compiled:
         return stays
 
     def _find_predecessors(self, stays: Sequence[Stay]) -> None:
-        """For each stay, who held its chunks just before; around the step's end, too."""
+        """For each stay, who held its chunks before; around the step's end, too.
+
+        A stay waits for the transfers of the one before it. Where that one may have waited for
+        nobody itself (kept over the boundary, or born between ops and perhaps not born this time),
+        it waits for those before that, too. A load that is left out waits all the same.
+        """
         last = np.full(self.num_chunks, -1, dtype=np.int64)
+        passed_on: list[set[int]] = [set() for _ in stays]
         for lap in range(2):
             for number, stay in enumerate(stays):
                 before: set[int] = set()
                 for first, count in stay.runs:
-                    if lap:
-                        before.update(np.unique(last[first : first + count]).tolist())
+                    before.update(np.unique(last[first : first + count]).tolist())
                     last[first : first + count] = number
+                before.discard(-1)
+                before.discard(number)
+                waits = {n for n in before if _has_transfer(stays[n].residency)}.union(*(passed_on[n] for n in before))
+                waits.discard(number)
+                op = self._birth_op(stay)
+                if isinstance(stay.residency.start, Kept) or (isinstance(stay.residency.start, Born) and op is None):
+                    passed_on[number] = waits
                 if lap and not isinstance(stay.residency.start, Kept):
-                    earlier = [n for n in sorted(before) if n >= 0 and n != number]
-                    stay.waits = tuple(stays[n] for n in earlier if _has_transfer(stays[n].residency))
-                    # Who held a chunk in the step before (n > number) was seen dead at the boundary.
-                    holders = (stays[n] for n in earlier if n < number)
-                    stay.dead = tuple(sorted({s.role.index for s in holders if isinstance(s.residency.stop, Dies)}))
+                    stay.waits = tuple(stays[n] for n in sorted(waits))
+                if lap and op is not None:
+                    start_tick = self.trace.ops[op].start_tick
+                    stay.dead = tuple(self._freed_inside(stay, start_tick))
+
+    def _birth_op(self, stay: Stay) -> int | None:
+        """The op inside which a stay begins with a birth; None if it begins otherwise, or between ops."""
+        if not isinstance(stay.residency.start, Born):
+            return None
+        tick, _ = occupied_ticks(stay.residency, self.trace)
+        op = bisect_right(self.trace.ops, tick, key=lambda o: o.start_tick) - 1
+        return op if op >= 0 and tick < self.trace.ops[op].stop_tick else None
+
+    def _freed_inside(self, stay: Stay, start_tick: int) -> Iterator[int]:
+        """Roles that die between an op's start and the stay's birth inside it and held a chunk of it.
+
+        All that dies earlier is seen dead before the op (`deaths`).
+        """
+        birth_tick, _ = occupied_ticks(stay.residency, self.trace)
+        chunks = set(stay.residency.chunk_indices())
+        low = bisect_left(self.deaths, (start_tick + 1, -1))
+        high = bisect_left(self.deaths, (birth_tick + 1, -1))
+        for _, index in self.deaths[low:high]:
+            final = self.roles[index].stays[-1] if self.roles[index].stays else None
+            if final is not None and not chunks.isdisjoint(final.residency.chunk_indices()):
+                yield index
 
     def _place_acts(self, stays: Iterable[Stay]) -> list[list[Stay]]:
         """Sort the stays' acts by op. Returns the births inside each op, in order."""
@@ -246,12 +282,12 @@ class Compiled:
             ]
             match residency.start:
                 case Born():
-                    op = int(np.searchsorted(starts, first_tick, side="right")) - 1
-                    if op >= 0 and first_tick < self.trace.ops[op].stop_tick:
+                    op = self._birth_op(stay)
+                    if op is not None:
                         births[op].append(stay)
                         self._before(op).births.append(stay)
                     else:
-                        self.between_births.setdefault(op + 1, []).append(stay)
+                        self.between_births.setdefault(bisect_right(starts, first_tick), []).append(stay)
                 case Loaded(before_op=op):
                     self._before(op).loads.append(stay)
                     if mine:
@@ -365,6 +401,10 @@ class Compiled:
     def is_bystander(self, op: int) -> bool:
         """Whether an op touches no variable, so that a step may go without it and stay on its plan."""
         return not (self.occurrences[op] or self.before[op] or self.after[op] or self.trace.ops[op].uses)
+
+    def is_written_from(self, role: Role, op: int) -> bool:
+        """Whether op `op` or a later one writes the variable."""
+        return any(u.writes and u.variable == role.index for o in self.trace.ops[op:] for u in o.uses)
 
     def stay_at(self, role: Role, op: int) -> Stay | None:
         """The residency of `role` that covers op `op`, if any."""

@@ -16,6 +16,7 @@ others, in chunks that the plan does not use. Ordering rules (DESIGN.md section 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +28,9 @@ from ooc.compiled import Compiled, Role, Stay
 from ooc.errors import StoreFailed
 from ooc.leaving import has_landed, land_transfers, pinned_by, recorder_so_far
 from ooc.recorder import StepRecorder
+from scheduler.plan import occupied_ticks
 from vmm.chunks import ChunkPool
+from vmm.store import StoreFull
 from vmm.torch_cpu import MODE_DEMAND, MODE_PLANNED, CpuAllocator, Event
 
 _log = logging.getLogger(__name__)
@@ -53,6 +56,7 @@ class Executor:
         self.active: Compiled | None = None
         self.left_because = ""
         self.events: list[Event] = []  # of the present period
+        self._next_death = 0  # in `Compiled.deaths`
         self._mid_op_pins: list[VariableRecord] = []
         self._start_heirs: list[tuple[Role, VariableRecord]] = []
         self._start_foreign: dict[int, VariableRecord] = {}
@@ -99,7 +103,11 @@ class Executor:
         if any(r.exports for r in books.records.values()):
             self.left_because = "memory of a variable was given out (.numpy() or the like) and is still held"
             return False
-        books.evict(leaving)
+        try:
+            books.evict(leaving)
+        except StoreFull as full:
+            self.left_because = str(full)
+            return False
         if not self._casting.map_all(compiled, others):
             self.left_because = self._casting.refusal
             return False
@@ -139,6 +147,7 @@ class Executor:
     def _start_period(self, compiled: Compiled) -> None:
         self.events = []
         self.left_because = ""
+        self._next_death = 0
         self._start_heirs = [
             (role, role.record)
             for role in compiled.heirs
@@ -164,6 +173,9 @@ class Executor:
             if not self._release(compiled, stay):
                 return False
         self.absorb_events()
+        if not self._casting.can_pass_on(compiled):
+            self.leave("a variable that must stay where it is outlived its role in the plan")
+            return False
         self._casting.pass_on(compiled)
         self._prune()
         self._start_period(compiled)
@@ -184,17 +196,19 @@ class Executor:
         acts = compiled.before[index]
         assert acts is not None
         alive = compiled.role_alive
+        if not self._check_deaths(compiled, compiled.trace.ops[index].start_tick):
+            return False
         for stay in acts.releases:
             if not self._release(compiled, stay):
                 return False
         for stay in acts.loads:
             role = stay.role
-            if not alive[role.index]:
+            if alive[role.index]:
+                self._start_load(stay)
                 continue
-            if any(alive[d] for d in stay.dead):
-                self.leave("a variable was freed later than planned")
-                return False
-            self._start_load(stay)
+            for other in stay.waits:  # whoever has the chunks next looks no further back than to this stay
+                if other.transfer is not None:
+                    self._await(other)
         started = 0
         for stay in acts.arrivals:
             role = stay.role
@@ -208,6 +222,10 @@ class Executor:
                 self.leave("a variable was not where the plan expects it")
                 return False
         for stay in acts.births:
+            heir = stay.role.heir
+            if heir is not None and alive[heir.index] and heir.record is stay.role.record:
+                self.leave("a variable was freed later than planned, and its addresses are to be used again")
+                return False
             for other in stay.waits:
                 if other.transfer is not None:
                     if not other.transfer.done():
@@ -217,6 +235,28 @@ class Executor:
         if started:
             self._books.counters.stall_ns += time.monotonic_ns() - started
         return True
+
+    def _check_deaths(self, compiled: Compiled, tick: int) -> bool:
+        """What should have been freed by `tick` and was not leaves the plan's chunks. False: the step left the plan."""
+        deaths, alive = compiled.deaths, compiled.role_alive
+        while self._next_death < len(deaths) and deaths[self._next_death][0] <= tick:
+            role = compiled.roles[deaths[self._next_death][1]]
+            self._next_death += 1
+            if not alive[role.index]:
+                continue
+            record = role.record
+            assert record is not None
+            shared = role.predecessor is not None and role.predecessor.record is record
+            if record.exports or shared or not (role.evictable or record.seen):
+                self.leave("a variable was freed later than planned")
+                return False
+            self._casting.expel(compiled, role)
+        return True
+
+    def _is_anyone_late(self, compiled: Compiled, tick: int) -> bool:
+        """Whether something that should have been freed by `tick` was not."""
+        deaths = compiled.deaths[self._next_death :]
+        return any(compiled.role_alive[index] for _, index in itertools.takewhile(lambda d: d[0] <= tick, deaths))
 
     def after(self, index: int) -> None:
         """Writes and drops after op `index`."""
@@ -277,7 +317,11 @@ class Executor:
             role = stay.role
             if role.nbytes != nbytes or compiled.role_alive[role.index] or role.record is None:
                 continue
-            if any(compiled.role_alive[d] for d in stay.dead):
+            birth_tick, _ = occupied_ticks(stay.residency, compiled.trace)
+            heir = role.heir
+            if self._is_anyone_late(compiled, birth_tick) or (
+                heir is not None and compiled.role_alive[heir.index] and heir.record is role.record
+            ):
                 return 0
             for other in stay.waits:
                 if other.transfer is not None:
@@ -427,6 +471,9 @@ class Executor:
             return True
         if record.exports:
             self._books.end_exports()
+        if not (record.seen or stay.role.evictable):
+            self.leave("a variable that may be in use unseen cannot be evicted")
+            return False
         if record.exports or not record.stored:
             self.leave("a variable whose memory was given out cannot be evicted")
             return False
@@ -490,6 +537,8 @@ class Executor:
             if record is None or role.is_born or role.is_persistent or record.nbytes != role.nbytes:
                 return False
             changes[role_index] = record
+        if len({record.address for record in changes.values()}) != len(changes):
+            return False  # one variable cannot play two roles
         for role_index, record in changes.items():
             if not self._cast(compiled, compiled.roles[role_index], record, index):
                 return False
@@ -497,7 +546,9 @@ class Executor:
 
     def _cast(self, compiled: Compiled, role: Role, record: VariableRecord, index: int) -> bool:
         stay = compiled.stay_at(role, index)
-        if stay is None or record.exports or any(compiled.role_alive[d] for d in stay.dead):
+        if stay is None or record.exports or not record.seen:
+            return False
+        if self._is_anyone_late(compiled, compiled.trace.ops[index].start_tick):
             return False
         if compiled.role_alive[role.index]:
             self._casting.expel(compiled, role)
@@ -510,6 +561,8 @@ class Executor:
         self._start_load(stay)
         started = time.monotonic_ns()
         self._arrive(record)
+        if compiled.is_written_from(role, index):
+            record.stored = False  # the op that was to note the first write may have been another's
         self._books.counters.stall_ns += time.monotonic_ns() - started
         return True
 

@@ -242,7 +242,7 @@ def close_cycle(first: Observed, second: Observed) -> Trace:
     leavers: dict[int, list[tuple[int, int]]] = {}
     for index, v in enumerate(trace.variables):
         serial = second.end_serials[index]
-        if v.birth_tick is not None and v.death_tick is None and serial is not None:
+        if v.birth_tick is not None and v.death_tick is None and serial is not None and v.evictable:
             leavers.setdefault(v.nbytes, []).append((serial, index))
     for nbytes, entering in heirs.items():
         leaving = sorted(leavers.get(nbytes, ()), reverse=True)

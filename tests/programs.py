@@ -256,7 +256,8 @@ class _Runner:
                 seen.setdefault(storage._cdata, tensor)
         wholes = [torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()) for t in seen.values()]
         if self.session is None:
-            self.expected.checks.append([w.numpy().tobytes() for w in wholes])
+            # By way of a copy: what `.numpy()` has seen cannot be resized any more.
+            self.expected.checks.append([w.clone().numpy().tobytes() for w in wholes])
             return
         expected = self.expected.checks[self.num_checks]
         self.num_checks += 1
@@ -270,7 +271,6 @@ class _Runner:
                 wrong = (whole.clone() != reference).nonzero().flatten() if whole.shape == reference.shape else None
                 extent = f"{len(wrong)} bytes from {int(wrong[0])} on differ" if wrong is not None else "other size"
                 raise Mismatch(f"{where}: storage {number} of {whole.numel()} bytes: {extent}")
-
 
     def _assert_in_pool(self, session: ooc.Session, whole: Tensor) -> None:
         address = session._dispatcher.address(whole)  # data_ptr() would count as an export

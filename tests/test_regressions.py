@@ -67,12 +67,41 @@ FREED_FIRST_OF_ALL = replace(
     threshold_nbytes=1024,
 )
 
+# An heir that only the cycle collector frees: it went back to the books with the reservation that it shared with
+# the role born in the step, which then had none.
+SHARED_RESERVATION_OUTLIVED = replace(
+    _PROGRAM,
+    seed=194,
+    bodies=((S("norms", 2, 0, 1, 845, 107), S("cycle", 3, 2, 1, 788, 112)),),
+    num_inside=(1,),
+    steps=(Step(body=0),) * 5,
+    num_registers=4,
+    num_chunks=18,
+)
+
+# A variable that no op has named (another thread's) was to become one that may be evicted: no legal plan.
+UNSEEN_BECOMES_SEEN = replace(
+    _PROGRAM,
+    seed=159,
+    bodies=((S("set", 7, 3, 6, 3873, 30), S("thread", 7, 7, 4, 43, 48)),),
+    num_inside=(2,),
+    steps=(Step(body=0),) * 4,
+    num_registers=9,
+    check_every=0,
+    policy="window",
+    window_nbytes=1 << 20,
+    num_chunks=74,
+    threshold_nbytes=300,
+)
+
 
 @pytest.mark.parametrize(
     "program",
     [
         pytest.param(ENTER_MAPPED_THE_UNBORN, id="enter-mapped-the-unborn"),
         pytest.param(FREED_FIRST_OF_ALL, id="freed-first-of-all"),
+        pytest.param(SHARED_RESERVATION_OUTLIVED, id="shared-reservation-outlived"),
+        pytest.param(UNSEEN_BECOMES_SEEN, id="unseen-becomes-seen"),
     ],
 )
 def test_program(program: Program) -> None:
