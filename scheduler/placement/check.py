@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from scheduler.placement.problem import Placement, Problem
 
 
@@ -36,7 +38,7 @@ def faults_of(problem: Problem, placement: Placement) -> list[str]:
         for other in range(index + 1):
             if other == index:
                 own = sorted(pieces[index])
-                clash = any(a[1] > b[0] for a, b in zip(own, own[1:], strict=False))
+                clash = any(a[1] > b[0] for a, b in pairwise(own))
             elif buffer.start < buffers[other].stop and buffers[other].start < buffer.stop:
                 clash = any(a[0] < b[1] and b[0] < a[1] for a in pieces[index] for b in pieces[other])
             else:
