@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from ooc.books import Books, State, VariableRecord
 from ooc.compiled import Compiled, Role, Stay
+from ooc.recorder import ranks_by_age
 from scheduler.plan import Dropped, Evicted, Kept
 from vmm.driver import MemoryFault
 from vmm.store import StoreFull
@@ -40,6 +41,7 @@ class Casting:
         """Find who plays the roles that exist at the start. None: a persistent one is missing."""
         records = self._books.records
         by_serial = {record.serial: record for record in records.values()}
+        ranks = ranks_by_age(records.values())
         bound: Bound = []
         taken: set[int] = set()
         for role in compiled.roles:
@@ -51,16 +53,17 @@ class Casting:
                 role.record = record
                 bound.append((role, record))
                 taken.add(record.serial)
-        candidates: dict[int, list[VariableRecord]] = {}
-        for record in sorted(records.values(), key=lambda r: -r.serial):
-            if record.serial not in taken and record.seen:
-                candidates.setdefault(record.nbytes, []).append(record)
-        heirs = sorted((r for r in compiled.roles if r.predecessor is not None), key=lambda r: -r.ordinal)
-        for role in heirs:
-            found = candidates.get(role.nbytes)
-            role.record = found.pop(0) if found else None
+        by_rank = {}
+        for record in records.values():
+            by_rank[record.nbytes, ranks[record.serial]] = record
+        for role in compiled.roles:
+            if role.predecessor is None:
+                continue
+            record = by_rank.get((role.nbytes, role.rank))
+            role.record = record if record is not None and record.seen and record.serial not in taken else None
             if role.record is not None:
                 bound.append((role, role.record))
+                taken.add(role.record.serial)
         return bound
 
     @staticmethod

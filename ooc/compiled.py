@@ -49,7 +49,7 @@ class Role:
             alive: the two take turns with two reservations.
         is_persistent: The same storage in every step.
         serial: For a persistent role, its record's serial.
-        ordinal: Order of allocation among the roles that exist at the start.
+        rank: For one that exists at the start: how many of its size were younger then.
     """
 
     __slots__ = (
@@ -61,7 +61,7 @@ class Role:
         "is_persistent",
         "lives_on",
         "nbytes",
-        "ordinal",
+        "rank",
         "predecessor",
         "record",
         "serial",
@@ -78,7 +78,7 @@ class Role:
         self.is_persistent = variable.becomes == index
         self.double_buffered = False
         self.serial: int | None = None
-        self.ordinal = 0
+        self.rank: int | None = None
         self.heir: Role | None = None
         self.predecessor: Role | None = None
         self.record: VariableRecord | None = None
@@ -197,7 +197,7 @@ class Compiled:
             serial = observed.start_serials[role.index]
             if role.is_persistent:
                 role.serial = serial
-            role.ordinal = serial if serial is not None else 0
+            role.rank = observed.start_ranks[role.index]
 
     def _make_stays(self, view_address: int) -> list[Stay]:
         chunk = self.plan.machine.chunk_nbytes

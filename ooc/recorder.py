@@ -9,7 +9,7 @@ during that merge, in order, since one address may belong to several variables i
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,7 @@ class Observed:
     funcs: tuple[Any, ...]
     occurrences: tuple[tuple[int, ...], ...]
     start_serials: tuple[int | None, ...]
+    start_ranks: tuple[int | None, ...]
     end_serials: tuple[int | None, ...]
 
 
@@ -67,6 +68,20 @@ class _Draft:
     start_serial: int | None = None
     kind: str = ""
     label: str = ""
+
+
+def ranks_by_age(records: Iterable[VariableRecord]) -> dict[int | None, int]:
+    """For each record, by serial, how many of the same size are younger.
+
+    That is what a variable that is another storage in every step is known by: what it was made
+    after and before, with those counted in which the step leaves alone.
+    """
+    counts: dict[int, int] = {}
+    ranks: dict[int | None, int] = {}
+    for record in sorted(records, key=lambda r: -r.serial):
+        ranks[record.serial] = counts.get(record.nbytes, 0)
+        counts[record.nbytes] = ranks[record.serial] + 1
+    return ranks
 
 
 class StepRecorder:
@@ -96,10 +111,12 @@ class _Builder:
     tick: int = 1  # tick 0 is the start itself: what is freed first of all has lived until then
     drafts: list[_Draft] = field(default_factory=list)
     live: dict[int, int] = field(default_factory=dict)  # address -> draft index
+    ranks: dict[int | None, int] = field(default_factory=dict)  # of records at the start, by serial
 
     def build(
         self, ops: Sequence[OpRecord], events: Sequence[Event], end_records: Mapping[int, VariableRecord]
     ) -> Observed:
+        self.ranks = ranks_by_age(self.start_records.values())
         made: list[Op] = []
         occurrences: list[tuple[int, ...]] = []
         next_event = 0
@@ -204,6 +221,7 @@ class _Builder:
             funcs=tuple(op.func for op in ops),
             occurrences=tuple(occurrences),
             start_serials=tuple(d.start_serial for d in self.drafts),
+            start_ranks=tuple(self.ranks.get(d.start_serial) for d in self.drafts),
             end_serials=tuple(ends.get(i) for i in range(len(self.drafts))),
         )
 
