@@ -59,7 +59,7 @@ class Forks:
         """Hold the session still, and have every variable's bytes in the store."""
         session = self._session
         session._lock.__enter__()
-        session._absorb()
+        session._runner.absorb()
         books = session._books
         books.end_exports()
         books.children.forget_gone()

@@ -158,7 +158,7 @@ class Outside:
         if self._is_open and not getattr(_local, "depth", 0):
             with session._lock:
                 if session._executor.active is not None:
-                    session._leave("many variables are read at once (torch.save or the like)")
+                    session._runner.leave("many variables are read at once (torch.save or the like)")
         _local.depth = getattr(_local, "depth", 0) + 1
         try:
             yield
@@ -180,7 +180,7 @@ class Outside:
             except BaseException as error:
                 self._let_go(records)
                 if isinstance(error, NoRoom):
-                    raise session._too_small("session.resident", records, error, 0) from None
+                    raise session._runner.too_small("session.resident", records, error, 0) from None
                 raise
         try:
             yield
@@ -209,7 +209,7 @@ class Outside:
     def _find(self, address: int) -> VariableRecord | None:
         """The variable at an address; if a plan has it anywhere but in memory, the plan is left."""
         session = self._session
-        session._absorb()
+        session._runner.absorb()
         self._books.end_exports()
         executor = session._executor
         if executor.active is not None:
@@ -217,7 +217,7 @@ class Outside:
             if record is not None and record.state is State.RESIDENT:
                 return record
             if record is not None:
-                session._leave("a variable that is away was used outside the dispatcher")
+                session._runner.leave("a variable that is away was used outside the dispatcher")
         return self._books.records.get(address)
 
     def _replace(self, owner: Any, name: str, make: Callable[[Outside, Any], Any]) -> None:
@@ -330,8 +330,8 @@ def _make_dlpack(outside: Outside, original: Any) -> Any:
     return dlpack
 
 
-def _end_with(outside: Outside, record: VariableRecord, storage: Any) -> None:
-    """End an export that kept `storage` alive."""
+def _end_with(outside: Outside, record: VariableRecord, _storage: Any) -> None:
+    """End an export that kept the storage alive."""
     outside.end(record)
 
 

@@ -61,7 +61,7 @@ def num_threads() -> int:
 def sizes(session: ooc.Session) -> dict[str, int]:
     """Everything of a session that could grow from step to step."""
     executor, sequences, store = session._executor, session._sequences, session.store
-    recorder = session._recorder
+    recorder = session._runner.recorder
     return {
         "records": len(session._books.records),
         "by use": len(session._books._by_use),

@@ -197,13 +197,13 @@ def test_inference_script_does_not_grow_the_recorder(tmp_path: Path) -> None:
     script = tmp_path / "infer.py"
     script.write_text(
         "import torch, ooc.session\n"
-        "ooc.session.MAX_PERIOD_OPS = 500\n"
+        "ooc.op_runner.MAX_PERIOD_OPS = 500\n"
         "torch.manual_seed(0)\n"
         "weight, x = torch.randn(256, 256), torch.randn(256, 256)\n"
         "for i in range(1200):\n"
         "    x = torch.tanh(x @ weight)\n"
         "session = ooc.session._current\n"
-        "print(x.sum().item().hex(), session is None or len(session._recorder.ops) < 500)\n"
+        "print(x.sum().item().hex(), session is None or len(session._runner.recorder.ops) < 500)\n"
     )
     expected = plain(str(script))
     actual = ours(str(script), budget="1MiB")
