@@ -19,13 +19,15 @@ the number of mappings is limited (`vm.max_map_count`).
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from scheduler.budget import IntArray
-from scheduler.plan import Kept, Machine, Residency, occupied_ticks
+from scheduler.plan import Evicted, Kept, Machine, Residency, occupied_ticks
 from scheduler.stays import is_double_buffered
 from scheduler.trace import Trace
 from scheduler.unwrap import not_kept
@@ -33,6 +35,10 @@ from scheduler.unwrap import not_kept
 BoolArray = npt.NDArray[np.bool_]
 
 _NEVER = np.iinfo(np.int64).max
+_NO_CHUNKS: IntArray = np.empty(0, dtype=np.int64)
+
+# Waiting for a write costs the step more than any number of remaps, which happen off the critical path.
+_LATE = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +70,32 @@ def colour(residencies: tuple[Residency, ...], trace: Trace, machine: Machine) -
     """Assign chunks to `residencies`, which must fit the budget at each tick.
 
     In a step taken alone, and wherever some tick is crossed only by what is held throughout, the
-    first attempt succeeds. Otherwise the greedy walk can fall short. The second attempt prefers a
-    tight fit to long runs. The third cuts at the step boundary and gives way there: what blocks is
-    not kept over the boundary, but written out at the step's end and loaded again at its start, which
-    never needs more memory at any tick.
+    first walk succeeds. Otherwise a greedy walk can fall short. Another walk then cuts at the step
+    boundary and gives way there: what blocks is not kept over the boundary, but written out at the
+    step's end and loaded again at its start, which never needs more memory at any tick.
+
+    Each walk is tried in two ways, best fit by the next claim on a chunk and longest runs, since
+    neither always has the fewer remaps.
 
     Returns:
         A colouring; or a `Shortage`, where variables that can never be away block.
     """
-    for tight, give_way in ((False, False), (True, False), (True, True)):
-        outcome = _Painter(residencies, trace, machine, tight=tight, give_way=give_way).paint()
-        if isinstance(outcome, Colouring) or not trace.cyclic:
-            break
+    written = _written_ticks(residencies, trace, machine)
+    best: tuple[tuple[int, int], Colouring] | None = None
+    for give_way in (False, True) if trace.cyclic else (False,):
+        for best_fit in (True, False):
+            arcs = _from_the_cut(_arcs(residencies, written, trace, machine), trace, at_boundary=give_way)
+            painter = _Painter(residencies, trace, machine, arcs, give_way=give_way, best_fit=best_fit)
+            outcome = painter.paint()
+            if isinstance(outcome, Shortage):
+                break
+            rank = outcome.num_remapped_chunks + painter.num_late, outcome.num_runs
+            if best is None or rank < best[0]:
+                best = rank, outcome
+            if rank[0] == 0:
+                break
+        if best is not None:
+            return best[1]
     return outcome
 
 
@@ -85,6 +105,7 @@ class _Arc:
 
     Attributes:
         start, stop: Ticks counted from the cut; `stop` may lie beyond the step's length.
+        written: About when the chunks' bytes are written out and can be overwritten; at least `stop`.
         chunks: None until coloured.
     """
 
@@ -93,6 +114,7 @@ class _Arc:
     num_chunks: int
     start: int
     stop: int
+    written: int
     chunks: IntArray | None = None
 
 
@@ -102,16 +124,18 @@ class _Painter:
         residencies: tuple[Residency, ...],
         trace: Trace,
         machine: Machine,
+        arcs: list[_Arc],
         *,
-        tight: bool,
         give_way: bool,
+        best_fit: bool,
     ) -> None:
         self.residencies = residencies
         self.trace = trace
-        self.tight = tight
+        self.arcs = arcs
         self.give_way = give_way
+        self.best_fit = best_fit
+        self.num_late = 0
         self.given_up: set[int] = set()
-        self.arcs = _from_the_cut(_arcs(residencies, trace, machine), trace, at_boundary=give_way)
         self.members: dict[int, list[int]] = {}
         for index, arc in enumerate(self.arcs):
             self.members.setdefault(arc.family, []).append(index)
@@ -119,10 +143,14 @@ class _Painter:
         num_chunks = min(machine.num_chunks, sum(arc.num_chunks for arc in self.arcs))  # more is never needed
         self.free_at = np.zeros(num_chunks, dtype=np.int64)  # nobody holds the chunk from this tick on
         self.hard_from = np.full(num_chunks, _NEVER)  # an arc over the cut takes it at this tick
+        self.written_at = np.zeros(num_chunks, dtype=np.int64)  # about when its last bytes are written out
+        self.first_at = np.full(num_chunks, _NEVER)  # its first arc from the cut on takes it at this tick
         self.family_of = np.array([arc.family for arc in self.arcs], dtype=np.int64)
         self.start_of = np.array([arc.start for arc in self.arcs], dtype=np.int64)
         self.stop_of = np.array([arc.stop for arc in self.arcs], dtype=np.int64)
         self.claims_home = np.zeros(len(self.arcs), dtype=np.bool_)  # not coloured yet, but its family has a home
+        self.claims_changed = True
+        self.next_claim = self.hard_from
 
     def paint(self) -> Colouring | Shortage:
         shortage = self._paint_crossing()
@@ -158,7 +186,9 @@ class _Painter:
                 return self._shortage(position - len(self.free_at), arc)
             self._assign(index, chunks)
             self.free_at[chunks] = arc.stop - self.trace.num_ticks
+            self.written_at[chunks] = arc.written - self.trace.num_ticks
             self.hard_from[chunks] = arc.start
+            self.first_at[chunks] = 0
         return None
 
     def _shortage(self, num_chunks: int, arc: _Arc) -> Shortage:
@@ -200,6 +230,7 @@ class _Painter:
                 num_chunks=arc.num_chunks,
                 start=arc.start,
                 stop=self.trace.num_ticks,
+                written=self.trace.num_ticks,
             )
         )
         arc.residencies, arc.start, arc.stop = (start,), 0, arc.stop - self.trace.num_ticks
@@ -215,11 +246,15 @@ class _Painter:
         arc = self.arcs[index]
         arc.chunks = chunks
         self.free_at[chunks] = arc.stop
+        self.written_at[chunks] = arc.written
+        self.first_at[chunks] = np.minimum(self.first_at[chunks], arc.start)
+        self.claims_changed |= bool(self.claims_home[index])
         self.claims_home[index] = False
         if arc.family not in self.home:
             self.home[arc.family] = chunks
             later = [other for other in self.members[arc.family] if self.arcs[other].chunks is None]
             self.claims_home[later] = True
+            self.claims_changed |= bool(later)
 
     def _usable(self, arc: _Arc) -> BoolArray:
         """Chunks that nobody holds from the arc's start to its stop."""
@@ -240,19 +275,45 @@ class _Painter:
         return chunks
 
     def _pick(self, usable: BoolArray, size: int, index: int) -> IntArray:
-        """`size` of the usable chunks: those that nobody claims, in long runs; then those with the fewest claims."""
-        conflicts = self._conflicts(index)
-        unclaimed = np.flatnonzero(usable & (conflicts == 0))
-        if len(unclaimed) >= size:
-            if self.tight:
-                return unclaimed[np.argsort(self.hard_from[unclaimed], kind="stable")[:size]]
-            return _best_runs(unclaimed, size)
-        claimed = np.flatnonzero(usable & (conflicts > 0))
-        fewest = np.argsort(conflicts[claimed], kind="stable")[: size - len(unclaimed)]
-        return np.concatenate([unclaimed, claimed[fewest]])
+        """`size` of the usable chunks: the best ones in long runs, then the next best."""
+        late = self._is_late(index)
+        price = self._conflicts(index) + _LATE * late
+        best = np.flatnonzero(usable & (price == 0))
+        if len(best) >= size:
+            return self._tightest(best, size)
+        other = np.flatnonzero(usable & (price > 0))
+        cheapest = other[np.lexsort((self.written_at[other], price[other]))[: size - len(best)]]
+        self.num_late += int(np.count_nonzero(late[cheapest]))
+        return np.concatenate([best, cheapest])
+
+    def _tightest(self, free: IntArray, size: int) -> IntArray:
+        """`size` of the free chunks: those that are wanted back soonest, so that the others stay free for longer."""
+        until = np.minimum(self.hard_from, self._next_claims())[free] if self.best_fit else self.hard_from[free]
+        last = np.sort(until)[size - 1]
+        sooner = free[until < last]
+        return np.concatenate([sooner, _best_runs(free[until == last], size - len(sooner))])
+
+    def _next_claims(self) -> IntArray:
+        """For each chunk, when its next claim begins."""
+        if self.claims_changed:
+            self.next_claim = np.full(len(self.free_at), _NEVER)
+            pending = np.flatnonzero(self.claims_home)
+            for index in pending[np.argsort(-self.start_of[pending], kind="stable")].tolist():
+                self.next_claim[self.home[self.arcs[index].family]] = self.arcs[index].start
+            self.claims_changed = False
+        return self.next_claim
+
+    def _is_late(self, index: int) -> BoolArray:
+        """Chunks whose bytes would still be on their way out: their next holder would have to wait."""
+        arc = self.arcs[index]
+        late = self.written_at > arc.start
+        if arc.written > arc.stop:
+            late |= self.hard_from < arc.written
+            late |= (self.first_at < _NEVER) & (self.first_at < arc.written - self.trace.num_ticks)
+        return late
 
     def _conflicts(self, index: int) -> IntArray:
-        """For each chunk, how many arcs claim it as their home while this arc's family holds it.
+        """For each chunk, how many arcs claim it while this arc's family holds it.
 
         The family is this arc and, if it is about to make its home, its later arcs.
         """
@@ -264,9 +325,10 @@ class _Painter:
             overlap |= (self.start_of < self.arcs[i].stop) & (self.stop_of > self.arcs[i].start)
         overlap &= self.claims_home & (self.family_of != self.arcs[index].family)
         homes = [self.home[family] for family in self.family_of[overlap].tolist()]
-        if not homes:
-            return np.zeros(len(self.free_at), dtype=np.int64)
-        return np.bincount(np.concatenate(homes), minlength=len(self.free_at))
+        conflicts = np.bincount(np.concatenate([*homes, _NO_CHUNKS]), minlength=len(self.free_at))
+        for later in own[1:]:
+            conflicts += self.hard_from < self.arcs[later].stop
+        return conflicts
 
     def _result(self) -> Colouring:
         chunks: list[IntArray] = [np.empty(0, dtype=np.int64)] * len(self.residencies)
@@ -289,7 +351,33 @@ class _Painter:
         return sum(int(np.count_nonzero(a != b)) for a, b in zip(chunks, following, strict=False))
 
 
-def _arcs(residencies: tuple[Residency, ...], trace: Trace, machine: Machine) -> list[_Arc]:
+def _written_ticks(residencies: tuple[Residency, ...], trace: Trace, machine: Machine) -> dict[int, int]:
+    """For each evicted residency, about when its write is done: in unrolled ticks, as if no op ever waited."""
+    if not trace.ops:
+        return {}
+    stops_ns = list(accumulate(op.duration_ns for op in trace.ops))
+    evicted = [
+        (r.stop.write_op, r.stop.release_op, index)
+        for index, r in enumerate(residencies)
+        if isinstance(r.stop, Evicted)
+    ]
+    free_ns = 0.0
+    done: dict[int, int] = {}
+    for step in (-1, 0) if trace.cyclic else (0,):  # the backlog of the step before delays this one's writes
+        for write_op, _, index in sorted(evicted):
+            nbytes = trace.variables[residencies[index].variable].nbytes
+            free_ns = max(free_ns, stops_ns[write_op] + step * stops_ns[-1])
+            free_ns += machine.latency_ns + nbytes / machine.evict_bytes_per_s * 1e9
+            later, inside_ns = divmod(free_ns, max(stops_ns[-1], 1))
+            position = min(bisect_left(stops_ns, inside_ns), len(trace.ops) - 1)
+            op = trace.ops[position]
+            left = (stops_ns[position] - inside_ns) / max(op.duration_ns, 1)
+            inside = int((op.stop_tick - op.start_tick) * (1 - left))
+            done[index] = int(later) * trace.num_ticks + op.start_tick + max(inside, 0)
+    return done
+
+
+def _arcs(residencies: tuple[Residency, ...], written: dict[int, int], trace: Trace, machine: Machine) -> list[_Arc]:
     """Residencies as arcs, in ticks of the step; what is kept and its heir's start are one arc."""
     family = _families(trace)
     heads = {r.variable: index for index, r in enumerate(residencies) if isinstance(r.start, Kept)}
@@ -297,14 +385,25 @@ def _arcs(residencies: tuple[Residency, ...], trace: Trace, machine: Machine) ->
     for index, r in enumerate(residencies):
         own: tuple[int, ...] = (index,)
         start, stop = occupied_ticks(r, trace)
+        done = written.get(index, 0)
         heir = trace.variables[r.variable].becomes
         if isinstance(r.stop, Kept) and heir is not None and heads[heir] != index:
             own = (index, heads[heir])
             stop = trace.num_ticks + occupied_ticks(residencies[heads[heir]], trace)[1]
+            done = trace.num_ticks + written.get(heads[heir], 0)
         elif isinstance(r.start, Kept) and not isinstance(r.stop, Kept):
             continue  # the second half of its predecessor's arc
         size = machine.chunks_of(trace.variables[r.variable].nbytes)
-        arcs.append(_Arc(residencies=own, family=family[r.variable], num_chunks=size, start=start, stop=stop))
+        arcs.append(
+            _Arc(
+                residencies=own,
+                family=family[r.variable],
+                num_chunks=size,
+                start=start,
+                stop=stop,
+                written=max(stop, min(done, start + trace.num_ticks)),
+            )
+        )
     return arcs
 
 
@@ -322,9 +421,10 @@ def _from_the_cut(arcs: list[_Arc], trace: Trace, *, at_boundary: bool) -> list[
                 held_over[arc.stop - num_ticks] -= arc.num_chunks
     cut = int(np.argmin(np.cumsum(held_over)[:-1])) if trace.cyclic and not at_boundary else 0
     for arc, is_whole in zip(arcs, whole, strict=True):
-        length = arc.stop - arc.start
+        length, writing = arc.stop - arc.start, arc.written - arc.stop
         arc.start = 0 if is_whole else (arc.start - cut) % num_ticks
         arc.stop = 2 * num_ticks if is_whole else arc.start + length
+        arc.written = arc.stop + writing
     return sorted(arcs, key=lambda arc: (arc.start, arc.residencies))
 
 

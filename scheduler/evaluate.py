@@ -9,7 +9,6 @@ from scheduler.plan import Machine, Plan, Residency
 from scheduler.simulate import Simulation, simulate
 from scheduler.trace import Trace
 
-
 # First touch of a fresh mapping of existing pages, as measured for the design (DESIGN.md section 7). The
 # mapping calls themselves are cheap beside it.
 _REMAP_BYTES_PER_S = 3.2e9

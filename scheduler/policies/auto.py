@@ -39,6 +39,9 @@ _NO_MATTER = 1 << 60
 # Placements per choice, each with the times that the one before it was simulated to have.
 _ROUNDS = 3
 
+# A bound on the search, in ops simulated: a few seconds on one core of 2026.
+_MOST_OPS_SIMULATED = 20_000
+
 # Stalls below this share of the step are not worth another candidate.
 _NO_STALL = 0.002
 
@@ -62,7 +65,7 @@ def schedule(trace: Trace, machine: Machine, *, wrap: bool = True) -> tuple[Resi
     search = _Search(trace, machine, chains, pinned_chunks(trace, machine, pins))
     for reserve, by_length in _CANDIDATES:
         search.try_choice(reserve, by_length=by_length)
-        if search.is_good_enough:
+        if search.is_over:
             break
     return search.best_proposal
 
@@ -77,13 +80,17 @@ class _Search:
         self.pinned = pinned
         self.best: Evaluation | None = None
         self.fallback: tuple[Residency, ...] = ()
+        self.num_tried = 0
+        self.most_tried = max(_MOST_OPS_SIMULATED // len(trace.ops), _ROUNDS)
 
     @property
-    def is_good_enough(self) -> bool:
-        """Whether another candidate could not save a time worth the search."""
-        if self.best is None:
-            return False
-        return self.best.simulation.stall_ns <= _NO_STALL * self.trace.duration_ns
+    def is_over(self) -> bool:
+        """Whether another candidate could not save a time worth the search, or the search took long enough."""
+        return self.num_tried >= self.most_tried or (self.best is not None and self._is_good(self.best))
+
+    def _is_good(self, outcome: Evaluation) -> bool:
+        no_stall = outcome.simulation.stall_ns <= _NO_STALL * self.trace.duration_ns
+        return no_stall and not outcome.num_remapped_chunks
 
     @property
     def best_proposal(self) -> tuple[Residency, ...]:
@@ -107,7 +114,8 @@ class _Search:
                 return
             if self.best is None or outcome.rank < self.best.rank:
                 self.best = outcome
-            if outcome.simulation.stall_ns <= _NO_STALL * self.trace.duration_ns:
+            self.num_tried += 1
+            if self._is_good(outcome) or self.num_tried >= self.most_tried:
                 return
             op_start_ns = [*outcome.simulation.op_start_ns, outcome.simulation.duration_ns]
 

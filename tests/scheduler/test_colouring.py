@@ -86,6 +86,11 @@ def test_internal_waste_is_below_one_chunk_each() -> None:
         assert waste.max() <= resident.max() * (machine.chunk_nbytes - 1)
 
 
+def roomy_links(num_chunks: int) -> Machine:
+    """Chunks of one byte, and writes that take no time, so that nothing else weighs on the choice of chunks."""
+    return Machine(chunk_nbytes=1, num_chunks=num_chunks, load_bytes_per_s=1e15, evict_bytes_per_s=1e15, latency_ns=0)
+
+
 def op(index: int, *variables: int) -> Op:
     uses = tuple(Use(variable=v, reads=True, writes=True) for v in variables)
     return Op(name=f"op{index}", start_tick=10 * index, stop_tick=10 * index + 9, duration_ns=100, uses=uses)
@@ -109,7 +114,7 @@ def test_a_home_is_reserved_for_the_way_back() -> None:
         ],
         trace,
     )
-    outcome = colour(residencies, trace, Machine(chunk_nbytes=1, num_chunks=4))
+    outcome = colour(residencies, trace, roomy_links(num_chunks=4))
     assert isinstance(outcome, Colouring)
     assert outcome.num_remapped_chunks == 0
     first, second = (r for r in outcome.residencies if r.variable == 0)
@@ -134,13 +139,13 @@ def test_remaps_are_counted_there_and_back() -> None:
         ],
         trace,
     )
-    outcome = colour(residencies, trace, Machine(chunk_nbytes=1, num_chunks=3))
+    outcome = colour(residencies, trace, roomy_links(num_chunks=3))
     assert isinstance(outcome, Colouring)
     assert outcome.num_remapped_chunks == 2
-    assert colour(residencies, replace(trace, cyclic=False), Machine(chunk_nbytes=1, num_chunks=3)) == replace(
+    assert colour(residencies, replace(trace, cyclic=False), roomy_links(num_chunks=3)) == replace(
         outcome, num_remapped_chunks=1
     )
-    roomy = colour(residencies, trace, Machine(chunk_nbytes=1, num_chunks=4))
+    roomy = colour(residencies, trace, roomy_links(num_chunks=4))
     assert isinstance(roomy, Colouring)
     assert roomy.num_remapped_chunks == 0
 
@@ -154,7 +159,7 @@ def test_a_kept_variable_ends_where_it_starts() -> None:
         Residency(variable=1, start=Born(), stop=Dies()),
         Residency(variable=0, start=Loaded(2), stop=Kept()),
     )
-    outcome = colour(residencies, trace, Machine(chunk_nbytes=1, num_chunks=2))
+    outcome = colour(residencies, trace, roomy_links(num_chunks=2))
     assert isinstance(outcome, Colouring)
     assert len({r.chunks for r in outcome.residencies}) == 1
     assert outcome.num_remapped_chunks == 0
@@ -167,6 +172,6 @@ def test_long_runs_are_preferred(num_chunks: int) -> None:
     ops = tuple(op(i, i) for i in range(20))
     trace = Trace(ops=ops, variables=variables, num_ticks=200)
     residencies = tuple(Residency(variable=i, start=Born(), stop=Dies()) for i in range(20))
-    outcome = colour(residencies, trace, Machine(chunk_nbytes=1, num_chunks=num_chunks))
+    outcome = colour(residencies, trace, roomy_links(num_chunks=num_chunks))
     assert isinstance(outcome, Colouring)
     assert outcome.num_runs == 20
