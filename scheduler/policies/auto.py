@@ -39,6 +39,9 @@ _NO_MATTER = 1 << 60
 # Placements per choice, each with the times that the one before it was simulated to have.
 _ROUNDS = 3
 
+# Choices in a row without improvement after which the search ends.
+_MOST_IN_VAIN = 2
+
 # A bound on the search, in ops simulated: a few seconds on one core of 2026.
 _MOST_OPS_SIMULATED = 20_000
 
@@ -81,12 +84,15 @@ class _Search:
         self.best: Evaluation | None = None
         self.fallback: tuple[Residency, ...] = ()
         self.num_tried = 0
+        self.num_in_vain = 0  # choices in a row that did not improve on the best
         self.most_tried = max(_MOST_OPS_SIMULATED // len(trace.ops), _ROUNDS)
 
     @property
     def is_over(self) -> bool:
         """Whether another candidate could not save a time worth the search, or the search took long enough."""
-        return self.num_tried >= self.most_tried or (self.best is not None and self._is_good(self.best))
+        if self.num_tried >= self.most_tried or self.num_in_vain >= _MOST_IN_VAIN:
+            return True
+        return self.best is not None and self._is_good(self.best)
 
     def _is_good(self, outcome: Evaluation) -> bool:
         no_stall = outcome.simulation.stall_ns <= _NO_STALL * self.trace.duration_ns
@@ -112,10 +118,13 @@ class _Search:
             if isinstance(outcome, Shortage):
                 self.fallback = proposal
                 return
-            if self.best is None or outcome.rank < self.best.rank:
-                self.best = outcome
             self.num_tried += 1
-            if self._is_good(outcome) or self.num_tried >= self.most_tried:
+            if self.best is not None and outcome.rank >= self.best.rank:
+                self.num_in_vain += 1
+                return
+            self.best = outcome
+            self.num_in_vain = 0
+            if self.is_over:
                 return
             op_start_ns = [*outcome.simulation.op_start_ns, outcome.simulation.duration_ns]
 

@@ -46,7 +46,7 @@ def plan_or_none(trace: Trace, machine: Machine, policy: str) -> Plan | None:
 
 
 @policies
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=seeds)
 def test_every_plan_is_legal_within_budget_and_above_the_bounds(policy: str, seed: int) -> None:
     trace, machine = some_case(seed)
@@ -60,7 +60,7 @@ def test_every_plan_is_legal_within_budget_and_above_the_bounds(policy: str, see
 
 
 @policies
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=seeds)
 def test_same_input_same_plan_and_json_round_trip(policy: str, seed: int) -> None:
     trace, machine = some_case(seed)
@@ -73,7 +73,7 @@ def test_same_input_same_plan_and_json_round_trip(policy: str, seed: int) -> Non
 
 
 @pytest.mark.parametrize("policy", ["auto", "on_demand"])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=seeds)
 def test_nothing_moves_where_everything_fits(policy: str, seed: int) -> None:
     trace = random_trace(seed, num_ops=10, cyclic=True)
@@ -105,7 +105,7 @@ def needs_of_ops(trace: Trace, machine: Machine) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", ["auto", "on_demand"])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=seeds)
 def test_feasible_exactly_if_each_op_fits(policy: str, seed: int) -> None:
     trace = random_trace(seed, num_ops=8, between_ops=False, not_evictable=False)
