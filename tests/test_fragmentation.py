@@ -44,6 +44,7 @@ from ooc.fragmentation.replay import Replay, mapped_in
 from ooc.fragmentation.settings import BadSettings
 from ooc.fragmentation.stream import ALLOC, FREE, RELEASE
 from ooc.fragmentation.unpickler import MAX_OPEN_MARKS, load_plain
+from tests.caching_oracle import Oracle
 from tests.scheduler.random_traces import random_trace
 
 DATA = Path(__file__).parent / "data"
@@ -231,6 +232,37 @@ def test_expandable_segments_grow_in_place_and_unmap_whole_pages() -> None:
     assert caching(stream_of(events[:3], sizes[:2])).peak_reserved_nbytes == 80 * MIB
 
 
+def test_expandable_segments_keep_the_pages_of_live_buffers() -> None:
+    """30 MiB, 5 MiB behind it, 25 MiB behind that: [0, 30), [30, 35), [35, 60), three pages of 20 MiB.
+
+    First and third are freed; the buffer between keeps the page [20, 40). A retry unmaps the pages [0, 20) and
+    [40, 60). The 60 MiB asked for then find 55 MiB of room nowhere in the mapped part, so they begin at the lowest
+    unmapped place that is followed by enough: 35 MiB, where 5 MiB are still mapped, and three more pages come.
+    """
+    events = [(ALLOC, 0), (ALLOC, 1), (ALLOC, 2), (FREE, 0), (FREE, 2), (ALLOC, 3)]
+    stream = stream_of(events, [30 * MIB, 5 * MIB, 25 * MIB, 60 * MIB])
+    replay = caching(stream, 80 * MIB, "expandable_segments:True")
+    assert replay.failure is None
+    assert (replay.num_retries, replay.num_maps, replay.num_unmaps) == (1, 3 + 3, 2)
+    assert int(replay.reserved_nbytes[-1]) == 80 * MIB
+    assert replay.address is not None
+    assert int(replay.address[3] - replay.address[0]) == 35 * MIB
+    check(replay, stream)
+
+
+def test_chunks_are_kept() -> None:
+    stream = stream_of([(ALLOC, 0), (FREE, 0), (ALLOC, 1)], [10 * MIB, MIB])
+    replay = model("chunked-2MiB", CachingSettings())(stream, None)
+    assert replay.reserved_nbytes.tolist() == [10 * MIB] * 3
+    assert replay.allocated_nbytes.tolist() == [10 * MIB, 0, 2 * MIB]
+
+
+def test_exactly_the_capacity_is_enough() -> None:
+    report = make_report(stream_of([(ALLOC, 0)], [20 * MIB]), capacity=20 * MIB)
+    assert not report.does_not_fit
+    assert report.advice == ("PyTorch, caching best fit: it fits, with 0 B to spare.",)
+
+
 def test_a_long_stream_is_planned_around_its_peak() -> None:
     num = 3 * MAX_PLANNED_BUFFERS
     events = [event for i in range(num) for event in ((ALLOC, i), (FREE, i))]
@@ -332,6 +364,36 @@ def test_caching_models_keep_their_books(stream: Stream, conf: str, capacity: in
         before = replay.reserved_nbytes[: replay.failure.event_index]
         assert int(before.max(initial=0)) <= limit
         assert replay.failure.reserved_nbytes + replay.failure.needed_nbytes > limit or "expandable" in conf
+
+
+BOUNDARY_SIZES = (1, 512, 1024, 2048, 4095, 512 * KIB, MIB - 512, MIB, MIB + 512, 3 * MIB, 9 * MIB, 10 * MIB - 512)
+BOUNDARY_SIZES += (10 * MIB, 11 * MIB, 12 * MIB, 19 * MIB, 19 * MIB - 512, 20 * MIB, 32 * MIB, 40 * MIB, 52 * MIB)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), conf=st.sampled_from([c for c in CONFIGURATIONS if "expandable" not in c]))
+def test_the_caching_model_does_what_a_slow_one_does(data: st.DataObject, conf: str) -> None:
+    """Sizes at the rules' boundaries, held in a capacity that often does not suffice."""
+    sizes: list[int] = []
+    pools: list[int] = []
+    events: list[tuple[int, int]] = []
+    live: list[int] = []
+    for choice in data.draw(st.lists(st.integers(0, 99), min_size=5, max_size=60)):
+        if choice < 55 or not live:
+            sizes.append(BOUNDARY_SIZES[choice % len(BOUNDARY_SIZES)])
+            pools.append(int(choice in (3, 4, 30, 31)))
+            live.append(len(sizes) - 1)
+            events.append((ALLOC, live[-1]))
+        else:
+            events.append((FREE, live.pop(choice % len(live))))
+    stream = stream_of(events, sizes, pools)
+    capacity = data.draw(st.sampled_from([None, 40 * MIB, 64 * MIB, 100 * MIB, 160 * MIB]))
+    oracle = Oracle(parse_settings(conf), capacity)
+    held = oracle.replay(stream)
+    replay = caching(stream, capacity, conf)
+    assert replay.reserved_nbytes.tolist() == held
+    assert (replay.num_device_frees, replay.num_retries) == (oracle.num_frees, oracle.num_retries)
+    assert (replay.failure.event_index if replay.failure else None) == oracle.failed_at
 
 
 @settings(max_examples=60, deadline=None)
@@ -500,6 +562,8 @@ def test_a_snapshot_replays_to_its_own_segments(tmp_path: Path, protocol: int) -
     assert replay.reserved_nbytes[-3] == 42 * MIB
     assert replay.num_device_allocs == 4
     assert stream.stack(1) == ("B at /home/me/train.py:7",)
+    # Only B's two free events are apart.
+    assert stream.kind.tolist() == [ALLOC, ALLOC, ALLOC, FREE, ALLOC, RELEASE, ALLOC, FREE, ALLOC, FREE]
 
 
 def test_a_recorded_failure_gives_the_capacity_and_the_advice(tmp_path: Path) -> None:
@@ -762,6 +826,22 @@ def test_cuda_profiles(tmp_path: Path) -> None:
     assert stream.live_nbytes[2:].tolist() == [1033, 1028, 4]
     assert stream.recorded.peak_live_nbytes == stream.peak_live_nbytes == 1033
     assert "rounded" in "".join(stream.notes)
+
+
+def test_a_profile_with_a_failed_request(tmp_path: Path) -> None:
+    """30 MiB live in 30 held, then 40 MiB fail. In 64 MiB the replay fails there too, at the recorded 30 held."""
+    document = kineto([(30 * MIB, 7, 30 * MIB)])
+    failed = {"Bytes": 40 * MIB, "Total Allocated": 30 * MIB, "Total Reserved": 30 * MIB}
+    failed |= {"Device Type": 1, "Device Id": 0}
+    document["traceEvents"].append({"name": "[OutOfMemory]", "pid": 1, "tid": 1, "ts": 20.0, "args": failed})
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(document))
+    (stream,) = read_streams(path)
+    assert (stream.peak_live_nbytes, stream.wanted_nbytes) == (30 * MIB, 70 * MIB)
+    replay = caching(stream, 64 * MIB)
+    assert replay.failure is not None
+    assert (replay.failure.event_index, replay.failure.nbytes) == (1, 40 * MIB)
+    assert analysis.meets_record(replay, stream)["reserved_at_failure_nbytes"] == (30 * MIB, 30 * MIB)
 
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 4096])

@@ -41,6 +41,7 @@ def draw(report: Report, path: Path) -> None:
 def _draw_addresses(axes: Any, replay: Replay, stream: Stream) -> None:
     from matplotlib.collections import PolyCollection
 
+    assert replay.address is not None
     bottoms, row = _rows(replay)
     placed = np.flatnonzero((replay.address >= 0) & (replay.block_nbytes > 0))
     starts = np.maximum(stream.birth[placed], replay.first_event)
@@ -62,7 +63,7 @@ def _draw_addresses(axes: Any, replay: Replay, stream: Stream) -> None:
     held = _held_rectangles(replay, row)
     axes.add_collection(PolyCollection(held, facecolors="0.88", edgecolors="none"))
     colours = np.log2(np.maximum(stream.nbytes[placed], 1))
-    boxes = PolyCollection(corners, array=colours, cmap="viridis", edgecolors="white", linewidths=0.15)
+    boxes = PolyCollection(list(corners), array=colours, cmap="viridis", edgecolors="white", linewidths=0.15)
     axes.add_collection(boxes)
     if replay.failure is not None:
         axes.axvline(replay.failure.event_index, color="crimson", linewidth=1)
@@ -113,7 +114,7 @@ def _held_rectangles(replay: Replay, row: Callable[[IntArray], IntArray]) -> lis
             if stop > high:
                 begun[high] = (stop, since)
     found += [(since, replay.last_event, start, stop) for start, (stop, since) in begun.items()]
-    rectangles = []
+    rectangles: list[list[tuple[float, float]]] = []
     for since, until, start, stop in found:
         bottom = float(row(np.array([start]))[0]) / MIB
         top = bottom + (stop - start) / MIB

@@ -7,6 +7,8 @@ that a replay is held against. The file is read event by event, so its size cost
 What the allocation was for comes from the operators and, with `with_stack=True`, the Python
 functions that were running on the same thread at that moment.
 
+`[OutOfMemory]` is a request that failed; a replay tries it again.
+
 On CUDA, 'Bytes' is the block, rounding included, not the request; internal fragmentation of the
 real run is therefore already in it.
 """
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ooc.fragmentation.errors import BadFile
-from ooc.fragmentation.stream import Recorded, Stream, StreamBuilder
+from ooc.fragmentation.stream import OutOfMemory, Recorded, Stream, StreamBuilder
 
 SOURCE = "Chrome trace of torch.profiler"
 PIECE_CHARS = 1 << 20
@@ -30,7 +32,10 @@ MAX_ITEM_CHARS = 1 << 26
 MAX_FRAMES = 24
 _DEVICE_NAMES = {0: "cpu", 1: "cuda", 20: "privateuse1", 12: "xpu", 13: "mps"}
 
-_Event = tuple[float, int, int, int, int, int, int]  # time, sequence, device key, thread key, bytes, address, total
+# Time, sequence, device key, thread key, bytes, address, total allocated, total reserved.
+_Event = tuple[float, int, int, int, int, int, int, int]
+_FAILED = -2
+"""Stands for the address of a request that failed."""
 
 
 def top_level_items(path: Path) -> Iterator[tuple[str, Any]]:
@@ -63,7 +68,7 @@ def read_kineto(path: Path) -> list[Stream]:
             raise BadFile(f"traceEvents[{num_events - 1}] is a {type(value).__name__}, not an object")
         try:
             thread = (value.get("pid"), value.get("tid"))
-            if value.get("name") == "[memory]":
+            if value.get("name") in ("[memory]", "[OutOfMemory]"):
                 memory.append(_memory_event(value, len(memory), threads.setdefault(thread, len(threads))))
             elif value.get("cat") in ("cpu_op", "python_function", "user_annotation") and value.get("ph") == "X":
                 start = float(value["ts"])
@@ -89,9 +94,10 @@ def read_kineto(path: Path) -> list[Stream]:
 def _memory_event(value: dict[str, Any], sequence: int, thread: int) -> _Event:
     arguments = value["args"]
     kind, index = int(arguments["Device Type"]), int(arguments.get("Device Id", -1))
-    numbers = [arguments["Bytes"], arguments["Addr"], arguments.get("Total Allocated", 0)]
+    address = _FAILED if value["name"] == "[OutOfMemory]" else arguments["Addr"]
+    numbers = [arguments["Bytes"], address, arguments.get("Total Allocated", 0), arguments.get("Total Reserved", 0)]
     if set(map(type, numbers)) != {int} or not 0 <= kind < 256 or not -1 <= index < 1024:
-        raise ValueError(f"Bytes, Addr, Total Allocated are {numbers}, device {kind}:{index}")
+        raise ValueError(f"Bytes, Addr and totals are {numbers}, device {kind}:{index}")
     return (float(value["ts"]), sequence, kind * 4096 + index + 1, thread, *numbers)
 
 
@@ -99,9 +105,14 @@ def _device_stream(device: int, events: list[tuple[_Event, tuple[str, ...]]]) ->
     builder = StreamBuilder()
     kind, index = device // 4096, device % 4096 - 1
     first = events[0][0]
-    base = first[6] - first[4]  # live before the first event, by the profiler's own count
-    total, peak, mismatches = base, base, 0
-    for (_, _, _, _, nbytes, address, recorded_total), stack in events:
+    # Live before the first event, by the profiler's own count.
+    base = first[6] - (first[4] if first[5] != _FAILED else 0)
+    total, peak, mismatches, held, at_failure = base, base, 0, 0, []
+    for (_, _, _, _, nbytes, address, recorded_total, reserved), stack in events:
+        held = max(held, reserved)
+        if address == _FAILED:
+            at_failure.append((builder.attempt(nbytes, site=stack), nbytes, reserved))
+            continue
         if nbytes > 0:
             builder.alloc(address, nbytes, site=stack)
         elif nbytes < 0:
@@ -128,6 +139,7 @@ def _device_stream(device: int, events: list[tuple[_Event, tuple[str, ...]]]) ->
         notes.append(f"{mismatches} of {len(events)} running totals differ: threads allocated at the same moment")
     if builder.num_lost_frees:
         notes.append(f"{builder.num_lost_frees} frees are missing: an address was handed out twice")
+    new_index = {int(old): new for new, old in enumerate(order)}
     return Stream(
         source=SOURCE,
         device=name if index < 0 else f"{name}:{index}",
@@ -136,7 +148,16 @@ def _device_stream(device: int, events: list[tuple[_Event, tuple[str, ...]]]) ->
         nbytes=nbytes_,
         pool=pool,
         num_initial=len(addresses),
-        recorded=Recorded(peak_live_nbytes=peak, end_live_nbytes=events[-1][0][6]),
+        attempts=frozenset(new_index[buffer] for buffer in builder.attempts),
+        failures=tuple(
+            OutOfMemory(
+                event_index=at + len(addresses), nbytes=nbytes, device_free_nbytes=None, reserved_nbytes=reserved
+            )
+            for at, nbytes, reserved in at_failure
+        ),
+        recorded=Recorded(
+            peak_live_nbytes=peak, end_live_nbytes=events[-1][0][6], peak_reserved_nbytes=held if held else None
+        ),
         stack=_stack_reader(sites),
         notes=tuple(notes),
     ).validate()

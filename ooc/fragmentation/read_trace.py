@@ -33,7 +33,7 @@ def read_trace(text: str) -> list[Stream]:
     order = [index for tick, kind, index in events if kind == ALLOC]
     new_index = {old: new for new, old in enumerate(order)}
     variables = [trace.variables[index] for index in order]
-    where = {}
+    where: dict[int, str] = {}
     for op in trace.ops:
         for use in op.uses:
             where.setdefault(use.variable, f"{op.name} at {op.where}" if op.where else op.name)
