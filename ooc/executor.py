@@ -28,7 +28,7 @@ from ooc.compiled import Compiled, Role, Stay
 from ooc.errors import StoreFailed
 from ooc.leaving import has_landed, land_transfers, pinned_by, recorder_so_far
 from ooc.recorder import StepRecorder
-from scheduler.plan import occupied_ticks
+from scheduler.plan import Loaded, occupied_ticks
 from vmm.chunks import ChunkPool
 from vmm.store import StoreFull
 from vmm.torch_cpu import MODE_DEMAND, MODE_PLANNED, CpuAllocator, Event
@@ -558,9 +558,12 @@ class Executor:
         self._casting.bury(compiled, role)
         role.record = record
         self._casting.set_alive(compiled, role, record)
-        self._start_load(stay)
+        start = stay.residency.start
         started = time.monotonic_ns()
-        self._arrive(record)
+        if not (isinstance(start, Loaded) and start.before_op == index):
+            self._start_load(stay)
+            self._arrive(record)
+        # Else `before` loads it, after it has released who holds the chunks until this very op.
         if compiled.is_written_from(role, index):
             record.stored = False  # the op that was to note the first write may have been another's
         self._books.counters.stall_ns += time.monotonic_ns() - started
