@@ -27,6 +27,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ooc.books import NoRoom, State, VariableRecord
+from ooc.errors import BudgetTooSmall
 
 if TYPE_CHECKING:
     from ooc.session import Session
@@ -180,7 +181,7 @@ class Outside:
             except BaseException as error:
                 self._let_go(records)
                 if isinstance(error, NoRoom):
-                    raise session._runner.too_small("session.resident", records, error, 0) from None
+                    raise self._too_small(records, error) from None
                 raise
         try:
             yield
@@ -199,6 +200,17 @@ class Outside:
             else:
                 setattr(owner, name, before)
         self._replaced.clear()
+
+    def _too_small(self, records: list[VariableRecord], no_room: NoRoom) -> BudgetTooSmall:
+        books = self._books
+        return BudgetTooSmall(
+            op_index=None,
+            op_name="session.resident",
+            where="",
+            needed_nbytes=(no_room.num_needed + no_room.num_pinned) * books.chunk_nbytes,
+            budget_nbytes=books.pool.num_chunks * books.chunk_nbytes,
+            operands=[(record.label or "variable", record.nbytes) for record in records],
+        )
 
     def _let_go(self, records: list[VariableRecord]) -> None:
         for record in records:

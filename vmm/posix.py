@@ -555,6 +555,8 @@ class PosixDriver:
         The kernel has left holes where the pool was mapped (MADV_DONTFORK). They must not stay
         holes: the child's own allocations could land there, and a stale pointer would read them.
         """
+        if self._is_inherited:
+            return  # a grandchild: what its parent has mapped at these addresses since is its own
         self._is_inherited = True
         if self._whole is not None and self._dontfork:
             self._sys.mmap(*self._whole, _PROT_NONE, _NOTHING | MAP_FIXED, -1, 0)
