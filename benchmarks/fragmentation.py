@@ -28,6 +28,15 @@ PERIOD = 2000
 """Allocations of one step: a training program asks for the same sizes again and again."""
 
 
+COMMAND = """
+import resource, sys
+from ooc.cli import main
+code = main(sys.argv[1:])
+print("maxrss", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+sys.exit(code)
+"""
+
+
 def synthetic_snapshot(num_events: int, seed: int = 0) -> tuple[dict[str, Any], int]:
     """A snapshot as `_dump_snapshot` writes it, and its peak of requested bytes."""
     rng = random.Random(seed)
@@ -97,7 +106,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "snapshot.pickle"
         expected = _write(path, options.events)
-        command = [sys.executable, "-m", "ooc.cli", "fragmentation", "--json", str(path)]
+        command = [sys.executable, "-c", COMMAND, "fragmentation", "--json", str(path)]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         start = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         duration_s = time.perf_counter() - start
@@ -107,12 +117,15 @@ def main() -> None:
     report = json.loads(done.stdout)
     if report["peak_live_nbytes"] != expected:
         sys.exit(f"replayed peak {report['peak_live_nbytes']}, generated {expected}")
-    peak_nbytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * KIB
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     figures = [
         ("file size", "B", float(file_nbytes)),
-        ("events", "1", float(report["num_events"])),
+        ("events in the file", "1", float(options.events)),
+        ("events replayed", "1", float(report["num_events"])),  # two free events that follow each other are one
         ("whole command", "s", duration_s),
-        ("peak resident memory", "B", float(peak_nbytes)),
+        ("whole command, processor", "s", cpu_s),
+        ("peak resident memory", "B", float(_peak_nbytes(done.stderr))),
     ]
     for name, unit, value in figures:
         print(f"{name:24} {value / MIB:10.0f} MiB" if unit == "B" else f"{name:24} {value:10.1f} {unit}")
@@ -122,6 +135,11 @@ def main() -> None:
             {"scenario": "fragmentation", "metric": n, "unit": u, "value": v, "machine": machine} for n, u, v in figures
         ]
         options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _peak_nbytes(stderr: str) -> int:
+    """The command's own figure: that of all children would be the generator's, which is larger."""
+    return int(stderr.rsplit("maxrss", 1)[1]) * KIB
 
 
 def _write(path: Path, num_events: int) -> int:

@@ -968,6 +968,16 @@ def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: p
     assert message in capsys.readouterr().err
 
 
+def test_the_example_in_the_readme(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(__file__).parent.parent
+    monkeypatch.chdir(root)
+    assert pickle.loads((DATA / "snapshot_by_hand.pickle").read_bytes()) == snapshot()
+    text = (root / "ooc" / "fragmentation" / "README.md").read_text()
+    command, _, shown = text.split("```\n$ ooc ")[1].split("```")[0].partition("\n")
+    assert ooc_main(command.split()) == 1
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == shown.splitlines()
+
+
 def test_the_table_and_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "out.png"
     assert main([str(written(snapshot(), tmp_path)), "--png", str(picture)]) == 1

@@ -249,9 +249,9 @@ def try_settings(stream: Stream, settings: CachingSettings, capacity: int | None
 
 _ADVICE = {
     "expandable": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-    "first-fit-by-size": "plan memory statically, largest first (needs a step that repeats)",
-    "melon": "plan memory statically as Melon does (needs a step that repeats)",
-    "nntrainer": "plan memory statically as NNTrainer does (needs a step that repeats)",
+    "first-fit-by-size": "a static plan, largest first, for a step that repeats",
+    "melon": "a static plan as Melon makes it, for a step that repeats",
+    "nntrainer": "a static plan as NNTrainer makes it, for a step that repeats",
     "chunked-64KiB": "chunks of 64 KiB behind virtual addresses: ooc run --chunk 64KiB",
     "chunked-2MiB": "chunks of 2 MiB behind virtual addresses: ooc run --chunk 2MiB",
     "chunked-20MiB": "chunks of 20 MiB behind virtual addresses: ooc run --chunk 20MiB",
@@ -305,7 +305,10 @@ def advice(
 def _better(
     summaries: list[Summary], tried: list[TrialResult], own: Summary | None, capacity: int | None
 ) -> list[tuple[int, str]]:
-    """`(peak, what)` of what fits where our own does not, or, without a capacity, holds at least 2 % less."""
+    """`(peak, what)` of what fits where our own does not, or, without a capacity, holds at least 2 % less.
+
+    First what only needs an environment variable, then our own runtime, then what needs a plan.
+    """
     if own is not None and own.outcome is Outcome.FITS:
         return []
     limit = own.replay.peak_reserved_nbytes * 98 // 100 if own is not None else 1 << 62
@@ -323,7 +326,13 @@ def _better(
         for t in tried
         if is_better(t.peak_reserved_nbytes, t.fits)
     ]
-    return sorted(found)
+
+    def effort(entry: tuple[int, str]) -> tuple[int, int, str]:
+        peak, what = entry
+        rank = 0 if what.startswith("PYTORCH") else 1 if "ooc run" in what else 2
+        return rank, peak, what
+
+    return sorted(found, key=effort)
 
 
 def _budget(capacity: int) -> str:

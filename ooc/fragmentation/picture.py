@@ -130,6 +130,7 @@ def _draw_curves(axes: Any, report: Report) -> None:
             [p["reserved_nbytes"] / MIB for p in points],
             label=f"{summary.replay.allocator}, {format_nbytes(summary.replay.peak_reserved_nbytes)}",
             linewidth=1.2,
+            drawstyle="steps-post",
         )
     stream = report.stream
     step = max(stream.num_events // 2000, 1)
@@ -137,6 +138,7 @@ def _draw_curves(axes: Any, report: Report) -> None:
         np.arange(0, stream.num_events, step),
         stream.live_nbytes[::step] / MIB,
         color="0.8",
+        step="post",
         label="live, as requested",
     )
     if report.capacity_nbytes is not None:
