@@ -37,6 +37,9 @@ BoolArray = npt.NDArray[np.bool_]
 _NEVER = np.iinfo(np.int64).max
 _NO_CHUNKS: IntArray = np.empty(0, dtype=np.int64)
 
+# From this many residencies on, only the faster of the two ways to colour is tried: planning stays within seconds.
+_MANY = 2000
+
 # Waiting for a write costs the step more than any number of remaps, which happen off the critical path.
 _LATE = 1000
 
@@ -83,7 +86,7 @@ def colour(residencies: tuple[Residency, ...], trace: Trace, machine: Machine) -
     written = _written_ticks(residencies, trace, machine)
     best: tuple[tuple[int, int], Colouring] | None = None
     for give_way in (False, True) if trace.cyclic else (False,):
-        for best_fit in (True, False):
+        for best_fit in (True, False) if len(residencies) <= _MANY else (False,):
             arcs = _from_the_cut(_arcs(residencies, written, trace, machine), trace, at_boundary=give_way)
             painter = _Painter(residencies, trace, machine, arcs, give_way=give_way, best_fit=best_fit)
             outcome = painter.paint()
@@ -135,6 +138,7 @@ class _Painter:
         self.give_way = give_way
         self.best_fit = best_fit
         self.num_late = 0
+        self.crossing = [index for index, arc in enumerate(arcs) if arc.stop > trace.num_ticks]
         self.given_up: set[int] = set()
         self.members: dict[int, list[int]] = {}
         for index, arc in enumerate(self.arcs):
@@ -176,7 +180,7 @@ class _Painter:
 
     def _paint_crossing(self) -> Shortage | None:
         """What crosses the cut, side by side from chunk 0, ordered by when the chunks become free."""
-        crossing = [(arc.stop, arc.start, i) for i, arc in enumerate(self.arcs) if arc.stop > self.trace.num_ticks]
+        crossing = [(self.arcs[index].stop, self.arcs[index].start, index) for index in self.crossing]
         position = 0
         for _, _, index in sorted(crossing):
             arc = self.arcs[index]
@@ -202,7 +206,8 @@ class _Painter:
         smallest that suffices alone goes first, then the larger ones.
         """
         found = []
-        for index, other in enumerate(self.arcs):
+        for index in self.crossing:
+            other = self.arcs[index]
             if other.stop <= self.trace.num_ticks or other.chunks is None or len(other.residencies) < 2:
                 continue
             evictable = self.trace.variables[self.residencies[other.residencies[0]].variable].evictable

@@ -32,7 +32,7 @@ FloatArray = npt.NDArray[np.float64]
 # free for what is on its way in or out, and whether a gap's length alone decides. Found on the synthetic steps of
 # tests/scheduler/model_traces.py and on recorded ones, at rates that make them stall. Weighing the choice by bytes
 # to be moved was tried and stalls more: it prefers short stays of parameters, whose loads then crowd together.
-_CANDIDATES = ((0.0, False), (0.0, True), (0.1, False), (0.25, False), (0.45, False))
+_CANDIDATES = ((0.0, False), (0.25, False), (0.1, False), (0.0, True), (0.45, False))
 
 _NO_MATTER = 1 << 60
 
