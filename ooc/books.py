@@ -313,8 +313,8 @@ class Books:
         """
         if self.debug and record.checksum is not None and self._checksum(record) != record.checksum:
             raise HiddenWrite(
-                f"{record.label or 'a variable'} ({format_nbytes(record.nbytes)}) was changed since it was last written "
-                "to the store, but no op that ran meanwhile says that it writes it: without debug mode the change "
+                f"{record.label or 'a variable'} ({format_nbytes(record.nbytes)}) was changed since it was last "
+                "written to the store, but no op that ran meanwhile says that it writes it: without debug mode the change "
                 "would be lost.\n  Options: ooc.opaque(fn) around code that writes tensors behind the dispatcher's "
                 "back; a report, if it was an ATen op (its schema hides a write)."
             )
@@ -424,7 +424,8 @@ class Books:
                 record.stored = False
             act = "load" if loading else "evict"
             raise StoreFailed(
-                f"cannot {act} {record.label or 'variable'} ({format_nbytes(record.nbytes)}): {error}. The step is void; "
+                f"cannot {act} {record.label or 'variable'} ({format_nbytes(record.nbytes)}): {error}. "
+                "The step is void; "
                 + ("the variable stays in the store." if loading else "the variable stays in memory."),
                 errno=error.errno,
             ) from error

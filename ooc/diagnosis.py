@@ -56,9 +56,7 @@ def budget_too_small(
     must_stay = [
         record
         for record in books.records.values()
-        if id(record) not in pinned
-        and record.state is not State.AWAY
-        and (record.pins or not record.seen)
+        if id(record) not in pinned and record.state is not State.AWAY and (record.pins or not record.seen)
     ]
     listed = [(_label(record, names, tensors, earlier_ops), record.nbytes) for record in operands]
     listed += [(_label(record, names, tensors, earlier_ops), record.nbytes) for record in must_stay]

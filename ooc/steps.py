@@ -88,9 +88,7 @@ class StepLog:
         self._num_faults = after["num_faults"]
         moved = {name: after[name] - before[name] for name in after}
         mode: StepKind = "planned" if self._began_planned and on_plan else "off_plan" if learned else "learning"
-        self.rows.append(
-            StepRow(mode=mode, duration_s=duration_s, stall_s=moved.pop("stall_ns") / 1e9, **moved)
-        )
+        self.rows.append(StepRow(mode=mode, duration_s=duration_s, stall_s=moved.pop("stall_ns") / 1e9, **moved))
         self.num_steps += 1
         if len(self.rows) >= 2 * _NUM_ROWS_KEPT:
             del self.rows[:_NUM_ROWS_KEPT]

@@ -7,7 +7,6 @@ import os
 import pytest
 import torch
 
-
 os.environ["OOC_PLAN_CACHE"] = "0"  # each test plans for itself, whatever ran before it
 
 

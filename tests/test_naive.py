@@ -304,7 +304,9 @@ def test_list_ops_run_as_parts_that_fit() -> None:
             with step():
                 torch._foreach_mul_(moments, 0.9)
                 torch._foreach_add_(moments, grads)
-                torch._foreach_addcdiv_(weights, grads, [m.abs() + 1 for m in moments[:24]], [0.01 * i for i in range(24)])
+                torch._foreach_addcdiv_(
+                    weights, grads, [m.abs() + 1 for m in moments[:24]], [0.01 * i for i in range(24)]
+                )
                 norms = torch._foreach_norm(weights)
                 out.append(torch.stack(norms).sum().item())
         return out
