@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from memory_cases import CASES, PosixCase
+from memory_cases import CASES, DriverCase
 
 from vmm.driver import Driver
 
 
 @pytest.fixture(params=CASES, ids=lambda case: case.name)
-def case(request: pytest.FixtureRequest) -> Iterator[PosixCase]:
+def case(request: pytest.FixtureRequest) -> Iterator[DriverCase]:
     made = request.param()
     yield made
     made.close()
 
 
 @pytest.fixture
-def driver(case: PosixCase) -> Iterator[Driver]:
+def driver(case: DriverCase) -> Iterator[Driver]:
     made = case.make()
     yield made
     made.close()

@@ -7,9 +7,12 @@ import errno
 import mmap
 import os
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
+from vmm.cuda import CudaDriver
 from vmm.driver import Driver
+from vmm.fake_cuda import CUresult, FakeCuda
 from vmm.posix import PosixDriver, Syscalls
 
 
@@ -43,23 +46,41 @@ class FailingSyscalls:
         return call
 
 
-class PosixCase:
-    """The POSIX driver, and how to touch its memory without being killed."""
+class Failing(Protocol):
+    """Makes the k-th call of a driver fail."""
 
-    name = "posix"
-    chunk_nbytes = 64 << 10
+    has_failed: bool
+
+    def arm(self, fail_call: int) -> None: ...
+
+
+class DriverCase:
+    """A driver, and how to touch its memory without being killed.
+
+    Attributes:
+        name: For people.
+        chunk_nbytes: The chunks of its drivers.
+        failing: What makes its calls fail.
+        injected: Text of every failure that `failing` makes.
+        num_calls_to_make: Calls that make a driver with an arena of given size, wishes not counted.
+        num_calls_to_replace: Calls that let one run show another chunk.
+        without_calls: Operations that need no call.
+    """
+
+    name: str
+    chunk_nbytes: int
+    failing: Failing
+    injected: str
+    num_calls_to_make: int
+    num_calls_to_replace: int
+    without_calls: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
-        self.failing = FailingSyscalls()
         self._libc = ctypes.CDLL(None, use_errno=True)
         for call in (self._libc.read, self._libc.write):
             call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
             call.restype = ctypes.c_ssize_t
         self._reader, self._writer = os.pipe()
-
-    def make(self, num_chunks: int = 16, **options: Any) -> PosixDriver:
-        """A new driver whose calls `failing` can make fail."""
-        return PosixDriver(num_chunks, self.chunk_nbytes, syscalls=self.failing, **options)  # type: ignore[arg-type]
 
     def peek(self, address: int, nbytes: int = 8) -> bytes:
         """Read memory; `Touched` where a plain read would fault. The kernel answers EFAULT instead of a signal."""
@@ -89,7 +110,72 @@ class PosixCase:
         os.close(self._writer)
 
 
-CASES = [PosixCase]
+class PosixCase(DriverCase):
+    """The POSIX driver."""
+
+    name = "posix"
+    chunk_nbytes = 64 << 10
+    injected = "injected"
+    num_calls_to_make = 6  # memfd_create, ftruncate, mmap twice, madvise, fallocate
+    num_calls_to_replace = 2  # mmap, madvise
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failing = FailingSyscalls()
+
+    def make(self, num_chunks: int = 16, **options: Any) -> PosixDriver:
+        """A new driver whose calls `failing` can make fail."""
+        return PosixDriver(num_chunks, self.chunk_nbytes, syscalls=self.failing, **options)  # type: ignore[arg-type]
+
+    def holdings(self) -> object:
+        """What the process holds: equal before and after, if nothing was left behind."""
+        return num_open_files(), Path("/proc/self/maps").read_text().count("memfd:ooc-chunks")
+
+
+class FailingCalls:
+    """CUDA driver calls of which the k-th fails."""
+
+    def __init__(self, fake: FakeCuda) -> None:
+        self._fake = fake
+
+    def arm(self, fail_call: int) -> None:
+        """Let the `fail_call`-th call from now fail (counted from 1; 0: none)."""
+        self._fake.fail(fail_call, CUresult.CUDA_ERROR_UNKNOWN)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._fake.has_failed
+
+
+class CudaCase(DriverCase):
+    """The CUDA driver over the fake: its device memory is this machine's, so a test can touch it."""
+
+    name = "cuda over the fake"
+    chunk_nbytes = 2 << 20
+    injected = "CUDA_ERROR_UNKNOWN"
+    num_calls_to_make = 5 + 16 + 1 + 16 + 1  # find the device, create, reserve, map the view, set its access
+    num_calls_to_replace = 3  # cuMemUnmap, cuMemMap, cuMemSetAccess
+    without_calls = frozenset({"populate"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeCuda(total_nbytes=64 << 20)
+        self.failing = FailingCalls(self.fake)
+
+    def make(self, num_chunks: int = 16, **options: Any) -> CudaDriver:
+        """A new driver whose calls `failing` can make fail."""
+        return CudaDriver(num_chunks, self.chunk_nbytes, bindings=self.fake, **options)
+
+    def holdings(self) -> object:
+        """What the process holds: equal before and after, if nothing was left behind."""
+        return num_open_files(), self.fake.left()
+
+    def close(self) -> None:
+        self.fake.close()
+        super().close()
+
+
+CASES = [PosixCase, CudaCase]
 """Every driver: one that joins this list runs the whole suite."""
 
 
@@ -112,7 +198,7 @@ class Memory:
         self._mmap.close()
 
 
-def stamp(case: PosixCase, driver: Driver) -> None:
+def stamp(case: DriverCase, driver: Driver) -> None:
     """Write into each chunk, at its start and end, which one it is."""
     for chunk in range(driver.num_chunks):
         start = driver.view_address + chunk * driver.chunk_nbytes
@@ -120,7 +206,7 @@ def stamp(case: PosixCase, driver: Driver) -> None:
             case.poke(place, chunk.to_bytes(8, "little"))
 
 
-def shown(case: PosixCase, driver: Driver, address: int, num_chunks: int) -> list[int | None]:
+def shown(case: DriverCase, driver: Driver, address: int, num_chunks: int) -> list[int | None]:
     """The chunk that each place shows by its stamps; None where a touch faults."""
     found: list[int | None] = []
     for place in range(num_chunks):

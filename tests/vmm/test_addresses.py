@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
-from memory_cases import PosixCase, shown, stamp
+from memory_cases import CudaCase, DriverCase, PosixCase, shown, stamp
 
 from vmm.addresses import AddressSpace, Reservation
 from vmm.driver import Driver, MemoryFault
@@ -23,10 +25,12 @@ def runs_of(chunks: list[int]) -> tuple[tuple[int, int], ...]:
 class SpaceMachine(RuleBasedStateMachine):
     """The model: for each reservation its list of chunks (None: unmapped) and whether it is protected."""
 
+    make_case: Callable[[], DriverCase] = PosixCase
+
     def __init__(self) -> None:
         super().__init__()
-        self.case = PosixCase()
-        self.driver = self.case.make(NUM_CHUNKS, arena_nbytes=64 << 20)
+        self.case = self.make_case()
+        self.driver = self.case.make(NUM_CHUNKS, arena_nbytes=1024 * self.case.chunk_nbytes)
         stamp(self.case, self.driver)
         self.space = AddressSpace(self.driver)
         self.model: dict[Reservation, tuple[list[int] | None, bool]] = {}
@@ -38,7 +42,10 @@ class SpaceMachine(RuleBasedStateMachine):
     def first(self) -> Reservation:
         return self.reserve(4 * self.driver.chunk_nbytes)
 
-    @rule(target=reservations, nbytes=st.integers(1, 6 * PosixCase.chunk_nbytes))
+    @rule(target=reservations, num_pieces=st.integers(1, 6 * 16))
+    def reserve_pieces(self, num_pieces: int) -> Reservation:
+        return self.reserve(num_pieces * self.driver.chunk_nbytes // 16)
+
     def reserve(self, nbytes: int) -> Reservation:
         reservation = self.space.reserve(nbytes)
         assert reservation.num_chunks == -(-nbytes // self.driver.chunk_nbytes)
@@ -110,8 +117,17 @@ class SpaceMachine(RuleBasedStateMachine):
         self.case.close()
 
 
+class CudaSpaceMachine(SpaceMachine):
+    """The same over the fake CUDA driver."""
+
+    make_case = CudaCase
+
+
 TestSpace = SpaceMachine.TestCase
 TestSpace.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+
+TestCudaSpace = CudaSpaceMachine.TestCase
+TestCudaSpace.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
 @pytest.fixture
@@ -130,7 +146,7 @@ def test_only_what_differs_is_mapped(space: AddressSpace) -> None:
     assert reservation.runs == ((0, 2), (9, 1), (3, 3), (10, 2))
 
 
-def test_the_same_runs_again_cost_nothing_but_unprotect(case: PosixCase, space: AddressSpace) -> None:
+def test_the_same_runs_again_cost_nothing_but_unprotect(case: DriverCase, space: AddressSpace) -> None:
     reservation = space.reserve(2 * space.driver.chunk_nbytes)
     runs = ((4, 1), (2, 1))
     space.map(reservation, runs)
@@ -153,14 +169,14 @@ def test_a_list_of_runs_may_change_after_the_call(space: AddressSpace) -> None:
     assert reservation.runs == ((7, 1), (2, 1))
 
 
-def test_a_failure_in_mid_map_leaves_a_protected_reservation_protected(case: PosixCase, space: AddressSpace) -> None:
+def test_a_failure_in_mid_map_leaves_a_protected_reservation_protected(case: DriverCase, space: AddressSpace) -> None:
     stamp(case, space.driver)
     reservation = space.reserve(3 * space.driver.chunk_nbytes)
     space.map(reservation, [(0, 3)])
     space.protect(reservation)
-    for fail_call in range(1, 6):  # two stretches of two system calls each, and one to open the rest
+    for fail_call in range(1, 2 * case.num_calls_to_replace + 2):  # two stretches, and one call to open the rest
         case.failing.arm(fail_call)
-        with pytest.raises(MemoryFault, match="injected"):
+        with pytest.raises(MemoryFault, match=case.injected):
             space.map(reservation, [(9, 1), (1, 1), (8, 1)])
         assert shown(case, space.driver, reservation.address, 3) == [None] * 3
         assert reservation.is_protected
@@ -172,7 +188,7 @@ def test_a_failure_in_mid_map_leaves_a_protected_reservation_protected(case: Pos
     assert shown(case, space.driver, reservation.address, 3) == [9, 1, 8]
 
 
-def test_after_a_failed_undo_everything_is_mapped_anew(case: PosixCase, space: AddressSpace) -> None:
+def test_after_a_failed_undo_everything_is_mapped_anew(case: DriverCase, space: AddressSpace) -> None:
     stamp(case, space.driver)
     reservation = space.reserve(3 * space.driver.chunk_nbytes)
     space.map(reservation, [(0, 3)])

@@ -19,6 +19,14 @@ CHUNK, PAGE = PosixCase.chunk_nbytes, mmap.PAGESIZE
 
 
 @pytest.fixture
+def case() -> Iterator[PosixCase]:
+    """Only the POSIX driver can map files."""
+    made = PosixCase()
+    yield made
+    made.close()
+
+
+@pytest.fixture
 def file(tmp_path: Path) -> Iterator[int]:
     """Eight chunks, each filled with its letter."""
     descriptor = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)

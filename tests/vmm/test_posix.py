@@ -41,6 +41,14 @@ class RecordingSyscalls(Syscalls):
         return super().__getattribute__(name)
 
 
+@pytest.fixture
+def case() -> Iterator[PosixCase]:
+    """This driver alone."""
+    made = PosixCase()
+    yield made
+    made.close()
+
+
 def num_kernel_mappings(driver: PosixDriver) -> int:
     """Mappings that the kernel has in the arena."""
     first, last = driver.arena

@@ -1,0 +1,549 @@
+"""The fake CUDA driver: its rules, its late and disordered work, and that it finds races and only races."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vmm.cuda import CudaDriver
+from vmm.fake_cuda import CUresult, FakeCuda, RuleBroken, names
+
+GRANULE = 2 << 20
+OK, INVALID = CUresult.CUDA_SUCCESS, CUresult.CUDA_ERROR_INVALID_VALUE
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    made = FakeCuda(total_nbytes=32 * GRANULE)
+    assert made.cuInit(0) == (OK,)
+    yield made
+    made.close()
+
+
+def value(answer: tuple[Any, ...]) -> int:
+    """The number in the answer of a call that succeeded."""
+    assert answer[0] == OK
+    return int(answer[1])
+
+
+def properties() -> names.CUmemAllocationProp:
+    made = names.CUmemAllocationProp()
+    made.type = names.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    made.location.type = names.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    return made
+
+
+def access(flags: int = 3) -> list[names.CUmemAccessDesc]:
+    made = names.CUmemAccessDesc()
+    made.location.type = names.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    made.flags = names.CUmemAccess_flags(flags)
+    return [made]
+
+
+class Mapped:
+    """Four handles, and eight places of which the first four show them."""
+
+    def __init__(self, fake: FakeCuda) -> None:
+        self.handles = [value(fake.cuMemCreate(GRANULE, properties(), 0)) for _ in range(4)]
+        self.address = value(fake.cuMemAddressReserve(8 * GRANULE, 0, 0, 0))
+        for place, handle in enumerate(self.handles):
+            assert fake.cuMemMap(self.at(place), GRANULE, 0, handle, 0) == (OK,)
+        assert fake.cuMemSetAccess(self.address, 4 * GRANULE, access(), 1) == (OK,)
+
+    def at(self, place: float) -> int:
+        return self.address + int(place * GRANULE)
+
+
+REFUSED: dict[str, Callable[[FakeCuda, Mapped], tuple[Any, ...]]] = {
+    "create a part of a granule": lambda f, _: f.cuMemCreate(GRANULE // 2, properties(), 0),
+    "create with flags": lambda f, _: f.cuMemCreate(GRANULE, properties(), 1),
+    "create of no kind": lambda f, _: f.cuMemCreate(GRANULE, names.CUmemAllocationProp(), 0),
+    "reserve a part of a granule": lambda f, _: f.cuMemAddressReserve(GRANULE + 4096, 0, 0, 0),
+    "reserve at an odd alignment": lambda f, _: f.cuMemAddressReserve(GRANULE, 3 * GRANULE, 0, 0),
+    "map from an offset": lambda f, m: f.cuMemMap(m.at(4), GRANULE, GRANULE, m.handles[0], 0),
+    "map a part of a handle": lambda f, m: f.cuMemMap(m.at(4), GRANULE // 2, 0, m.handles[0], 0),
+    "map more than a handle": lambda f, m: f.cuMemMap(m.at(4), 2 * GRANULE, 0, m.handles[0], 0),
+    "map between granules": lambda f, m: f.cuMemMap(m.at(4.5), GRANULE, 0, m.handles[0], 0),
+    "map over a mapping": lambda f, m: f.cuMemMap(m.at(3), GRANULE, 0, m.handles[0], 0),
+    "map outside a reservation": lambda f, m: f.cuMemMap(m.at(8), GRANULE, 0, m.handles[0], 0),
+    "map no handle": lambda f, m: f.cuMemMap(m.at(4), GRANULE, 0, 77, 0),
+    "unmap a part of a mapping": lambda f, m: f.cuMemUnmap(m.at(0), GRANULE // 2),
+    "unmap over a hole": lambda f, m: f.cuMemUnmap(m.at(0), 5 * GRANULE),
+    "unmap nothing": lambda f, m: f.cuMemUnmap(m.at(5), GRANULE),
+    "access over a hole": lambda f, m: f.cuMemSetAccess(m.at(0), 5 * GRANULE, access(), 1),
+    "access to a part of a mapping": lambda f, m: f.cuMemSetAccess(m.at(0.5), GRANULE, access(), 1),
+    "access for no location": lambda f, m: f.cuMemSetAccess(m.at(0), GRANULE, [names.CUmemAccessDesc()], 1),
+    "access with a wrong count": lambda f, m: f.cuMemSetAccess(m.at(0), GRANULE, access(), 2),
+    "free mapped addresses": lambda f, m: f.cuMemAddressFree(m.address, 8 * GRANULE),
+    "free a part of the addresses": lambda f, m: f.cuMemAddressFree(m.address, 4 * GRANULE),
+    "free addresses from within": lambda f, m: f.cuMemAddressFree(m.at(4), 4 * GRANULE),
+    "free host memory that is not": lambda f, _: f.cuMemFreeHost(4096),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_driver_refuses_is_refused_and_changes_nothing(fake: FakeCuda, name: str) -> None:
+    mapped = Mapped(fake)
+    before = fake.left()
+    assert REFUSED[name](fake, mapped)[0] == INVALID
+    assert fake.left() == before
+    assert fake.cuMemUnmap(mapped.address, 4 * GRANULE) == (OK,)
+    for handle in mapped.handles:
+        assert fake.cuMemRelease(handle) == (OK,)
+    assert fake.cuMemAddressFree(mapped.address, 8 * GRANULE) == (OK,)
+    assert fake.left() == []
+
+
+def test_memory_is_free_when_released_and_unmapped(fake: FakeCuda) -> None:
+    mapped = Mapped(fake)
+    assert fake.cuMemGetInfo() == (OK, 28 * GRANULE, 32 * GRANULE)
+    fake.cuMemRelease(mapped.handles[0])
+    assert fake.cuMemGetInfo()[1] == 28 * GRANULE
+    fake.cuMemUnmap(mapped.at(0), GRANULE)
+    assert fake.cuMemGetInfo()[1] == 29 * GRANULE
+    with pytest.raises(RuleBroken, match="released before"):
+        fake.cuMemRelease(mapped.handles[0])
+    assert fake.cuMemCreate(30 * GRANULE, properties(), 0) == (CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)
+
+
+def test_nothing_works_before_init() -> None:
+    fake = FakeCuda()
+    assert fake.cuMemCreate(GRANULE, properties(), 0) == (CUresult.CUDA_ERROR_NOT_INITIALIZED, None)
+    assert fake.cuMemGetInfo() == (CUresult.CUDA_ERROR_NOT_INITIALIZED, None, None)
+    fake.close()
+
+
+def test_handles_are_no_numbers(fake: FakeCuda) -> None:
+    """As with the real bindings, whoever forgets `int()` finds out."""
+    handle = fake.cuMemCreate(GRANULE, properties(), 0)[1]
+    with pytest.raises(TypeError):
+        handle + 1
+    assert int(handle) > 0
+
+
+def test_access_comes_before_touch(fake: FakeCuda) -> None:
+    mapped = Mapped(fake)
+    fake.cuMemMap(mapped.at(4), GRANULE, 0, mapped.handles[0], 0)
+    with pytest.raises(RuleBroken, match="cuMemSetAccess comes before the touch"):
+        fake.launch(0, int, reads=[(mapped.at(4), 8)])
+    with pytest.raises(RuleBroken, match="nothing is mapped there"):
+        fake.launch(0, int, reads=[(mapped.at(3), 8), (mapped.at(6), 8)])
+    fake.cuMemSetAccess(mapped.at(4), GRANULE, access(1), 1)
+    fake.launch(0, int, reads=[(mapped.at(4.99), 8)])
+    with pytest.raises(RuleBroken, match="PROT_READ "):
+        fake.cuMemsetD8Async(mapped.at(4), 0, 8, 0)
+    fake.cuMemsetD8Async(mapped.at(0), 7, 4 * GRANULE, 0)
+    fake.cuCtxSynchronize()
+    assert ctypes.string_at(mapped.at(4), GRANULE) == bytes([7]) * GRANULE  # the alias of the first
+
+
+def test_copies_need_pinned_memory(fake: FakeCuda) -> None:
+    mapped = Mapped(fake)
+    buffer = ctypes.create_string_buffer(64)
+    at = ctypes.addressof(buffer)
+    with pytest.raises(RuleBroken, match="not pinned"):
+        fake.cuMemcpyDtoHAsync(at, mapped.address, 64, 0)
+    assert fake.cuMemHostRegister(at, 64, 0) == (OK,)
+    assert fake.cuMemHostRegister(at + 32, 64, 0) == (CUresult.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED,)
+    fake.cuMemsetD8Async(mapped.address, 3, 64, 0)
+    fake.cuMemcpyDtoHAsync(at, mapped.address, 64, 0)
+    with pytest.raises(RuleBroken, match="is given back before copy from device"):
+        fake.cuMemHostUnregister(at)
+    fake.cuStreamSynchronize(0)
+    assert fake.cuMemHostUnregister(at) == (OK,)
+    assert fake.cuMemHostUnregister(at) == (CUresult.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED,)
+    assert buffer.raw == bytes([3]) * 64
+
+
+def test_the_kth_call_fails_without_effect(fake: FakeCuda) -> None:
+    fake.fail(2, CUresult.CUDA_ERROR_NOT_READY, times=2)
+    answers = [fake.cuMemCreate(GRANULE, properties(), 0)[0] for _ in range(4)]
+    assert answers == [OK, CUresult.CUDA_ERROR_NOT_READY, CUresult.CUDA_ERROR_NOT_READY, OK]
+    assert fake.has_failed
+    assert len(fake.left()) == 2
+
+
+def test_streams_and_events_that_are_gone_are_refused(fake: FakeCuda) -> None:
+    stream, event = value(fake.cuStreamCreate(1)), value(fake.cuEventCreate(2))
+    ran: list[int] = []
+    fake.launch(stream, lambda: ran.append(1))
+    fake.cuEventRecord(event, stream)
+    assert (fake.cuStreamDestroy(stream), fake.cuEventDestroy(event)) == ((OK,), (OK,))
+    gone = (CUresult.CUDA_ERROR_INVALID_HANDLE,)
+    assert fake.cuStreamSynchronize(stream) == fake.cuEventRecord(event, 0) == fake.cuStreamDestroy(0) == gone
+    fake.cuCtxSynchronize()
+    assert ran == [1]  # what was queued is done all the same
+
+
+def orders(eagerness: float, *, with_events: bool) -> set[str]:
+    """In which orders four launches on two streams ran, over many seeds."""
+    seen: set[str] = set()
+    for seed in range(60):
+        fake = FakeCuda(seed=seed, eagerness=eagerness)
+        one, other, event = value(fake.cuStreamCreate(1)), value(fake.cuStreamCreate(1)), value(fake.cuEventCreate(2))
+        ran: list[str] = []
+        for name, stream in (("a", one), ("b", one), ("x", other), ("y", other)):
+            fake.launch(stream, functools.partial(ran.append, name))
+            if name == "b" and with_events:
+                fake.cuEventRecord(event, one)
+                fake.cuStreamWaitEvent(other, event, 0)
+        fake.cuCtxSynchronize()
+        seen.add("".join(ran))
+        fake.close()
+    return seen
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 0.5])
+def test_work_runs_in_every_order_that_streams_and_events_allow(eagerness: float) -> None:
+    assert orders(eagerness, with_events=False) == {"abxy", "axby", "axyb", "xaby", "xayb", "xyab"}
+    assert orders(eagerness, with_events=True) == {"abxy"}
+
+
+def test_work_is_late() -> None:
+    fake = FakeCuda(eagerness=0)
+    ran: list[int] = []
+    event = value(fake.cuEventCreate(2))
+    for number in range(3):
+        fake.launch(0, functools.partial(ran.append, number))
+    fake.cuEventRecord(event, 0)
+    assert ran == []
+    polls = 1
+    while fake.cuEventQuery(event)[0] == CUresult.CUDA_ERROR_NOT_READY:
+        polls += 1
+    assert (ran, polls) == ([0, 1, 2], 4)
+    fake.close()
+
+
+def test_an_event_that_was_never_recorded_holds_up_nothing(fake: FakeCuda) -> None:
+    event = value(fake.cuEventCreate(2))
+    fake.cuStreamWaitEvent(0, event, 0)
+    assert fake.cuEventQuery(event) == fake.cuEventSynchronize(event) == fake.cuStreamQuery(0) == (OK,)
+
+
+def test_a_wait_is_for_the_last_record_before_it() -> None:
+    fake = FakeCuda(eagerness=0)
+    one, other = value(fake.cuStreamCreate(1)), value(fake.cuStreamCreate(1))
+    event = value(fake.cuEventCreate(2))
+    fake.cuEventRecord(event, one)
+    fake.cuStreamWaitEvent(other, event, 0)
+    ran: list[str] = []
+    fake.launch(one, lambda: ran.append("late"))
+    fake.cuEventRecord(event, one)
+    fake.launch(other, lambda: ran.append("early"))
+    for _ in range(40):
+        if fake.cuStreamQuery(other) == (OK,):
+            break
+    assert "early" in ran
+    fake.close()
+
+
+def test_blocking_streams_meet_the_default_stream() -> None:
+    for flags, num_races in ((0, 0), (1, 2)):
+        fake = FakeCuda()
+        fake.cuInit(0)
+        mapped = Mapped(fake)
+        stream = value(fake.cuStreamCreate(flags))
+        for at in (0, stream, 0):
+            fake.launch(at, int, writes=[(mapped.address, 8)])
+        assert len(fake.races) == num_races
+        fake.close()
+
+
+def in_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def test_what_one_thread_observed_another_must_be_told(fake: FakeCuda) -> None:
+    mapped = Mapped(fake)
+    fake.launch(0, int, writes=[(mapped.address, 8)])
+    clocks: list[dict[int, int]] = []
+
+    def observe() -> None:
+        fake.cuStreamSynchronize(0)
+        clocks.append(fake.host_signal())
+
+    in_thread(observe)
+    with pytest.raises(RuleBroken, match="has not observed the end of launch"):
+        fake.cuMemUnmap(mapped.address, GRANULE)
+    fake.host_wait(clocks[0])
+    assert fake.cuMemUnmap(mapped.address, GRANULE) == (OK,)
+
+
+def test_the_host_is_part_of_the_order(fake: FakeCuda) -> None:
+    mapped = Mapped(fake)
+    host = value(fake.cuMemHostAlloc(64, 0))
+    fake.host_touch(host, 64, is_write=True)
+    fake.cuMemcpyHtoDAsync(mapped.address, host, 64, 0)  # queued after the write: in order
+    fake.host_touch(host, 64, is_write=False)  # two reads
+    assert fake.races == ()
+    fake.host_touch(host + 60, 1, is_write=True, name="too early")
+    (race,) = fake.races
+    assert (race.second.name, race.first.is_write) == ("too early", False)
+    assert "nothing orders: copy to device" in str(race)
+    fake.cuStreamSynchronize(0)
+    fake.host_touch(host, 64, is_write=True)
+    assert len(fake.races) == 1
+
+
+def test_two_aliases_within_one_launch_are_a_race(fake: FakeCuda) -> None:
+    mapped = Mapped(fake)
+    fake.cuMemMap(mapped.at(4), GRANULE, 0, mapped.handles[1], 0)
+    fake.cuMemSetAccess(mapped.at(4), GRANULE, access(), 1)
+    fake.launch(0, int, reads=[(mapped.at(1), 64)], writes=[(mapped.at(1), 8)], name="in place")
+    fake.launch(0, int, reads=[(mapped.at(1), 64), (mapped.at(4), 64)], name="two reads")
+    fake.launch(0, int, reads=[(mapped.at(1), 64)], writes=[(mapped.at(4) + 64, 64)], name="neighbours")
+    assert fake.races == ()
+    fake.launch(0, int, reads=[(mapped.at(1), 64)], writes=[(mapped.at(4) + 63, 64)], name="both")
+    (race,) = fake.races
+    assert race.first.act_id == race.second.act_id
+    assert str(race).startswith("two aliases within one launch: both reads 64 bytes")
+
+
+class Paging:
+    """Out and in again: a variable's bytes leave by one stream and return by another, its chunks used meanwhile.
+
+    Each wait, record and host wait of the schedule has a name; `without` leaves one of them out.
+    """
+
+    STEPS = (
+        "record produced",
+        "wait produced",
+        "record left",
+        "wait left",
+        "record reused",
+        "wait reused",
+        "record loaded",
+        "wait loaded",
+        "record consumed",
+        "host wait",
+    )
+
+    def __init__(self, without: str = "", *, seed: int = 0, eagerness: float = 0.3) -> None:
+        self.without = without
+        self.fake = FakeCuda(total_nbytes=8 * GRANULE, seed=seed, eagerness=eagerness)
+        self.driver = CudaDriver(2, GRANULE, bindings=self.fake)
+        self.result: list[bytes] = []
+        calls = self.driver.calls
+        self.events = {name: calls.create_event() for name in ("produced", "left", "reused", "loaded", "consumed")}
+
+    def step(self, name: str, stream: int) -> None:
+        if name == self.without:
+            return
+        verb, _, event = name.partition(" ")
+        if verb == "record":
+            self.driver.calls.record(self.events[event], stream)
+        else:
+            self.driver.calls.wait_event(stream, self.events[event])
+
+    def run(self) -> None:
+        fake, driver, calls = self.fake, self.driver, self.driver.calls
+        compute, outward, inward = (calls.create_stream() for _ in range(3))
+        host = value(fake.cuMemHostAlloc(2 * GRANULE, 0))
+        one, other = driver.reserve(2), driver.reserve(1)
+        driver.map(one, [(0, 2)])
+        driver.map(other, [(1, 1)])
+        self.fill(compute, one, 2, b"1", "produce")
+        self.step("record produced", compute)
+        self.step("wait produced", outward)
+        calls.copy_to_host(host, driver.view_address, 2 * GRANULE, outward)
+        self.step("record left", outward)
+        self.step("wait left", compute)
+        self.fill(compute, other, 1, b"2", "reuse")
+        self.step("record reused", compute)
+        self.step("wait reused", inward)  # and so, by way of compute, for the way out
+        calls.copy_to_device(driver.view_address, host, 2 * GRANULE, inward)
+        self.step("record loaded", inward)
+        self.step("wait loaded", compute)
+        read = [(one, 2 * GRANULE)]
+        fake.launch(compute, lambda: self.result.append(ctypes.string_at(one, 2 * GRANULE)), reads=read, name="consume")
+        self.step("record consumed", compute)
+        if self.without != "host wait":
+            calls.synchronize_event(self.events["consumed"])
+        driver.unmap(one, 2)
+        driver.unmap(other, 1)
+
+    def fill(self, stream: int, address: int, num_chunks: int, letter: bytes, name: str) -> None:
+        nbytes = num_chunks * GRANULE
+        self.fake.launch(
+            stream, lambda: ctypes.memset(address, letter[0], nbytes), writes=[(address, nbytes)], name=name
+        )
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("eagerness", [0.0, 0.3, 0.9])
+def test_a_correct_schedule_has_no_race_and_the_right_bytes(seed: int, eagerness: float) -> None:
+    paging = Paging(seed=seed, eagerness=eagerness)
+    paging.run()
+    assert paging.result == [b"1" * (2 * GRANULE)]
+    assert paging.fake.races == ()
+    paging.driver.close()
+    paging.fake.close()
+
+
+@pytest.mark.parametrize("without", Paging.STEPS)
+def test_without_any_one_wait_or_record_the_fault_is_found(without: str) -> None:
+    """Whatever the work's order happens to be: the detector does not depend on it."""
+    for seed in range(3):
+        paging = Paging(without, seed=seed, eagerness=0.5 * (seed % 2))
+        try:
+            paging.run()
+        except RuleBroken as error:
+            broken = str(error)
+        else:
+            broken = ""
+        is_about_unmap = without in ("record consumed", "host wait")
+        assert ("has not observed the end of" in broken) == is_about_unmap or paging.fake.races
+        assert bool(paging.fake.races) == (not is_about_unmap)
+        paging.fake.cuCtxSynchronize()
+        paging.driver.close()
+        paging.fake.close()
+
+
+NUM_STREAMS, NUM_CHUNKS, NUM_CELLS = 3, 3, 2
+Statement = tuple[Any, ...]
+cells = st.tuples(st.integers(0, 1), st.integers(0, NUM_CHUNKS - 1), st.integers(0, NUM_CELLS - 1))
+"""An alias, a chunk, and which eight bytes of it."""
+statements = st.one_of(
+    st.tuples(
+        st.just("launch"),
+        st.integers(0, NUM_STREAMS - 1),
+        st.lists(cells, max_size=2),
+        st.lists(cells, max_size=2),
+    ),
+    st.tuples(st.just("record"), st.integers(0, NUM_STREAMS - 1), st.integers(0, 2)),
+    st.tuples(st.just("wait"), st.integers(0, NUM_STREAMS - 1), st.integers(0, 2)),
+    st.tuples(st.just("synchronise"), st.integers(0, 2)),
+    st.tuples(st.just("drain"), st.integers(0, NUM_STREAMS - 1)),
+)
+
+
+def ordered_pairs(program: list[Statement]) -> set[tuple[int, int]]:
+    """By reachability in the graph of acts, as a rival to clocks: which launches come before which."""
+    before: list[set[int]] = []  # by node: all nodes before it
+    stream_last: list[set[int]] = [set() for _ in range(NUM_STREAMS)]
+    recorded: list[set[int]] = [set() for _ in range(3)]
+    host: set[int] = set()
+    for node, statement in enumerate(program):
+        before.append(set())
+        match statement:
+            case ("launch", stream, *_):
+                before[node] = stream_last[stream] | host
+                stream_last[stream] = before[node] | {node}
+            case ("record", stream, event):
+                recorded[event] = set(stream_last[stream]) | host
+            case ("wait", stream, event):
+                stream_last[stream] |= recorded[event]
+            case ("synchronise", event):
+                host |= recorded[event]
+            case ("drain", stream):
+                host |= stream_last[stream]
+    return {(first, node) for node, earlier in enumerate(before) for first in earlier}
+
+
+def conflicting_pairs(program: list[Statement]) -> set[tuple[int, int]]:
+    """Launches that touch the same bytes, one of them writing; a launch with itself if through two aliases."""
+    found: set[tuple[int, int]] = set()
+    touches = [
+        (node, alias, cell, is_write)
+        for node, statement in enumerate(program)
+        if statement[0] == "launch"
+        for is_write in (False, True)
+        for alias, *cell in statement[3 if is_write else 2]
+    ]
+    for one, other in itertools.combinations(touches, 2):
+        if one[2] == other[2] and (one[3] or other[3]) and (one[0] != other[0] or one[1] != other[1]):
+            found.add((one[0], other[0]))
+    return found
+
+
+def mixed(node: int, read: list[int]) -> int:
+    return hash((node, *read)) & 0xFFFF_FFFF
+
+
+@settings(max_examples=300, deadline=None)
+@given(program=st.lists(statements, min_size=4, max_size=24), seed=st.integers(0, 1000))
+def test_exactly_the_unordered_conflicts_of_random_schedules_are_found(program: list[Statement], seed: int) -> None:
+    fake = FakeCuda(total_nbytes=8 * GRANULE, seed=seed, eagerness=random.Random(seed).choice([0, 0.2, 0.7]))
+    driver = CudaDriver(NUM_CHUNKS, GRANULE, bindings=fake)
+    aliases = [driver.view_address, driver.reserve(NUM_CHUNKS)]
+    driver.map(aliases[1], [(chunk, 1) for chunk in range(NUM_CHUNKS)])
+    calls = driver.calls
+    streams = [calls.create_stream() for _ in range(NUM_STREAMS)]
+    events = [calls.create_event() for _ in range(3)]
+    expected: dict[tuple[int, int], int] = {}
+
+    def place(cell: tuple[int, int, int]) -> tuple[int, int]:
+        return aliases[cell[0]] + cell[1] * GRANULE + 8 * cell[2], 8
+
+    def kernel(node: int, reads: list[tuple[int, int]], writes: list[tuple[int, int]]) -> None:
+        read = [ctypes.c_uint64.from_address(at).value for at, _ in reads]
+        for at, _ in writes:
+            ctypes.c_uint64.from_address(at).value = mixed(node, read)
+
+    for node, statement in enumerate(program):
+        match statement:
+            case ("launch", stream, reads, writes):
+                places = [place(cell) for cell in reads], [place(cell) for cell in writes]
+                function = functools.partial(kernel, node, *places)
+                fake.launch(streams[stream], function, reads=places[0], writes=places[1], name=str(node))
+                result = mixed(node, [expected.get(cell[1:], 0) for cell in reads])
+                expected |= {cell[1:]: result for cell in writes}
+            case ("record", stream, event):
+                calls.record(events[event], streams[stream])
+            case ("wait", stream, event):
+                calls.wait_event(streams[stream], events[event])
+            case ("synchronise", event):
+                calls.synchronize_event(events[event])
+            case ("drain", stream):
+                fake.cuStreamSynchronize(streams[stream])
+    fake.cuCtxSynchronize()
+    found = {(int(race.first.name), int(race.second.name)) for race in fake.races}
+    assert found == conflicting_pairs(program) - ordered_pairs(program)
+    if not found:
+        for cell, number in expected.items():
+            assert ctypes.c_uint64.from_address(place((0, *cell))[0]).value == number
+    driver.close()
+    fake.close()
+
+
+def test_long_runs_forget_what_cannot_matter() -> None:
+    fake = FakeCuda(total_nbytes=4 * GRANULE)
+    fake.cuInit(0)
+    mapped = Mapped(fake)
+    one, other, event = value(fake.cuStreamCreate(1)), value(fake.cuStreamCreate(1)), value(fake.cuEventCreate(2))
+    for _ in range(500):
+        fake.launch(one, int, writes=[(mapped.address, 64)])
+        fake.cuEventRecord(event, one)
+        fake.cuStreamWaitEvent(other, event, 0)
+        fake.launch(other, int, reads=[(mapped.address, 64)])
+        fake.cuEventRecord(event, other)
+        fake.cuStreamWaitEvent(one, event, 0)
+    assert fake.races == ()
+    assert max(len(accesses) for accesses in fake._detector._blocks.values()) <= 65
+    fake.launch(one, int, writes=[(mapped.address + 63, 2)])
+    fake.launch(other, int, reads=[(mapped.address, 64)])
+    assert len(fake.races) == 1
+    fake.close()
+
+
+def test_names_and_numbers_are_those_of_the_real_bindings() -> None:
+    real = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed here")
+    for name in names.__all__:
+        ours, theirs = getattr(names, name), getattr(real, name, None)
+        if isinstance(ours, type) and issubclass(ours, int):
+            assert theirs is not None
+            assert {it.name: it.value for it in ours} == {it.name: int(getattr(theirs, it.name)) for it in ours}
+    for name in dir(FakeCuda):
+        if name.startswith("cu") and callable(getattr(FakeCuda, name)):
+            assert callable(getattr(real, name, None)), name
