@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,6 +59,7 @@ class Executor:
         self.events: list[Event] = []  # of the present period
         self._next_death = 0  # in `Compiled.deaths`
         self._mid_op_pins: list[VariableRecord] = []
+        self._thread = threading.get_ident()
         self._start_heirs: list[tuple[Role, VariableRecord]] = []
         self._start_foreign: dict[int, VariableRecord] = {}
         self._writes: list[Stay] = []  # under way, or failed
@@ -359,8 +361,10 @@ class Executor:
         self._allocator.state.plan = None
         self.active = None
         position = self._allocator.state.position
-        inside = position % 2 == 1
         cursor = position // 2
+        # Another thread cannot tell whether the session's is just about to run the op: as if it were.
+        is_foreign = threading.get_ident() != self._thread and cursor < compiled.num_ops
+        inside = position % 2 == 1 or is_foreign
         failure = land_transfers(self._books, compiled, writes=self._writes, loads=self._loads)
         self._writes.clear()
         self._loads.clear()

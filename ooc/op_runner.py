@@ -185,6 +185,7 @@ class OpRunner:
 
     def _run_on_demand(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:
+            self._executor.finish()  # another thread may have left the plan for an op that never began
             self.absorb()
             recorder = self.recorder
             assert recorder is not None

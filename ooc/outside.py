@@ -32,7 +32,11 @@ from ooc.errors import BudgetTooSmall
 if TYPE_CHECKING:
     from ooc.session import Session
 
-_local = threading.local()
+class _Local(threading.local):
+    depth = 0
+
+
+_local = _Local()
 """`_local.depth`: replaced functions in progress on this thread; what they call is not an export of its own."""
 
 
@@ -58,6 +62,7 @@ class Outside:
         """Pointers given out by `data_ptr` end here; in debug mode stray touches fault from now on."""
         self._books.ended_exports.extend(self._until_boundary)
         self._until_boundary.clear()
+        self._session._executor.finish()
         self._books.end_exports()
         self._books.children.forget_gone()
         if self._books.debug:
@@ -73,7 +78,7 @@ class Outside:
 
     def address(self, tensor: Any) -> int:
         """The address of a tensor's storage if it is the session's, else 0."""
-        if not self._is_open or getattr(_local, "depth", 0):
+        if not self._is_open or _local.depth:
             return 0
         found: int = self._session._dispatcher.address(tensor)
         return found
@@ -81,7 +86,7 @@ class Outside:
     def owns(self, address: int) -> bool:
         """Whether this storage address is the session's."""
         start, stop = self._session._driver.arena
-        return self._is_open and not getattr(_local, "depth", 0) and start <= address < stop
+        return self._is_open and not _local.depth and start <= address < stop
 
     def export(self, address: int) -> VariableRecord | None:
         """Give out the memory of the variable at `address`, loaded if there is room.
@@ -134,7 +139,7 @@ class Outside:
     @contextlib.contextmanager
     def within_op() -> Iterator[None]:
         """Inside an op whose operands are held already: pointers asked for here are no exports."""
-        _local.depth = getattr(_local, "depth", 0) + 1
+        _local.depth += 1
         try:
             yield
         finally:
@@ -144,7 +149,7 @@ class Outside:
     def reading(self, address: int) -> Iterator[None]:
         """Export for the length of a call."""
         record = self.export(address)
-        _local.depth = getattr(_local, "depth", 0) + 1
+        _local.depth += 1
         try:
             yield
         finally:
@@ -156,11 +161,11 @@ class Outside:
     def bulk(self) -> Iterator[None]:
         """For calls that read many variables: leave the plan, and let the kernel serve each where it is."""
         session = self._session
-        if self._is_open and not getattr(_local, "depth", 0):
+        if self._is_open and not _local.depth:
             with session._lock:
                 if session._executor.active is not None:
                     session._runner.leave("many variables are read at once (torch.save or the like)")
-        _local.depth = getattr(_local, "depth", 0) + 1
+        _local.depth += 1
         try:
             yield
         finally:
