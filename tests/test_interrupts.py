@@ -16,6 +16,7 @@ import pytest
 import ooc
 from ooc.books import Books
 from ooc.executor import Executor
+from ooc.op_runner import OpRunner
 from ooc.recorder import StepRecorder
 from ooc.sequences import Sequences
 from tests.continuation import BUDGET, Trainer, assert_arrays_equal, assert_books_true, in_core
@@ -63,7 +64,7 @@ def assert_goes_on(session: ooc.Session, trainer: Trainer, indices: range) -> No
         (Books, "allocate", 0),
         (Books, "start_write", 0),
         (Books, "free", 0),
-        (ooc.Session, "_complete", 0),
+        (OpRunner, "_complete", 0),
         (StepRecorder, "build", 0),
         (Sequences, "learn", 1),
         (Executor, "enter", 1),
