@@ -30,8 +30,9 @@ __all__ = [
     "open_file",
 ]
 
-BLOCK_NBYTES = 4096
-"""Alignment of every extent and transfer: O_DIRECT needs the device's logical block, at most this."""
+BLOCK_NBYTES = max(4096, mmap.PAGESIZE)
+"""Alignment of every extent and transfer: O_DIRECT needs the device's logical block, at most 4096; mapping
+an extent needs whole pages, which some boards have of 16 or 64 KiB."""
 
 FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What a file system answers that has no room: disk, quota, file size limit."""
