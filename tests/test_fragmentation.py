@@ -182,6 +182,21 @@ def test_max_split_size() -> None:
     assert (limited.failure, limited.num_device_frees, limited.num_retries) == (None, 1, 0)
 
 
+def test_oversize_blocks_stay_whole_and_serve_only_what_is_near() -> None:
+    """At max_split_size 32: a free block of 40 MiB serves 32 MiB whole; one of 52, 20 MiB more, does not."""
+    near = caching(stream_of([(ALLOC, 0), (FREE, 0), (ALLOC, 1)], [40 * MIB, 32 * MIB]), None, "max_split_size_mb:32")
+    assert (near.peak_reserved_nbytes, int(near.allocated_nbytes[-1])) == (40 * MIB, 40 * MIB)
+    far = caching(stream_of([(ALLOC, 0), (FREE, 0), (ALLOC, 1)], [52 * MIB, 32 * MIB]), None, "max_split_size_mb:32")
+    assert far.peak_reserved_nbytes == 84 * MIB
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_freed_block_merges_with_both_neighbours(order: tuple[int, int]) -> None:
+    """Two of 9 MiB and 2 MiB behind them fill a segment of 20; all free, they serve 19 MiB."""
+    events = [(ALLOC, 0), (ALLOC, 1), *((FREE, buffer) for buffer in order), (ALLOC, 2)]
+    assert caching(stream_of(events, [9 * MIB, 9 * MIB, 19 * MIB])).peak_reserved_nbytes == 20 * MIB
+
+
 def test_garbage_collection() -> None:
     """40 MiB, free since long; 20 MiB, free since now. Held 60 of 100, threshold 0.5: the older one goes back."""
     stream = stream_of(
