@@ -172,12 +172,11 @@ class Executor:
         compiled = self.active
         assert compiled is not None
         for stay in compiled.last_releases:
-            record = stay.role.record
+            record = stay.role.record if compiled.role_alive[stay.role.index] else None
             if record is not None and record.state is State.RESIDENT and not record.stored and not record.exports:
                 # Allocated after the last op: no op's end was there to start the write.
-                if compiled.role_alive[stay.role.index]:
-                    stay.transfer = self._books.start_write(record, stay.segments)
-                    self._writes.append(stay)
+                stay.transfer = self._books.start_write(record, stay.segments)
+                self._writes.append(stay)
             if not self._release(compiled, stay):
                 return False
         self.absorb_events()
