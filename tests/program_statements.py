@@ -658,7 +658,7 @@ def _clip(state: State, s: Statement) -> None:
 @kind(0.7)
 def _foreach(state: State, s: Statement) -> None:
     with torch.no_grad():
-        xs = [p for p in state.parameters] or [state.get(s.a).detach().float()]
+        xs = list(state.parameters) or [state.get(s.a).detach().float()]
         match s.q % 4:
             case 0:
                 torch._foreach_mul_(xs, 0.75)
@@ -707,12 +707,12 @@ def _swap_tensors(state: State, s: Statement) -> None:
 # -- lives
 
 
-@kind(4)
+@kind(4, retryable=True)
 def _delete(state: State, s: Statement) -> None:
     state.registers[s.dst % len(state.registers)] = None
 
 
-@kind(1.5)
+@kind(1.5, retryable=True)
 def _move(state: State, s: Statement) -> None:
     value = state.registers[s.a % len(state.registers)]
     state.registers[s.dst % len(state.registers)] = value
