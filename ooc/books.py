@@ -314,9 +314,9 @@ class Books:
         if self.debug and record.checksum is not None and self._checksum(record) != record.checksum:
             raise HiddenWrite(
                 f"{record.label or 'a variable'} ({format_nbytes(record.nbytes)}) was changed since it was last "
-                "written to the store, but no op that ran meanwhile says that it writes it: without debug mode the change "
-                "would be lost.\n  Options: ooc.opaque(fn) around code that writes tensors behind the dispatcher's "
-                "back; a report, if it was an ATen op (its schema hides a write)."
+                "written to the store, but no op that ran meanwhile says that it writes it: outside debug mode the "
+                "change would be lost.\n  Options: ooc.opaque(fn) around code that writes tensors behind the "
+                "dispatcher's back; a report, if it was an ATen op (its schema hides a write)."
             )
 
     def _checksum(self, record: VariableRecord) -> int:
