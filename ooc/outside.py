@@ -32,6 +32,7 @@ from ooc.errors import BudgetTooSmall
 if TYPE_CHECKING:
     from ooc.session import Session
 
+
 class _Local(threading.local):
     depth = 0
 
