@@ -60,6 +60,25 @@ def test_one_call_for_each_contiguous_range(case: CudaCase) -> None:
     assert fake.left() == []
 
 
+def test_access_is_set_where_it_differs(case: CudaCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges: list[tuple[int, int]] = []
+    with case.make() as driver:
+        address = driver.reserve(8)
+        driver.map(address, [(0, 8)])
+        real = case.fake.cuMemSetAccess
+
+        def noted(at: int, nbytes: int, *rest: Any) -> Any:
+            ranges.append(((at - address) // CHUNK, nbytes // CHUNK))
+            return real(at, nbytes, *rest)
+
+        monkeypatch.setattr(case.fake, "cuMemSetAccess", noted)
+        driver.map(address, [(0, 2), (9, 1), (3, 2), (10, 1), (6, 2)])  # places 2 and 5 change
+        driver.protect(address + CHUNK, 2, Access.NONE)
+        driver.protect(address, 6, Access.NONE)
+        driver.protect(address, 8, Access.READ_WRITE)
+    assert ranges == [(2, 4), (1, 2), (0, 6), (0, 6)]
+
+
 def test_a_chunk_that_is_shown_already_may_be_in_use(case: CudaCase) -> None:
     with case.make() as driver:
         stream = driver.calls.create_stream()
@@ -69,6 +88,8 @@ def test_a_chunk_that_is_shown_already_may_be_in_use(case: CudaCase) -> None:
         driver.map(address, [(0, 1), (5, 2)])
         with pytest.raises(RuleBroken, match="has not observed the end of launch"):
             driver.map(address, [(4, 1)])
+        with pytest.raises(RuleBroken, match=r"cuMemSetAccess.*has not observed the end of launch"):
+            driver.protect(address, 1, Access.NONE)
         case.fake.cuStreamSynchronize(stream)
         driver.calls.destroy_stream(stream)
 
@@ -293,7 +314,9 @@ def test_a_forked_child_is_refused_and_takes_nothing_from_its_parent(case: CudaC
         if child == 0:
             code = 1
             try:
+                num_calls = sum(case.fake.num_calls.values())
                 driver.close()
+                assert sum(case.fake.num_calls.values()) == num_calls
                 driver.reserve(1)
             except MemoryFault as error:
                 code = 0 if "closed" in str(error) else 2

@@ -223,6 +223,20 @@ def test_work_is_late() -> None:
     fake.close()
 
 
+def test_polling_observes(fake: FakeCuda) -> None:
+    mapped = Mapped(fake)
+    for place in range(2):
+        stream, event = value(fake.cuStreamCreate(1)), value(fake.cuEventCreate(2))
+        fake.launch(stream, int, writes=[(mapped.at(place), 8)])
+        fake.cuEventRecord(event, stream)
+        with pytest.raises(RuleBroken, match="has not observed"):
+            fake.cuMemUnmap(mapped.at(place), GRANULE)
+        poll = functools.partial(fake.cuStreamQuery, stream) if place else functools.partial(fake.cuEventQuery, event)
+        while poll() != (OK,):
+            pass
+        assert fake.cuMemUnmap(mapped.at(place), GRANULE) == (OK,)
+
+
 def test_an_event_that_was_never_recorded_holds_up_nothing(fake: FakeCuda) -> None:
     event = value(fake.cuEventCreate(2))
     fake.cuStreamWaitEvent(0, event, 0)
@@ -255,6 +269,18 @@ def test_blocking_streams_meet_the_default_stream() -> None:
         for at in (0, stream, 0):
             fake.launch(at, int, writes=[(mapped.address, 8)])
         assert len(fake.races) == num_races
+        fake.close()
+
+
+def test_blocking_streams_and_the_default_stream_run_in_turn() -> None:
+    for seed in range(30):
+        fake = FakeCuda(seed=seed, eagerness=0)
+        one, other = value(fake.cuStreamCreate(0)), value(fake.cuStreamCreate(0))
+        ran: list[str] = []
+        for name, stream in (("a", one), ("b", other), ("D", 0), ("x", one), ("y", other), ("E", 0)):
+            fake.launch(stream, functools.partial(ran.append, name))
+        fake.cuCtxSynchronize()
+        assert "".join(ran) in ("abDxyE", "baDxyE", "abDyxE", "baDyxE")
         fake.close()
 
 
@@ -534,6 +560,47 @@ def test_long_runs_forget_what_cannot_matter() -> None:
     fake.launch(one, int, writes=[(mapped.address + 63, 2)])
     fake.launch(other, int, reads=[(mapped.address, 64)])
     assert len(fake.races) == 1
+    fake.close()
+
+
+@pytest.mark.parametrize("first_writes", [False, True])
+def test_what_can_still_matter_is_not_forgotten(first_writes: bool) -> None:
+    """An early access, many later ones that order or meet nothing, then one that races with the first alone."""
+    fake = FakeCuda(total_nbytes=4 * GRANULE)
+    fake.cuInit(0)
+    mapped = Mapped(fake)
+    first, many, last = (value(fake.cuStreamCreate(1)) for _ in range(3))
+    started, done = value(fake.cuEventCreate(2)), value(fake.cuEventCreate(2))
+    cell = [(mapped.address, 64)]
+    fake.launch(first, int, name="first", **({"writes": cell} if first_writes else {"reads": cell}))
+    fake.cuEventRecord(started, first)
+    if first_writes:  # the many come after it, but do not conflict with the last
+        fake.cuStreamWaitEvent(many, started, 0)
+    for _ in range(200):
+        fake.launch(many, int, reads=cell)
+    fake.cuEventRecord(done, many)
+    if not first_writes:  # the last comes after the many, and they not after the first
+        fake.cuStreamWaitEvent(last, done, 0)
+    fake.launch(last, int, name="last", **({"reads": cell} if first_writes else {"writes": cell}))
+    assert [(race.first.name, race.second.name) for race in fake.races] == [("first", "last")]
+    fake.close()
+
+
+def test_what_was_overwritten_in_part_is_not_forgotten() -> None:
+    fake = FakeCuda(total_nbytes=4 * GRANULE)
+    fake.cuInit(0)
+    mapped = Mapped(fake)
+    one, other = value(fake.cuStreamCreate(1)), value(fake.cuStreamCreate(1))
+    fake.launch(one, int, writes=[(mapped.at(1), 64)], name="all")
+    for _ in range(100):
+        fake.launch(one, int, writes=[(mapped.at(1) + 8, 56)])
+    fake.launch(other, int, writes=[(mapped.at(1), 8)], name="start")
+    assert [race.first.name for race in fake.races if race.second.name == "start"] == ["all"]
+    fake.launch(one, int, writes=[(mapped.at(2), 64)], name="all")
+    for _ in range(100):
+        fake.launch(one, int, writes=[(mapped.at(2), 56)])
+    fake.launch(other, int, writes=[(mapped.at(2) + 56, 8)], name="end")
+    assert [race.first.name for race in fake.races if race.second.name == "end"] == ["all"]
     fake.close()
 
 

@@ -406,7 +406,7 @@ class FakeCuda:
 
     def _queue(self, stream: Stream, name: str, steps: Sequence[Callable[[], object]], uses: list[_Use]) -> Act:
         act = self._work.enqueue(stream, name, steps)
-        clock = dict(stream.clock)
+        clock = stream.clock  # a stream's clock is replaced, never changed
         for noted, interval, is_write in uses:
             noted[stream.agent] = (act.tick, name)
             access = Access(

@@ -160,7 +160,7 @@ class Work:
     def record(self, event: Event, stream: Stream) -> None:
         """Let the event stand for all of the stream so far."""
         event.act = self.enqueue(stream, "record")
-        event.clock = dict(stream.clock)
+        event.clock = stream.clock  # a stream's clock is replaced, never changed
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Let what comes on the stream wait for the event's last record, if it has one."""
