@@ -94,6 +94,22 @@ UNSEEN_BECOMES_SEEN = replace(
     threshold_nbytes=300,
 )
 
+# What another thread allocates in each step, and no op has named, crosses the step boundary: it cannot be evicted,
+# so no plan is legal. The planner made one with a residency of no chunks and raised into the user's step.
+UNSEEN_LEAVES_THE_CYCLE = replace(
+    _PROGRAM,
+    seed=7006,
+    bodies=((S("thread", 5, 1, 0, 1415, 168), S("parameter", 2, 7, 6, 800, 93)),),
+    num_inside=(2,),
+    steps=(Step(body=0),) * 4,
+    num_registers=8,
+    parameters=(1024,),
+    check_every=0,
+    policy="window",
+    window_nbytes=1 << 20,
+    threshold_nbytes=300,
+)
+
 
 @pytest.mark.parametrize(
     "program",
@@ -102,6 +118,7 @@ UNSEEN_BECOMES_SEEN = replace(
         pytest.param(FREED_FIRST_OF_ALL, id="freed-first-of-all"),
         pytest.param(SHARED_RESERVATION_OUTLIVED, id="shared-reservation-outlived"),
         pytest.param(UNSEEN_BECOMES_SEEN, id="unseen-becomes-seen"),
+        pytest.param(UNSEEN_LEAVES_THE_CYCLE, id="unseen-leaves-the-cycle"),
     ],
 )
 def test_program(program: Program) -> None:
