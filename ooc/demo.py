@@ -45,9 +45,9 @@ class DemoModel:
 DEMO_MODELS: dict[str, DemoModel] = {
     "gpt": DemoModel(workload="gpt", num_steps=30, share=0.2),
     "resnet50": DemoModel(workload="resnet50", num_steps=12, share=0.25),
-    "vgg16": DemoModel(workload="vgg16_cifar", num_steps=30, share=0.25),
+    "vgg16": DemoModel(workload="vgg16_cifar", num_steps=30, share=0.35),
     "lstm": DemoModel(workload="lstm", num_steps=30, share=0.25),
-    "bert": DemoModel(workload="bert", num_steps=10, share=0.3),
+    "bert": DemoModel(workload="bert", num_steps=10, share=0.25),
 }
 
 
