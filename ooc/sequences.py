@@ -59,6 +59,8 @@ class Sequences:
         self.last_trace: Trace | None = None
         self.last_plan: Plan | None = None
         self.planning_s = 0.0
+        self.retired: list[Compiled] = []
+        """Plans that will not be played again; whoever empties the list gives back what they keep."""
 
     def __repr__(self) -> str:
         return f"<Sequences: {len(self._seen)} seen, {len(self._plans)} planned, {len(self._unplannable)} unplannable>"
@@ -83,7 +85,13 @@ class Sequences:
                 del self._seen[old]
                 self._unplannable.pop(old, None)
                 self._followers.pop(old, None)
+        if key in self._plans and not _can_be_cast(self._plans[key], observed):
+            # Its parameters were replaced (a load_state_dict by assignment, a new optimizer): the
+            # plan waits for variables that will not come back.
+            self.retired.append(self._plans.pop(key))
         if earlier is None or key in self._plans or key in self._unplannable or not observed.trace.ops:
+            return key
+        if not _same_persistent(earlier, observed):
             return key
         started = time.monotonic()
         trace = close_cycle(earlier, observed)
@@ -102,6 +110,7 @@ class Sequences:
 
     def _plan(self, trace: Trace, machine: Machine) -> Plan:
         """The plan kept from an earlier run, or a new one, which is kept."""
+        _check_unseen(trace)
         if self._cache is not None:
             kept = self._cache.load(trace, machine, self._policy, self._parameters)
             if kept is not None:
@@ -178,3 +187,35 @@ class Sequences:
                 return self._plans[expected]
         self.active_key = None
         return None
+
+
+def _can_be_cast(compiled: Compiled, observed: Observed) -> bool:
+    """Whether the variables that live across steps are still those that the plan was made for."""
+    return all(role.serial == observed.start_serials[role.index] for role in compiled.roles if role.is_persistent)
+
+
+def _same_persistent(first: Observed, second: Observed) -> bool:
+    """Whether what exists throughout a step was the same in both, or changes from step to step anyway.
+
+    If parameters were replaced between the two observations, a third one is needed to know them
+    from batches that are new in each step.
+    """
+    throughout = [
+        index
+        for index, variable in enumerate(second.trace.variables)
+        if variable.birth_tick is None and variable.death_tick is None
+    ]
+    changed = [index for index in throughout if first.start_serials[index] != second.start_serials[index]]
+    return len(changed) * 2 <= len(throughout)
+
+
+def _check_unseen(trace: Trace) -> None:
+    """Raise `PlanError` if what can never be away crosses the cycle's boundary: nobody could take it over."""
+    heirs = {v.becomes for v in trace.variables}
+    for index, v in enumerate(trace.variables):
+        comes = trace.cyclic and v.birth_tick is None and index not in heirs
+        if not v.evictable and (comes or (v.death_tick is None and v.becomes is None)):
+            raise PlanError(
+                f"variable {index} ({v.nbytes} bytes) can never be away, but it {'enters' if comes else 'outlives'} "
+                "the cycle: no op has named it yet, so it may be in use unseen (memory from another thread, say)."
+            )

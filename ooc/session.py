@@ -260,6 +260,8 @@ class Session:
                     observed = self._runner.recorder.build(self._books.records)
                     self.steps.note_trace(observed.trace)
                     key = self._sequences.learn(observed, self._machine)
+            while self._sequences.retired:
+                executor.retire(self._sequences.retired.pop())
             follower = self._sequences.next_after(key)
             if executor.active is not None:
                 played = executor.active

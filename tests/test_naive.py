@@ -358,3 +358,27 @@ def test_an_op_that_raises_half_way_counts_as_a_write() -> None:
         return out
 
     compare(program)
+
+
+def test_parameters_and_optimizer_state_that_are_replaced() -> None:
+    """Remedy: `Sequences.learn` gives up a plan whose variables will not come back."""
+
+    def program(step: Step) -> list[Any]:
+        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)])
+        optimizer = torch.optim.AdamW(model.parameters())
+        x, out = torch.randn(64, 256), []
+        for index in range(14):
+            if index == 6:
+                model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+                optimizer = torch.optim.AdamW(model.parameters())
+            with step():
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                out.append(loss.item())
+        return out
+
+    session = compare(program, budget="3MiB")
+    assert modes(session)[5] == "planned"
+    assert modes(session)[-1] == "planned"
