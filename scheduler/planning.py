@@ -39,14 +39,6 @@ def make_plan(trace: Trace, machine: Machine, policy: str = "auto", **parameters
         BudgetTooSmall: An op needs more at once than the budget.
         ValueError: Unknown policy.
     """
-    heirs = {v.becomes for v in trace.variables}
-    for index, v in enumerate(trace.variables):
-        comes = trace.cyclic and v.birth_tick is None and index not in heirs
-        if not v.evictable and (comes or (v.death_tick is None and v.becomes is None)):
-            raise PlanError(
-                f"variable {index} ({v.nbytes} bytes) can never be away, but it {'enters' if comes else 'outlives'} "
-                "the cycle: no op has named it yet, so it may be in use unseen (memory from another thread, say)."
-            )
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; there are {', '.join(sorted(POLICIES))}")
     tune = POLICIES[policy].tune
