@@ -111,7 +111,6 @@ class Sequences:
     def _plan(self, trace: Trace, machine: Machine) -> Plan:
         """The plan kept from an earlier run, or a new one, which is kept."""
         _check_unseen(trace)
-        _check_unseen(trace)
         if self._cache is not None:
             kept = self._cache.load(trace, machine, self._policy, self._parameters)
             if kept is not None:
@@ -208,18 +207,6 @@ def _same_persistent(first: Observed, second: Observed) -> bool:
     ]
     changed = [index for index in throughout if first.start_serials[index] != second.start_serials[index]]
     return len(changed) * 2 <= len(throughout)
-
-
-def _check_unseen(trace: Trace) -> None:
-    """Raise `PlanError` if what can never be away crosses the cycle's boundary: nobody could take it over."""
-    heirs = {v.becomes for v in trace.variables}
-    for index, v in enumerate(trace.variables):
-        comes = trace.cyclic and v.birth_tick is None and index not in heirs
-        if not v.evictable and (comes or (v.death_tick is None and v.becomes is None)):
-            raise PlanError(
-                f"variable {index} ({v.nbytes} bytes) can never be away, but it {'enters' if comes else 'outlives'} "
-                "the cycle: no op has named it yet, so it may be in use unseen (memory from another thread, say)."
-            )
 
 
 def _check_unseen(trace: Trace) -> None:
