@@ -10,6 +10,7 @@ here allocates memory for variables anywhere else.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import time
@@ -219,7 +220,8 @@ class Books:
         if record is None:
             return None
         self._by_use.pop(address, None)
-        self.settle(record)
+        with contextlib.suppress(StoreFailed):  # nobody needs its bytes any more
+            self.settle(record)
         if record.state is State.RESIDENT:
             self.pool.give(record.runs)
         self.dispose(record)

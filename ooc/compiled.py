@@ -97,10 +97,11 @@ class Stay:
         waits: Earlier holders of its chunks whose transfer must be complete first.
         dead: Roles freed inside the op that it is born in, from which it takes chunks over.
         transfer: Its latest load or write.
+        moved: The record that this transfer moves.
         segments: Its bytes as ranges of the linear view.
     """
 
-    __slots__ = ("dead", "residency", "role", "runs", "segments", "transfer", "waits")
+    __slots__ = ("dead", "moved", "residency", "role", "runs", "segments", "transfer", "waits")
 
     def __init__(self, *, role: Role, residency: Residency, segments: list[tuple[int, int]]) -> None:
         self.role = role
@@ -110,6 +111,7 @@ class Stay:
         self.waits: tuple[Stay, ...] = ()
         self.dead: tuple[int, ...] = ()
         self.transfer: Transfer | None = None
+        self.moved: VariableRecord | None = None
 
     def __repr__(self) -> str:
         return f"<Stay of role {self.role.index}: {self.residency.start} to {self.residency.stop}>"

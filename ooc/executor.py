@@ -120,7 +120,7 @@ class Executor:
             stay = targets.get(role.index)
             if stay is not None and record.address not in in_place:
                 books.start_load(record, stay.runs, (), stay.segments)
-                stay.transfer = record.transfer
+                stay.transfer, stay.moved = record.transfer, record
                 self._loads.append(stay)
             self._casting.set_alive(compiled, role, record)
         for role in compiled.roles:
@@ -175,7 +175,7 @@ class Executor:
             record = stay.role.record if compiled.role_alive[stay.role.index] else None
             if record is not None and record.state is State.RESIDENT and not record.stored and not record.exports:
                 # Allocated after the last op: no op's end was there to start the write.
-                stay.transfer = self._books.start_write(record, stay.segments)
+                stay.transfer, stay.moved = self._books.start_write(record, stay.segments), record
                 self._writes.append(stay)
             if not self._release(compiled, stay):
                 return False
@@ -282,7 +282,7 @@ class Executor:
             if record.stored:
                 self._books.counters.dropped_nbytes += record.nbytes
             else:
-                stay.transfer = self._books.start_write(record, stay.segments)
+                stay.transfer, stay.moved = self._books.start_write(record, stay.segments), record
                 self._writes.append(stay)
         for stay in acts.drops:
             record = stay.role.record
@@ -291,7 +291,7 @@ class Executor:
             if record.stored:
                 self._books.counters.dropped_nbytes += record.nbytes
             else:  # the first step of a plan, where the store has no copy yet
-                stay.transfer = self._books.start_write(record, stay.segments)
+                stay.transfer, stay.moved = self._books.start_write(record, stay.segments), record
                 self._writes.append(stay)
             if not self._release(compiled, stay):
                 return
@@ -432,7 +432,7 @@ class Executor:
                 after.append(other.transfer)
         self._books.guards.lift(record)
         self._map(stay)
-        stay.transfer = self._books.start_load(record, stay.runs, after, stay.segments)
+        stay.transfer, stay.moved = self._books.start_load(record, stay.runs, after, stay.segments), record
         self._loads.append(stay)
 
     def _arrive(self, record: VariableRecord) -> None:

@@ -24,7 +24,7 @@ def land_transfers(
                 failure = error
     under_way = [(stay, True) for stay in writes] + [(stay, False) for stay in loads]
     for stay, is_write in under_way:
-        record, transfer = stay.role.record, stay.transfer
+        record, transfer = stay.moved, stay.transfer  # not the role's: since then it may have passed to another
         stay.transfer = None
         if transfer is None:
             continue

@@ -102,6 +102,10 @@ class Sequences:
             self._unplannable[key] = str(error)
             _log.warning("this sequence stays on demand: %s", error)
             return key
+        except Exception as error:  # noqa: BLE001 - a fault of the planner's must not end the user's training
+            self._unplannable[key] = f"a fault in the planner: {error!r}"
+            _log.exception("a fault in the planner; this sequence stays on demand. Please report it")
+            return key
         self._plans[key] = self._compile(trace, plan, observed)
         self.last_trace, self.last_plan = trace, plan
         self.planning_s += time.monotonic() - started
