@@ -17,7 +17,7 @@ demo: $(READY)
 	$(BIN)/ooc demo $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -q $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n 2 $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
