@@ -36,7 +36,7 @@ _TURN_STEPS = 4
 _WARM_UP_STEPS = 2
 _LEARNING_STEPS = 8
 """Ours learns, plans, and has its first planned steps, in which the store's file still grows."""
-_SWAP_NBYTES = 4 * GIB
+_SWAP_NBYTES = 2 * GIB
 _JEMALLOC = {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"}
 
 
