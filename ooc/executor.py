@@ -128,6 +128,10 @@ class Executor:
                 compiled.role_address[role.index] = role.record.address
         self._casting.hide_away(compiled)
         self._install(compiled)
+        for role, record in bound:
+            # Freed meanwhile (by the cycle collector): only from `_install` on do frees find their role.
+            if not self._allocator.is_alive(record.address):
+                compiled.role_alive[role.index] = 0
         self._start_period(compiled)
         for _, record in bound:
             if record.state is State.LOADING:
@@ -382,6 +386,9 @@ class Executor:
         for role in compiled.roles:
             record, role_is_alive = role.record, compiled.role_alive[role.index]
             if record is None or not role_is_alive:
+                continue
+            if not self._allocator.is_alive(record.address):
+                compiled.role_alive[role.index] = 0
                 continue
             self._allocator.bind(record.address, -1)
             compiled.role_alive[role.index] = 0

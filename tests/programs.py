@@ -376,7 +376,7 @@ def run_in_session(program: Program, expected: Expected, *, verbose: bool = Fals
             num_chunks = next(_larger(num_chunks + 1))
             gc.collect()
             continue
-        if _num_tasks() != num_tasks:
+        if _num_tasks() > num_tasks:
             raise Leaked(f"{_num_tasks()} threads after the session, {num_tasks} before")
         return Outcome(modes=modes, num_chunks=num_chunks)
 
