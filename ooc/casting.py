@@ -83,8 +83,8 @@ class Casting:
                     if role.record is None:
                         self.give_new_record(role)
                     self.map_first(role)
-                # Between steps what is away is guarded: there must be room for that, too.
-                num_guards = sum(not role.is_born or role.lives_on for role in compiled.roles)
+                # What is away may be guarded: there must be room for that, too.
+                num_guards = sum(self._books.debug or not role.dies_within for role in compiled.roles)
                 self._space.driver.note_guards(num_guards)
                 self._space.driver.note_guards(-num_guards)
                 self._reserve_store(compiled)
@@ -123,14 +123,13 @@ class Casting:
                 role.record = record
 
     def hide_away(self, compiled: Compiled) -> None:
+        """In debug mode: a touch of what is away when the plan's first step starts faults."""
         if not self._books.debug:
             return
-        for role in compiled.roles:
-            record = role.record
-            if record is None or not compiled.role_alive[role.index] or record.state is not State.AWAY:
-                continue
-            if record.reservation.runs is not None:
-                self._space.protect(record.reservation)
+        alive = [r.record for r in compiled.roles if r.record is not None and compiled.role_alive[r.index]]
+        self._books.guards.guard_away(
+            record for record in alive if record.state is State.AWAY and record.reservation.runs is not None
+        )
 
     # -- from one step to the next
 

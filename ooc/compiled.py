@@ -48,11 +48,13 @@ class Role:
         double_buffered: It is born while its heir's record, from the step before, is still
             alive: the two take turns with two reservations.
         is_persistent: The same storage in every step.
+        dies_within: It is born and freed within the step.
         serial: For a persistent role, its record's serial.
         rank: For one that exists at the start: how many of its size were younger then.
     """
 
     __slots__ = (
+        "dies_within",
         "double_buffered",
         "evictable",
         "heir",
@@ -75,6 +77,7 @@ class Role:
         self.evictable = variable.evictable
         self.is_born = variable.birth_tick is not None
         self.lives_on = variable.death_tick is None
+        self.dies_within = self.is_born and not self.lives_on
         self.is_persistent = variable.becomes == index
         self.double_buffered = False
         self.serial: int | None = None
@@ -175,11 +178,7 @@ class Compiled:
         self.deaths = sorted((tick, i) for tick, i in deaths if tick is not None)
         stays = self._make_stays(view_address)
         self._find_predecessors(stays)
-        self.away_at_end = [
-            role
-            for role in self.roles
-            if role.lives_on and role.stays and not isinstance(role.stays[-1].residency.stop, Dies)
-        ]
+        self.outlasting = [role for role in self.roles if not role.dies_within and role.stays]
         births = self._place_acts(stays)
         self._lay_out(births, intercepts)
 

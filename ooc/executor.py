@@ -31,6 +31,7 @@ from ooc.leaving import has_landed, land_transfers, pinned_by, recorder_so_far
 from ooc.recorder import StepRecorder
 from scheduler.plan import Loaded, occupied_ticks
 from vmm.chunks import ChunkPool
+from vmm.driver import MemoryFault
 from vmm.store import StoreFull
 from vmm.torch_cpu import MODE_DEMAND, MODE_PLANNED, CpuAllocator, Event
 
@@ -64,6 +65,8 @@ class Executor:
         self._start_foreign: dict[int, VariableRecord] = {}
         self._writes: list[Stay] = []  # under way, or failed
         self._loads: list[Stay] = []
+        self.guards_releases = False
+        """Whether code that no op tells us of may touch variables now: between steps."""
 
     def __repr__(self) -> str:
         return f"<Executor of {self.active!r}>"
@@ -403,7 +406,7 @@ class Executor:
                 books.hide(record)
             else:
                 books.guards.lift(record)
-                self._space.unprotect(record.reservation)
+                self._space.map(record.reservation, record.runs)
             if role.index in pinned:
                 record.pins += 1
                 self._mid_op_pins.append(record)
@@ -437,27 +440,20 @@ class Executor:
                 self._await(other)
             else:
                 after.append(other.transfer)
-        self._books.guards.lift(record)
-        self._map(stay)
+        # Its addresses show what they showed until it has arrived: a guarded variable stays guarded.
         stay.transfer, stay.moved = self._books.start_load(record, stay.runs, after, stay.segments), record
         self._loads.append(stay)
 
     def _arrive(self, record: VariableRecord) -> None:
         try:
             self._books.settle(record)
+            if self._books.guards.lift(record):
+                # Touched on its way in: what was read may be older than what the store's file holds now.
+                runs, record.state = record.runs, State.AWAY
+                self._books.settle_load(record, runs)
         except StoreFailed as error:
             self._abandon(error)
-        if self._books.guards.lift(record):
-            # Touched on its way in: what was read may be older than what the store's file holds now.
-            runs = record.runs
-            record.state = State.AWAY
-            self._space.map(record.reservation, runs)
-            try:
-                self._books.settle_load(record, runs)
-            except StoreFailed as error:
-                self._abandon(error)
-        if self._books.debug:
-            self._space.unprotect(record.reservation)
+        self._space.map(record.reservation, record.runs)
 
     def _await(self, stay: Stay) -> None:
         """Wait for the stay's transfer. Over is not done: until this has passed, its chunks are its own."""
@@ -499,8 +495,12 @@ class Executor:
         record.state = State.AWAY
         record.runs = ()
         record.transfer = stay.transfer
-        if self._books.debug:
-            self._space.protect(record.reservation)
+        if self._books.debug or (self.guards_releases and not stay.role.dies_within):
+            try:
+                self._books.guards.guard_away([record])
+            except (MemoryFault, OSError) as fault:
+                self.leave(str(fault))
+                return False
         return True
 
     def _prepare_birth(self, stay: Stay) -> None:
@@ -592,14 +592,17 @@ class Executor:
         self._books.pool = pool
 
     def guard_away(self) -> None:
-        """The step is over: let stray touches of what is away be served until it is next loaded."""
+        """The step is over: let stray touches of what is away be served until it is next loaded.
+
+        Until the next step begins (`guards_releases`) the same holds for what goes away meanwhile.
+        """
         compiled = self.active
         if compiled is None:
             return
         alive = compiled.role_alive
         self._books.guards.guard_away(
             role.record
-            for role in compiled.away_at_end
+            for role in compiled.outlasting
             if role.record is not None and alive[role.index] and role.record.state is not State.RESIDENT
         )
 
@@ -611,7 +614,7 @@ class Executor:
             elif self.active is not None and record.role >= 0:
                 role = self.active.roles[record.role]
                 self._casting.map_first(role)
-                self._space.protect(record.reservation)
+                self._books.guards.guard_away([record])
 
     def live_records(self) -> list[VariableRecord]:
         """Records that play a role now."""

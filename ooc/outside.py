@@ -66,13 +66,16 @@ class Outside:
         self._session._executor.finish()
         self._books.end_exports()
         self._books.children.forget_gone()
+        self._session._executor.guards_releases = False
         if self._books.debug:
             self._books.guards.serve(False)
             self._session._executor.unserve()
 
     def step_ends(self) -> None:
         """From now on stray touches are served."""
-        self._session._executor.guard_away()
+        executor = self._session._executor
+        executor.guard_away()
+        executor.guards_releases = True
         self._books.guards.serve(True)
 
     # -- what the replaced functions call
