@@ -28,6 +28,11 @@ from vmm.store import FileStore, Slot, Transfer
 
 Runs = tuple[tuple[int, int], ...]
 Segments = Sequence[tuple[int, int]]
+Move = tuple[int, int, int]
+"""A transfer begun: its ticket, the role that its variable plays in the plan (-1: none), bytes."""
+
+_NUM_MOVES_KEPT = 1 << 14
+"""As many as the transfer engine keeps records of; whoever draws a timeline empties it each step."""
 
 
 class State(enum.Enum):
@@ -137,6 +142,8 @@ class Counters:
 class Books:
     """Records of all live variables, and loads and evictions on demand.
 
+    `moves` are the transfers begun since it was last emptied (by `ooc.timeline`).
+
     Owns none of what it is given; the session does. One thread at a time (the session's lock).
     """
 
@@ -150,6 +157,7 @@ class Books:
         self.guards = Guards(space=space, store=store, debug=debug)
         self.children = Children(store)
         self.ended_exports: deque[VariableRecord] = deque()
+        self.moves: deque[Move] = deque(maxlen=_NUM_MOVES_KEPT)
         self.peak_chunks = 0
         self._next_serial = 0
         self._by_use: OrderedDict[int, VariableRecord] = OrderedDict()  # resident, least recently used first
@@ -379,6 +387,7 @@ class Books:
         if segments is None:
             segments = self.segments(record.runs, record.nbytes)
         record.transfer = self.store.write(record.slot, segments)
+        self.moves.append((record.transfer.ticket, record.role, record.nbytes))
         record.stored = True
         if self.debug:
             record.checksum = self._checksum(record)
@@ -399,6 +408,7 @@ class Books:
         if segments is None:
             segments = self.segments(runs, record.nbytes)
         record.transfer = self.store.read(record.slot, segments, after=after)
+        self.moves.append((record.transfer.ticket, record.role, record.nbytes))
         record.runs = runs
         record.state = State.LOADING
         self.counters.loaded_nbytes += record.nbytes

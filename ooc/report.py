@@ -96,6 +96,7 @@ def make_report(session: Session) -> dict[str, Any]:
             "machine": asdict(plan.machine),
         },
         **session.learned(),
+        "ended_by": None,
         "versions": versions(),
     }
 
@@ -119,8 +120,7 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w") as file:
-            json.dump(document, file, indent=1)
-            file.write("\n")
+            file.write(_readable(document))
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(partial, 0o666 & ~umask)  # mkstemp's 0600 is for secrets
@@ -129,6 +129,15 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise
+
+
+def _readable(document: Mapping[str, Any]) -> str:
+    """JSON for people and programs: indented, but for the timeline, whose columns of numbers take one line."""
+    text = json.dumps({name: value for name, value in document.items() if name != "timeline"}, indent=1)
+    if "timeline" in document:
+        timeline = json.dumps(document["timeline"], separators=(",", ":"))
+        text = f'{text[:-2]},\n "timeline": {timeline}\n}}'
+    return f"{text}\n"
 
 
 def summary(report: Mapping[str, Any]) -> str:

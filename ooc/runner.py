@@ -110,7 +110,7 @@ def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module
         sys.excepthook = functools.partial(_print_exception, sys.excepthook, options.debug)
         raise
     finally:
-        _tell(session, report_path, wants_summary=options.summary)
+        _tell(session, report_path, wants_summary=options.summary, ended_by=sys.exception())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,13 +207,21 @@ def _execute(program: _Program, target: str, arguments: Sequence[str]) -> None:
     exec(program.code(), vars(module))
 
 
-def _tell(session: ooc.session.Session, report_path: Path | None, *, wants_summary: bool | None) -> None:
+def _tell(
+    session: ooc.session.Session,
+    report_path: Path | None,
+    *,
+    wants_summary: bool | None,
+    ended_by: BaseException | None,
+) -> None:
     """Write the report, print the summary. Trouble with either does not hide how the script ended."""
     if wants_summary is None:
         wants_summary = sys.stderr is not None and sys.stderr.isatty()
     if report_path is None and not wants_summary:
         return
-    report = session.report()
+    report = session.report(with_timeline=report_path is not None)
+    if ended_by is not None and not (isinstance(ended_by, SystemExit) and not ended_by.code):
+        report["ended_by"] = {"type": type(ended_by).__name__, "message": str(ended_by)}
     if report_path is not None:
         try:
             write_json(report_path, report)

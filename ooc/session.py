@@ -37,6 +37,7 @@ from ooc.plan_cache import PlanCache
 from ooc.report import make_report
 from ooc.sequences import Sequences
 from ooc.steps import StepLog
+from ooc.timeline import Timeline
 from ooc.units import parse_nbytes
 from scheduler.plan import Plan
 from scheduler.policies import POLICIES
@@ -167,6 +168,7 @@ class Session:
             cache=PlanCache.default() if plan_cache else None,
         )
         self.steps = StepLog(self._books, self._space)
+        self.timeline = Timeline(self._books, self._store)
         self._mode = _Mode(self._dispatcher)
         self._step_boundary = step_boundary
         self._hook: Any = None
@@ -249,6 +251,7 @@ class Session:
                 self._runner.leave("the step ended before the plan")
             if executor.active is not None and executor.persistent_is_missing():
                 self._runner.leave("a variable that lived across steps was freed")
+            self.timeline.end_period(executor.active, self.steps.num_steps - 1)
             if executor.active is not None:
                 key = self._sequences.active_key
             else:
@@ -297,9 +300,18 @@ class Session:
         """The plan made last, if any."""
         return self._sequences.last_plan
 
-    def report(self) -> dict[str, Any]:
-        """What happened so far, as plain data (see `ooc run --report`)."""
-        return make_report(self)
+    def report(self, *, with_timeline: bool = False) -> dict[str, Any]:
+        """What happened so far, as plain data (see `ooc run --report`).
+
+        Args:
+            with_timeline: Also the last step that was played whole: its trace, its plan, and when
+                each op and each transfer started and stopped (for `ooc report`).
+        """
+        report = make_report(self)
+        if with_timeline:
+            with self._lock:
+                report["timeline"] = self.timeline.document()
+        return report
 
     @property
     def store(self) -> FileStore:
@@ -363,6 +375,7 @@ class Session:
                 self._allocator.close()
                 _current = None
                 self._books.close()
+                self.timeline.close()
                 self._store.close()
                 self._driver.close()
 
