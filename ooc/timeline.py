@@ -1,0 +1,149 @@
+"""When everything happened in the last planned step: what reports and timelines are drawn from.
+
+While a plan is played, native code stamps each op's start and stop, and the store's engine stamps
+each transfer's. Here the two are put beside the plan at the end of each step that was played whole;
+only the newest is kept. All times are of the monotonic clock, which torch.profiler's can be
+converted to (`ClockPair`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ooc.books import Books, Move
+from ooc.compiled import Compiled
+from scheduler.plan import Plan
+from scheduler.trace import Trace
+from vmm.store import FileStore
+from vmm.transfers import TransferRecord
+
+TIMELINE_SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockPair:
+    """One moment on two clocks, each in nanoseconds: adds up to a conversion between them."""
+
+    monotonic_ns: int
+    unix_ns: int
+
+    @classmethod
+    def now(cls) -> ClockPair:
+        """Read both. The monotonic clock is read around the other, so the error is half that time."""
+        before = time.monotonic_ns()
+        unix_ns = time.time_ns()
+        return cls(monotonic_ns=(before + time.monotonic_ns()) // 2, unix_ns=unix_ns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Played:
+    """One step that was played whole. Times are of the monotonic clock, in nanoseconds."""
+
+    step_index: int
+    trace: Trace
+    plan: Plan
+    start_ns: int
+    stop_ns: int
+    op_start_ns: npt.NDArray[np.int64]
+    op_stop_ns: npt.NDArray[np.int64]
+    moves: tuple[Move, ...]
+
+
+class Timeline:
+    """Keeps the newest step that was played whole. Costs a planned step two array copies."""
+
+    def __init__(self, books: Books, store: FileStore) -> None:
+        self._books = books
+        self._store = store
+        self._start_ns = time.monotonic_ns()
+        self._newest: _Played | None = None
+        self._records: dict[int, TransferRecord] = {}
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<Timeline of {'no step' if self._newest is None else f'step {self._newest.step_index}'}>"
+
+    def end_period(self, played: Compiled | None, step_index: int) -> None:
+        """A period ends and the next begins. `played` is the plan if it was played whole."""
+        now_ns = time.monotonic_ns()
+        moves = tuple(self._books.moves)
+        self._books.moves.clear()
+        if played is not None:
+            self._newest = _Played(
+                step_index=step_index,
+                trace=played.trace,
+                plan=played.plan,
+                start_ns=self._start_ns,
+                stop_ns=now_ns,
+                op_start_ns=played.op_start_ns.copy(),
+                op_stop_ns=played.op_stop_ns.copy(),
+                moves=moves,
+            )
+            self._records.clear()
+        self._start_ns = now_ns
+
+    def document(self) -> dict[str, Any] | None:
+        """The newest step with its trace and its plan, as JSON-able data. None before the first.
+
+        Times count from the step's start, in nanoseconds; `clock` says when that was.
+        """
+        played = self._newest
+        if played is None:
+            return None
+        self._take_records()
+        start_ns = played.start_ns
+        num_ops = len(played.trace.ops)
+        found = [(move, self._records[move[0]]) for move in played.moves if move[0] in self._records]
+        found = [(move, record) for move, record in found if not record.error]
+        columns: dict[str, list[Any]] = {
+            "variable": [role for (_, role, _), _ in found],
+            "kind": ["load" if record.direction == "read" else "evict" for _, record in found],
+            "nbytes": [nbytes for (_, _, nbytes), _ in found],
+            **{
+                name: [getattr(record, name) - start_ns for _, record in found]
+                for name in ("submit_ns", "start_ns", "stop_ns")
+            },
+        }
+        clock = ClockPair.now()
+        return {
+            "schema": "ooc.timeline",
+            "schema_version": TIMELINE_SCHEMA_VERSION,
+            "step_index": played.step_index,
+            "clock": asdict(
+                ClockPair(monotonic_ns=start_ns, unix_ns=clock.unix_ns - clock.monotonic_ns + start_ns)
+            ),
+            "duration_ns": played.stop_ns - start_ns,
+            "op_start_ns": (played.op_start_ns[:num_ops] - start_ns).tolist(),
+            "op_stop_ns": (played.op_stop_ns[:num_ops] - start_ns).tolist(),
+            "transfers": columns,
+            "num_transfers_lost": len(played.moves) - len(found),
+            "trace": _as_data(played.trace.to_json()),
+            "plan": _as_data(played.plan.to_json()),
+        }
+
+    def close(self) -> None:
+        """The store is about to be closed: take what it knows. `document` goes on working. Idempotent."""
+        self._take_records()
+        self._is_closed = True
+
+    def _take_records(self) -> None:
+        """Let the step's transfers land, and take their records; the engine gives out each only once."""
+        wanted = {ticket for ticket, _, _ in self._newest.moves} if self._newest is not None else set()
+        if self._is_closed or not wanted - self._records.keys():
+            return
+        self._store.wait_all()
+        for record in self._store.engine.take_records():
+            if record.ticket in wanted:
+                self._records[record.ticket] = record
+
+
+def _as_data(text: str) -> Mapping[str, Any]:
+    document: Mapping[str, Any] = json.loads(text)
+    return document
