@@ -29,7 +29,7 @@ from vmm.store import FileStore, Slot, Transfer
 Runs = tuple[tuple[int, int], ...]
 Segments = Sequence[tuple[int, int]]
 Move = tuple[int, int, int]
-"""A transfer begun: its ticket, the role that its variable plays in the plan (-1: none), bytes."""
+"""A transfer begun: its ticket, and its variable's address and bytes."""
 
 _NUM_MOVES_KEPT = 1 << 14
 """As many as the transfer engine keeps records of; whoever draws a timeline empties it each step."""
@@ -387,7 +387,7 @@ class Books:
         if segments is None:
             segments = self.segments(record.runs, record.nbytes)
         record.transfer = self.store.write(record.slot, segments)
-        self.moves.append((record.transfer.ticket, record.role, record.nbytes))
+        self.moves.append((record.transfer.ticket, record.address, record.nbytes))
         record.stored = True
         if self.debug:
             record.checksum = self._checksum(record)
@@ -408,7 +408,7 @@ class Books:
         if segments is None:
             segments = self.segments(runs, record.nbytes)
         record.transfer = self.store.read(record.slot, segments, after=after)
-        self.moves.append((record.transfer.ticket, record.role, record.nbytes))
+        self.moves.append((record.transfer.ticket, record.address, record.nbytes))
         record.runs = runs
         record.state = State.LOADING
         self.counters.loaded_nbytes += record.nbytes

@@ -53,7 +53,21 @@ class _Played:
     stop_ns: int
     op_start_ns: npt.NDArray[np.int64]
     op_stop_ns: npt.NDArray[np.int64]
+    role_address: npt.NDArray[np.uint64]
     moves: tuple[Move, ...]
+
+    def role_at(self, address: int, time_ns: int) -> int:
+        """The variable at `address` then; -1 if the plan has none. A variable and its heir may take turns there."""
+        candidates = np.flatnonzero(self.role_address == address).tolist()
+        if len(candidates) < 2:
+            return candidates[0] if candidates else -1
+        op = max(int(np.searchsorted(self.op_start_ns[: len(self.trace.ops)], time_ns, side="right")) - 1, 0)
+        start_tick, stop_tick = self.trace.ops[op].start_tick, self.trace.ops[op].stop_tick
+        for index in candidates:
+            birth, death = self.trace.lifetime(index)
+            if birth < stop_tick and death > start_tick:
+                return int(index)
+        return int(candidates[0])
 
 
 class Timeline:
@@ -84,6 +98,7 @@ class Timeline:
                 stop_ns=now_ns,
                 op_start_ns=played.op_start_ns.copy(),
                 op_stop_ns=played.op_stop_ns.copy(),
+                role_address=played.role_address.copy(),
                 moves=moves,
             )
             self._records.clear()
@@ -103,7 +118,7 @@ class Timeline:
         found = [(move, self._records[move[0]]) for move in played.moves if move[0] in self._records]
         found = [(move, record) for move, record in found if not record.error]
         columns: dict[str, list[Any]] = {
-            "variable": [role for (_, role, _), _ in found],
+            "variable": [played.role_at(address, record.submit_ns) for (_, address, _), record in found],
             "kind": ["load" if record.direction == "read" else "evict" for _, record in found],
             "nbytes": [nbytes for (_, _, nbytes), _ in found],
             **{

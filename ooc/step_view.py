@@ -1,0 +1,336 @@
+"""One step on a time axis, as it was measured, as it is simulated, or as it was traced.
+
+Reports and timelines are drawn from this one form, so that a simulated plan and a real run can be
+laid side by side. Times are nanoseconds since the step's start; transfers may begin before it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from scheduler.actions import StepActions, step_actions
+from scheduler.plan import Evicted, Loaded, Plan, occupied_ticks
+from scheduler.simulate import Simulation, simulate
+from scheduler.trace import Trace
+
+Source = Literal["measured", "simulated", "traced"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One load or eviction.
+
+    Attributes:
+        residency: Index in the plan of the stay that it begins or ends; None if the plan has none.
+        issue_ns: When it was asked for; `start_ns`, `stop_ns`: when bytes moved.
+    """
+
+    kind: Literal["load", "evict"]
+    variable: int
+    residency: int | None
+    nbytes: int
+    issue_ns: int
+    start_ns: int
+    stop_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Time before an op in which it waited for a transfer.
+
+    Attributes:
+        move: Index in `StepView.moves` of the transfer that ended the wait.
+    """
+
+    op: int
+    start_ns: int
+    stop_ns: int
+    move: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A residency in time."""
+
+    residency: int
+    variable: int
+    start_ns: int
+    stop_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A step's times as they were recorded (see `ooc.timeline`).
+
+    Attributes:
+        unix_ns: When the step started, on the wall clock.
+        moves: With `residency` not known yet.
+    """
+
+    step_index: int
+    unix_ns: int
+    duration_ns: int
+    op_start_ns: tuple[int, ...]
+    op_stop_ns: tuple[int, ...]
+    moves: tuple[Move, ...]
+    num_moves_lost: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepView:
+    """A step on a time axis.
+
+    Attributes:
+        plan: None for a step that was only traced: everything in memory, nothing moves.
+        op_start_ns, op_stop_ns: Of each op of the trace.
+        moves, waits: In order of start.
+        duration_ns: The step's length.
+        unix_ns: When it started on the wall clock; None if it never ran.
+    """
+
+    source: Source
+    trace: Trace
+    plan: Plan | None
+    op_start_ns: tuple[int, ...]
+    op_stop_ns: tuple[int, ...]
+    moves: tuple[Move, ...]
+    waits: tuple[Wait, ...]
+    duration_ns: int
+    unix_ns: int | None = None
+
+    def tick_times(self) -> list[int]:
+        """When each tick of the trace is; ticks are spread evenly within an op, and between two ops."""
+        times = [0] * (self.trace.num_ticks + 1)
+        previous_tick, previous_ns = 0, 0
+        for index, op in enumerate(self.trace.ops):
+            start_ns, stop_ns = self.op_start_ns[index], self.op_stop_ns[index]
+            _spread(times, previous_tick, op.start_tick, previous_ns, start_ns)
+            _spread(times, op.start_tick, op.stop_tick, start_ns, stop_ns)
+            previous_tick, previous_ns = op.stop_tick, stop_ns
+        _spread(times, previous_tick, self.trace.num_ticks, previous_ns, self.duration_ns)
+        times[self.trace.num_ticks] = self.duration_ns
+        return times
+
+    def live_curve(self) -> list[tuple[int, int]]:
+        """`(time, bytes alive from then on)`: what the step would hold in core."""
+        times = self.tick_times()
+        return [(times[tick], nbytes) for tick, nbytes in self.trace.live_nbytes()]
+
+    def resident_curve(self) -> list[tuple[int, int]]:
+        """`(time, bytes of chunks held from then on)`; empty without a plan."""
+        if self.plan is None:
+            return []
+        times = self.tick_times()
+        change: dict[int, int] = {0: 0}
+        for residency in self.plan.residencies:
+            start, stop = occupied_ticks(residency, self.trace)
+            nbytes = sum(count for _, count in residency.chunks) * self.plan.machine.chunk_nbytes
+            change[start] = change.get(start, 0) + nbytes
+            if stop < self.trace.num_ticks:
+                change[stop] = change.get(stop, 0) - nbytes
+        curve, total = [], 0
+        for tick in sorted(change):
+            total += change[tick]
+            curve.append((times[tick], total))
+        return curve
+
+    def spans(self) -> list[Span]:
+        """Each residency of the plan in time; each variable's lifetime where there is no plan."""
+        times = self.tick_times()
+        if self.plan is None:
+            lives = [self.trace.lifetime(index) for index in range(len(self.trace.variables))]
+            return [
+                Span(residency=index, variable=index, start_ns=times[start], stop_ns=times[stop])
+                for index, (start, stop) in enumerate(lives)
+            ]
+        found = []
+        for index, residency in enumerate(self.plan.residencies):
+            start, stop = occupied_ticks(residency, self.trace)
+            found.append(
+                Span(residency=index, variable=residency.variable, start_ns=times[start], stop_ns=times[stop])
+            )
+        return found
+
+    @property
+    def stall_ns(self) -> int:
+        """Time in which ops waited for transfers."""
+        return sum(wait.stop_ns - wait.start_ns for wait in self.waits)
+
+    @property
+    def compute_ns(self) -> int:
+        """Time in which ops ran."""
+        return sum(self.op_stop_ns) - sum(self.op_start_ns)
+
+    def wait_by_variable(self) -> dict[int, int]:
+        """Nanoseconds that ops waited for transfers of each variable."""
+        found: dict[int, int] = {}
+        for wait in self.waits:
+            variable = self.moves[wait.move].variable
+            found[variable] = found.get(variable, 0) + wait.stop_ns - wait.start_ns
+        return found
+
+
+def traced_view(trace: Trace) -> StepView:
+    """A step as it was traced: ops one after another, all in memory."""
+    starts, stops, now_ns = [], [], 0
+    for op in trace.ops:
+        starts.append(now_ns)
+        now_ns += op.duration_ns
+        stops.append(now_ns)
+    return StepView(
+        source="traced",
+        trace=trace,
+        plan=None,
+        op_start_ns=tuple(starts),
+        op_stop_ns=tuple(stops),
+        moves=(),
+        waits=(),
+        duration_ns=now_ns,
+    )
+
+
+def simulated_view(trace: Trace, plan: Plan) -> StepView:
+    """A planned step as the simulator plays it. The plan must be coloured, and of this trace."""
+    result = simulate(plan, trace)
+    starts = result.op_start_ns
+    stops = tuple(start + op.duration_ns for start, op in zip(starts, trace.ops, strict=True))
+    return _view("simulated", trace, plan, starts, stops, _simulated_moves(trace, plan, result), result.duration_ns)
+
+
+def measured_view(trace: Trace, plan: Plan, measured: Measured) -> StepView:
+    """A planned step as it was measured."""
+    index = _ResidencyIndex(trace, plan)
+    moves = [
+        Move(
+            kind=move.kind,
+            variable=move.variable,
+            residency=index.find(move, measured.op_start_ns, measured.op_stop_ns),
+            nbytes=move.nbytes,
+            issue_ns=move.issue_ns,
+            start_ns=move.start_ns,
+            stop_ns=move.stop_ns,
+        )
+        for move in measured.moves
+    ]
+    return _view(
+        "measured",
+        trace,
+        plan,
+        measured.op_start_ns,
+        measured.op_stop_ns,
+        moves,
+        measured.duration_ns,
+        unix_ns=measured.unix_ns,
+    )
+
+
+def _view(
+    source: Source,
+    trace: Trace,
+    plan: Plan,
+    starts: Sequence[int],
+    stops: Sequence[int],
+    moves: Sequence[Move],
+    duration_ns: int,
+    unix_ns: int | None = None,
+) -> StepView:
+    ordered = tuple(sorted(moves, key=lambda m: (m.start_ns, m.stop_ns, m.kind, m.variable)))
+    return StepView(
+        source=source,
+        trace=trace,
+        plan=plan,
+        op_start_ns=tuple(starts),
+        op_stop_ns=tuple(stops),
+        moves=ordered,
+        waits=tuple(_waits(step_actions(plan, trace), starts, stops, ordered, duration_ns)),
+        duration_ns=duration_ns,
+        unix_ns=unix_ns,
+    )
+
+
+def _spread(times: list[int], first: int, stop: int, start_ns: int, stop_ns: int) -> None:
+    count = stop - first
+    for k in range(count):
+        times[first + k] = start_ns + (stop_ns - start_ns) * k // count
+
+
+class _ResidencyIndex:
+    """Finds the residency that a transfer begins or ends, by its variable and the op beside it."""
+
+    def __init__(self, trace: Trace, plan: Plan) -> None:
+        self._num_ops = len(trace.ops)
+        self._loads: dict[tuple[int, int], int] = {}
+        self._writes: dict[tuple[int, int], int] = {}
+        for index, residency in enumerate(plan.residencies):
+            if isinstance(residency.start, Loaded):
+                self._loads[residency.variable, residency.start.before_op] = index
+            if isinstance(residency.stop, Evicted):
+                self._writes[residency.variable, residency.stop.write_op] = index
+
+    def find(self, move: Move, starts: Sequence[int], stops: Sequence[int]) -> int | None:
+        if move.kind == "load":
+            return self._loads.get((move.variable, bisect_left(starts, move.issue_ns)))
+        after = bisect_right(stops, move.issue_ns) - 1
+        # What was allocated after the last op is written when the step ends: before the next one's first.
+        return self._writes.get((move.variable, after if after >= 0 else self._num_ops - 1))
+
+
+def _simulated_moves(trace: Trace, plan: Plan, result: Simulation) -> list[Move]:
+    """The timeline's transfers with the residencies that they belong to: each has one of each kind at most."""
+    pending: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for index, residency in enumerate(plan.residencies):
+        if isinstance(residency.start, Loaded):
+            op = residency.start.before_op
+            # Issued when the op before has ended, and the op's own wait begins.
+            issue_ns = result.op_start_ns[op] - result.op_stall_ns[op]
+            pending.setdefault(("load", residency.variable), []).append((issue_ns, index))
+        if isinstance(residency.stop, Evicted):
+            op = residency.stop.write_op
+            issue_ns = result.op_start_ns[op] + trace.ops[op].duration_ns
+            pending.setdefault(("evict", residency.variable), []).append((issue_ns, index))
+    for waiting in pending.values():
+        waiting.sort(reverse=True)
+    moves = []
+    for entry in result.timeline:
+        if entry.kind not in ("load", "evict"):
+            continue
+        issue_ns, index = pending[entry.kind, entry.index].pop()
+        moves.append(
+            Move(
+                kind="load" if entry.kind == "load" else "evict",
+                variable=entry.index,
+                residency=index,
+                nbytes=trace.variables[entry.index].nbytes,
+                issue_ns=issue_ns,
+                start_ns=entry.start_ns,
+                stop_ns=entry.stop_ns,
+            )
+        )
+    return moves
+
+
+def _waits(
+    actions: StepActions, starts: Sequence[int], stops: Sequence[int], moves: Sequence[Move], duration_ns: int
+) -> Iterator[Wait]:
+    """Where an op began only when a transfer that it needs was done.
+
+    A transfer that was issued after the op is the one of the step before, at the same place of the cycle.
+    """
+    loads = {m.residency: i for i, m in enumerate(moves) if m.kind == "load" and m.residency is not None}
+    writes = {m.residency: i for i, m in enumerate(moves) if m.kind == "evict" and m.residency is not None}
+    for op, start_ns in enumerate(starts):
+        awaited = [loads.get(r, loads.get(actions.kept_from.get(r))) for r in actions.uses[op]]
+        awaited += [writes.get(before) for r in actions.births[op] for before in actions.waits_for[r]]
+        before_ns = stops[op - 1] if op else 0
+        last: tuple[int, int] | None = None
+        for index in awaited:
+            if index is None:
+                continue
+            stop_ns = moves[index].stop_ns - (duration_ns if moves[index].issue_ns > start_ns else 0)
+            if stop_ns > before_ns and (last is None or stop_ns > last[0]):
+                last = (stop_ns, index)
+        if last is not None and start_ns > before_ns:
+            yield Wait(op=op, start_ns=before_ns, stop_ns=min(last[0], start_ns), move=last[1])
