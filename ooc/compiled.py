@@ -18,7 +18,20 @@ import numpy.typing as npt
 from ooc.books import Runs, VariableRecord
 from ooc.playlog import PlayLog
 from ooc.recorder import Observed
-from scheduler.plan import Born, Dies, Dropped, Evicted, Kept, Loaded, Plan, Residency, occupied_ticks
+from scheduler.plan import (
+    Born,
+    Dies,
+    Discarded,
+    Dropped,
+    Evicted,
+    Kept,
+    Loaded,
+    Plan,
+    PlanError,
+    Recomputed,
+    Residency,
+    occupied_ticks,
+)
 from scheduler.trace import Trace
 from vmm.store import Transfer
 from vmm.torch_cpu import PLANNED_ALLOC_DTYPE, PlanTables
@@ -155,6 +168,7 @@ class Compiled:
         view_address: int,
         intercepts: Container[Any],
     ) -> None:
+        _refuse_reruns(plan)
         self.trace = trace
         self.plan = plan
         self.num_ops = len(trace.ops)
@@ -415,6 +429,16 @@ class Compiled:
             if first < stop and last > start:
                 return stay
         return None
+
+
+def _refuse_reruns(plan: Plan) -> None:
+    """Raise `PlanError` for a plan that runs ops again: the executor does not play that yet."""
+    for residency in plan.residencies:
+        if isinstance(residency.start, Recomputed) or isinstance(residency.stop, Discarded):
+            raise PlanError(
+                f"the plan (policy {plan.policy!r}) recomputes variable {residency.variable}; plans that run ops "
+                "again can be simulated, not played. Options: policy 'auto', 'window' or 'on_demand'."
+            )
 
 
 def _has_transfer(residency: Residency) -> bool:

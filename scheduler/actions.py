@@ -7,13 +7,34 @@ Residencies are named by their index in `Plan.residencies`.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
 from scheduler.budget import first_op_to_end_after
-from scheduler.plan import Born, Evicted, Kept, Loaded, Plan, occupied_ticks
+from scheduler.plan import Born, Evicted, Kept, Loaded, Plan, Recomputed, Scratch, occupied_ticks
+from scheduler.reruns import reruns_of
 from scheduler.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RerunWork:
+    """What is run again right before an op.
+
+    Attributes:
+        ops: In order.
+        duration_ns: Their time.
+        sources: Residencies that it reads; their loads must be done.
+        made: Residencies that begin with it.
+        scratch_waits_for: Evicted residencies whose writes must be done before its scratch is filled.
+    """
+
+    ops: tuple[int, ...]
+    duration_ns: int
+    sources: tuple[int, ...]
+    made: tuple[int, ...]
+    scratch_waits_for: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +50,7 @@ class StepActions:
             chunks may be filled: the last occupants of its chunks, and, for a load, the
             eviction that wrote its bytes. In a cyclic trace they may lie in the step before.
         kept_from: For a residency that starts kept, the one that it continues.
+        reruns: What is run again right before an op, after the loads issued there.
     """
 
     loads: tuple[tuple[int, ...], ...]
@@ -37,16 +59,19 @@ class StepActions:
     writes: tuple[tuple[int, ...], ...]
     waits_for: tuple[tuple[int, ...], ...]
     kept_from: dict[int, int]
+    reruns: dict[int, RerunWork]
 
 
 def step_actions(plan: Plan, trace: Trace) -> StepActions:
     """The work of each op under `plan`, which must be coloured and legal."""
     num_ops = len(trace.ops)
     uses = _uses(plan, trace)
-    first_use: dict[int, int] = {}
+    waits_for, scratch_waits_for = _waits_for(plan, trace)
+    reruns = _reruns(plan, trace, scratch_waits_for)
+    first_use: dict[int, int] = {r: index for index, work in sorted(reruns.items(), reverse=True) for r in work.sources}
     for index, own in enumerate(uses):
         for r in own:
-            first_use.setdefault(r, index)
+            first_use[r] = min(first_use.get(r, index), index)
     loads: list[list[int]] = [[] for _ in range(num_ops)]
     births: list[list[int]] = [[] for _ in range(num_ops)]
     writes: list[list[int]] = [[] for _ in range(num_ops)]
@@ -64,20 +89,50 @@ def step_actions(plan: Plan, trace: Trace) -> StepActions:
         births=tuple(tuple(own) for own in births),
         uses=uses,
         writes=tuple(tuple(sorted(own, key=lambda r: (released[r], r))) for own in writes),
-        waits_for=_waits_for(plan, trace),
+        waits_for=waits_for,
         kept_from=_kept_from(plan, trace),
+        reruns=reruns,
     )
 
 
 def _uses(plan: Plan, trace: Trace) -> tuple[tuple[int, ...], ...]:
-    stops: list[list[int]] = [[] for _ in trace.variables]
-    stays: list[list[int]] = [[] for _ in trace.variables]
+    at = _StayFinder(plan, trace)
+    return tuple(tuple(at.find(u.variable, op.start_tick) for u in op.uses) for op in trace.ops)
+
+
+class _StayFinder:
+    """Finds a variable's residency by tick."""
+
+    def __init__(self, plan: Plan, trace: Trace) -> None:
+        self.stops: list[list[int]] = [[] for _ in trace.variables]
+        self.stays: list[list[int]] = [[] for _ in trace.variables]
+        for index, r in enumerate(plan.residencies):
+            self.stays[r.variable].append(index)
+            self.stops[r.variable].append(occupied_ticks(r, trace)[1])
+
+    def find(self, variable: int, tick: int) -> int:
+        """The first residency that lasts beyond `tick`."""
+        return self.stays[variable][bisect_left(self.stops[variable], tick + 1)]
+
+
+def _reruns(plan: Plan, trace: Trace, scratch_waits_for: dict[int, tuple[int, ...]]) -> dict[int, RerunWork]:
+    made: dict[int, list[int]] = {}
     for index, r in enumerate(plan.residencies):
-        stays[r.variable].append(index)
-        stops[r.variable].append(occupied_ticks(r, trace)[1])
-    return tuple(
-        tuple(stays[u.variable][bisect_left(stops[u.variable], op.start_tick + 1)] for u in op.uses) for op in trace.ops
-    )
+        if isinstance(r.start, Recomputed):
+            made.setdefault(r.start.before_op, []).append(index)
+    if not made:
+        return {}
+    at = _StayFinder(plan, trace)
+    return {
+        rerun.before_op: RerunWork(
+            ops=rerun.ops,
+            duration_ns=rerun.duration_ns,
+            sources=tuple(at.find(v, trace.ops[rerun.before_op].start_tick) for v in rerun.sources),
+            made=tuple(made[rerun.before_op]),
+            scratch_waits_for=scratch_waits_for.get(rerun.before_op, ()),
+        )
+        for rerun in reruns_of(plan.residencies, trace, plan.machine)
+    }
 
 
 def _kept_from(plan: Plan, trace: Trace) -> dict[int, int]:
@@ -85,12 +140,20 @@ def _kept_from(plan: Plan, trace: Trace) -> dict[int, int]:
     return {i: ends[r.variable] for i, r in enumerate(plan.residencies) if isinstance(r.start, Kept)}
 
 
-def _waits_for(plan: Plan, trace: Trace) -> tuple[tuple[int, ...], ...]:
+def _waits_for(plan: Plan, trace: Trace) -> tuple[tuple[tuple[int, ...], ...], dict[int, tuple[int, ...]]]:
+    """For each residency, and for the scratch of each re-run, the writes that must be done first."""
     occupant = np.full(plan.machine.num_chunks, -1, dtype=np.int64)
     chunks = [np.array(r.chunk_indices(), dtype=np.int64) for r in plan.residencies]
     evicted = [isinstance(r.stop, Evicted) for r in plan.residencies]
     last_stay: dict[int, int] = {}
     found: list[tuple[int, ...]] = [()] * len(plan.residencies)
+    scratch_found: dict[int, tuple[int, ...]] = {}
+
+    def enter_room(room: Scratch) -> None:
+        mine = np.array([c for first, n in room.chunks for c in range(first, first + n)], dtype=np.int64)
+        scratch_found[room.before_op] = tuple(i for i in np.unique(occupant[mine]).tolist() if i >= 0 and evicted[i])
+        occupant[mine] = -1  # the re-run has waited; whoever comes after it need not
+
     for period in range(2 if trace.cyclic else 1):
         if period:  # over the boundary, a variable goes on as its heir
             last_stay = {
@@ -98,7 +161,10 @@ def _waits_for(plan: Plan, trace: Trace) -> tuple[tuple[int, ...], ...]:
                 for v, variable in enumerate(trace.variables)
                 if (heir := variable.becomes) is not None and v in last_stay
             }
+        rooms = deque(plan.scratch)
         for index, r in enumerate(plan.residencies):
+            while rooms and trace.ops[rooms[0].before_op].start_tick <= occupied_ticks(r, trace)[0]:
+                enter_room(rooms.popleft())
             if not isinstance(r.start, Kept):
                 before = {int(i) for i in np.unique(occupant[chunks[index]])}
                 if isinstance(r.start, Loaded) and r.variable in last_stay:
@@ -106,4 +172,6 @@ def _waits_for(plan: Plan, trace: Trace) -> tuple[tuple[int, ...], ...]:
                 found[index] = tuple(i for i in sorted(before) if i >= 0 and evicted[i])
             occupant[chunks[index]] = index
             last_stay[r.variable] = index
-    return tuple(found)
+        while rooms:
+            enter_room(rooms.popleft())
+    return tuple(found), scratch_found

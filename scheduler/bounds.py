@@ -11,11 +11,17 @@ from scheduler.budget import IntArray, smallest_num_chunks
 from scheduler.chains import Chain, chains_of
 from scheduler.links import least_busy_ns
 from scheduler.plan import Machine
+from scheduler.reruns import ReplayGraph
 from scheduler.trace import Trace
 
 
-def lower_bounds(trace: Trace, machine: Machine) -> dict[str, int]:
+def lower_bounds(trace: Trace, machine: Machine, *, recompute: bool = False) -> dict[str, int]:
     """Lower bounds for any legal plan.
+
+    Args:
+        trace, machine: What is planned, and for what.
+        recompute: Whether ops may be run again. If not, the bounds hold for plans without re-runs
+            only. If so, what re-runs can bring back need not be moved (its compute is not counted).
 
     Returns:
         `smallest_budget_nbytes`: what the most demanding op pins at once, in whole chunks. A plan
@@ -27,15 +33,23 @@ def lower_bounds(trace: Trace, machine: Machine) -> dict[str, int]:
         `duration_ns`: the largest of compute; the links' least busy time, because the three can at
             best overlap fully; and `_halves_ns`.
     """
-    loaded, evicted = _traffic(trace, machine)
+    exempt = _recomputable(trace) if recompute else frozenset()
+    loaded, evicted = _traffic(trace, machine, exempt)
+    links_ns, halves_ns = least_busy_ns(machine, loaded, evicted), _halves_ns(trace, machine, exempt)
     return {
         "smallest_budget_nbytes": smallest_num_chunks(trace, machine) * machine.chunk_nbytes,
         "in_core_nbytes": _in_core_chunks(trace, machine) * machine.chunk_nbytes,
         "loaded_nbytes": loaded,
         "evicted_nbytes": evicted,
         "compute_ns": trace.duration_ns,
-        "duration_ns": max(trace.duration_ns, least_busy_ns(machine, loaded, evicted), _halves_ns(trace, machine)),
+        "duration_ns": max(trace.duration_ns, links_ns, halves_ns),
     }
+
+
+def _recomputable(trace: Trace) -> frozenset[int]:
+    """Variables that a re-run may bring back."""
+    graph = ReplayGraph(trace)
+    return frozenset(v for v in range(len(trace.variables)) if graph.may_ever_return(v))
 
 
 def _in_core_chunks(trace: Trace, machine: Machine) -> int:
@@ -47,7 +61,7 @@ def _in_core_chunks(trace: Trace, machine: Machine) -> int:
     return int(np.cumsum(change).max(initial=0))
 
 
-def _traffic(trace: Trace, machine: Machine) -> tuple[int, int]:
+def _traffic(trace: Trace, machine: Machine, exempt: frozenset[int]) -> tuple[int, int]:
     """Least bytes in and out per step.
 
     In: what starts away and is used must be loaded once. And at any tick, of the bytes that are
@@ -67,7 +81,7 @@ def _traffic(trace: Trace, machine: Machine) -> tuple[int, int]:
     changing = np.zeros(trace.num_ticks + 1, dtype=np.int64)
     must_load = must_evict = 0
     for chain in chains:
-        if not chain.pins:
+        if not chain.pins or chain.variable in exempt:
             continue
         nbytes = trace.variables[chain.variable].nbytes
         last = chain.stop_tick if chain.is_cycle else chain.pins[-1].start_tick
@@ -86,7 +100,7 @@ def _traffic(trace: Trace, machine: Machine) -> tuple[int, int]:
     return loaded, max(must_evict, int(excess_out.max(initial=0)))
 
 
-def _halves_ns(trace: Trace, machine: Machine) -> int:
+def _halves_ns(trace: Trace, machine: Machine, exempt: frozenset[int]) -> int:
     """The step cut in two at the start of any op: what the first half must write, the second must load.
 
     At that moment at most the budget is in memory. Of the bytes that are alive but away, those born
@@ -98,6 +112,8 @@ def _halves_ns(trace: Trace, machine: Machine) -> int:
     alive = np.zeros(trace.num_ticks + 1, dtype=np.int64)  # needing a write in this step, if away
     needed = np.zeros(trace.num_ticks + 1, dtype=np.int64)
     for index, uses in enumerate(trace.uses_by_variable()):
+        if index in exempt:
+            continue
         v = trace.variables[index]
         start, stop = trace.lifetime(index)
         if v.birth_tick is None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.colouring import Shortage, colour
+from scheduler.colouring import Shortage
 from scheduler.plan import Machine, Plan, Residency
+from scheduler.scratch import colour_with_scratch
 from scheduler.simulate import Simulation, simulate
 from scheduler.trace import Trace
 
@@ -33,11 +34,18 @@ class Evaluation:
 
 def evaluate(residencies: tuple[Residency, ...], trace: Trace, machine: Machine) -> Evaluation | Shortage:
     """Colour `residencies` and simulate the result. A `Shortage` means that they do not colour."""
-    outcome = colour(residencies, trace, machine)
+    outcome = colour_with_scratch(residencies, trace, machine)
     if isinstance(outcome, Shortage):
         return outcome
-    plan = Plan(trace_fingerprint="", policy="", machine=machine, residencies=outcome.residencies)
+    colouring = outcome.colouring
+    plan = Plan(
+        trace_fingerprint="",
+        policy="",
+        machine=machine,
+        residencies=colouring.residencies,
+        scratch=outcome.scratch,
+    )
     simulation = simulate(plan, trace, with_timeline=False)
     return Evaluation(
-        proposal=residencies, plan=plan, simulation=simulation, num_remapped_chunks=outcome.num_remapped_chunks
+        proposal=residencies, plan=plan, simulation=simulation, num_remapped_chunks=colouring.num_remapped_chunks
     )

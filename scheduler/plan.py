@@ -1,13 +1,16 @@
 """The plan: where every variable is at every moment of a step, as data.
 
 A plan is a set of **residencies**. One residency is one stay of one variable in the pool: how it
-begins (born, loaded, or kept from the step before), how it stops (dies, evicted, dropped, or kept
-for the next step), and which chunks it holds meanwhile. What an executor does at each op follows
+begins (born, loaded, recomputed, or kept from the step before), how it stops (dies, evicted, dropped,
+discarded, or kept for the next step), and which chunks it holds meanwhile. What an executor does at each op follows
 from the residencies alone, so the same plan drives the CPU, a GPU, the simulator and the checker.
 
 An eviction is two acts. The *write* starts right after op `write_op`; the *release*, when the
 chunks pass to their next occupant, is at the start of op `release_op`. A plan that writes early
 releases without waiting (DESIGN.md section 9).
+
+A **re-run** is how discarded bytes come back: ops of this step are run once more, all together,
+right before an op. `scheduler.reruns` says which ops may be, and what a re-run costs.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from typing import Any, TypeAlias
 
 from scheduler.trace import Trace
 
-PLAN_SCHEMA_VERSION = 1
+PLAN_SCHEMA_VERSION = 2
+
+# What a plan without re-runs is written as, so that an older ooc reads it.
+_BASE_SCHEMA_VERSION = 1
 
 
 class PlanError(ValueError):
@@ -40,6 +46,22 @@ class Loaded:
     """
 
     before_op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """Begins with a re-run of `ops` right before op `before_op`: earlier ops of the step, in the step's order.
+
+    All recomputed residencies with the same `before_op` are made by *one* re-run: the union of
+    their `ops`, each op once, in the order of the trace. Which residency lists an op does not
+    matter. The re-run happens at that op's `start_tick`, before anything that the op allocates, and the
+    residency counts from there. What the re-run reads and does not make itself must be resident
+    at that tick; what it allocates beside the residencies it makes (temporaries, results that nobody
+    keeps) lives in the plan's `Scratch` for that op, at that one tick.
+    """
+
+    before_op: int
+    ops: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +98,35 @@ class Dropped:
     """Released without a write right after op `after_op`, because the store's copy is current.
 
     Legal if the variable came by `Loaded` and no op of this residency wrote it, or came by
-    `Kept` from such a residency. Counts until that op's `stop_tick`.
+    `Kept` from such a residency, or came by `Recomputed` after such a residency. Counts until that
+    op's `stop_tick`.
     """
 
     after_op: int
 
 
-Start: TypeAlias = Born | Loaded | Kept
-Stop: TypeAlias = Dies | Evicted | Dropped | Kept
+@dataclass(frozen=True, slots=True)
+class Discarded:
+    """Released without a write right after op `after_op`, although the store has no current copy.
 
-_STARTS: dict[str, type[Start]] = {"born": Born, "loaded": Loaded, "kept": Kept}
-_STOPS: dict[str, type[Stop]] = {"dies": Dies, "evicted": Evicted, "dropped": Dropped, "kept": Kept}
+    Whatever comes next for this variable is `Recomputed`, or nothing at all until it dies. Counts
+    until that op's `stop_tick`.
+    """
+
+    after_op: int
+
+
+Start: TypeAlias = Born | Loaded | Recomputed | Kept
+Stop: TypeAlias = Dies | Evicted | Dropped | Discarded | Kept
+
+_STARTS: dict[str, type[Start]] = {"born": Born, "loaded": Loaded, "recomputed": Recomputed, "kept": Kept}
+_STOPS: dict[str, type[Stop]] = {
+    "dies": Dies,
+    "evicted": Evicted,
+    "dropped": Dropped,
+    "discarded": Discarded,
+    "kept": Kept,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +146,19 @@ class Residency:
     def chunk_indices(self) -> tuple[int, ...]:
         """The runs spelled out, one index a chunk, in the order of the variable's bytes."""
         return tuple(c for first, count in self.chunks for c in range(first, first + count))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scratch:
+    """Room for what the re-run before one op allocates and does not keep.
+
+    Attributes:
+        before_op: The op; the chunks are held at its `start_tick`, and at no other tick.
+        chunks: Runs `(first chunk, count)`, as many chunks as `scheduler.reruns.scratch_chunks` says.
+    """
+
+    before_op: int
+    chunks: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +205,10 @@ class Plan:
         policy, parameters: Who made it, and how.
         residencies: Ordered by start (op, tick), then variable.
         predicted: What the simulator says of it (`duration_ns`, `stall_ns`, `peak_nbytes`,
-            `loaded_nbytes`, `evicted_nbytes`, `dropped_nbytes`, `num_remapped_chunks`).
+            `loaded_nbytes`, `evicted_nbytes`, `dropped_nbytes`, `num_remapped_chunks`; with re-runs
+            also `recompute_ns`, `discarded_nbytes`).
         bounds: Lower bounds for any plan of this trace on this machine.
+        scratch: Room for re-runs that need some, in order of op.
     """
 
     trace_fingerprint: str
@@ -163,12 +218,18 @@ class Plan:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     predicted: Mapping[str, int] = field(default_factory=dict)
     bounds: Mapping[str, int] = field(default_factory=dict)
+    scratch: tuple[Scratch, ...] = ()
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether some op is run again."""
+        return any(isinstance(r.start, Recomputed) or isinstance(r.stop, Discarded) for r in self.residencies)
 
     def to_json(self) -> str:
         """The plan as JSON text with a schema version; `from_json` reads it back equal."""
         document = {
             "schema": "ooc.plan",
-            "schema_version": PLAN_SCHEMA_VERSION,
+            "schema_version": PLAN_SCHEMA_VERSION if self.recomputes else _BASE_SCHEMA_VERSION,
             "trace_fingerprint": self.trace_fingerprint,
             "policy": self.policy,
             "parameters": dict(self.parameters),
@@ -184,6 +245,7 @@ class Plan:
                 }
                 for r in self.residencies
             ],
+            **({"scratch": [_scratch_to_json(s) for s in self.scratch]} if self.scratch else {}),
         }
         return json.dumps(document, separators=(",", ":"))
 
@@ -196,10 +258,10 @@ class Plan:
             raise PlanError(f"not JSON: {error}") from error
         if not isinstance(document, dict) or document.get("schema") != "ooc.plan":
             raise PlanError("not an ooc plan: its 'schema' is not 'ooc.plan'")
-        if document.get("schema_version") != PLAN_SCHEMA_VERSION:
+        if document.get("schema_version") not in range(_BASE_SCHEMA_VERSION, PLAN_SCHEMA_VERSION + 1):
             raise PlanError(
                 f"plan has schema version {document.get('schema_version')!r}; "
-                f"this version of ooc reads {PLAN_SCHEMA_VERSION}. Plan the trace again."
+                f"this version of ooc reads {_BASE_SCHEMA_VERSION} to {PLAN_SCHEMA_VERSION}. Plan the trace again."
             )
         try:
             return cls(
@@ -212,11 +274,18 @@ class Plan:
                 residencies=tuple(
                     Residency(
                         variable=r["variable"],
-                        start=_STARTS[r["start"][0]](*r["start"][1:]),
+                        start=_start_from_json(*r["start"]),
                         stop=_STOPS[r["stop"][0]](*r["stop"][1:]),
                         chunks=tuple((first, count) for first, count in r["chunks"]),
                     )
                     for r in document["residencies"]
+                ),
+                scratch=tuple(
+                    Scratch(
+                        before_op=s["before_op"],
+                        chunks=tuple((first, count) for first, count in s["chunks"]),
+                    )
+                    for s in document.get("scratch", ())
                 ),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -230,7 +299,7 @@ def occupied_ticks(residency: Residency, trace: Trace) -> tuple[int, int]:
         case Born():
             assert v.birth_tick is not None
             start = v.birth_tick
-        case Loaded(before_op=op):
+        case Loaded(before_op=op) | Recomputed(before_op=op):
             start = trace.ops[op].start_tick
         case Kept():
             start = 0
@@ -240,7 +309,7 @@ def occupied_ticks(residency: Residency, trace: Trace) -> tuple[int, int]:
             stop = v.death_tick
         case Evicted(release_op=op):
             stop = trace.ops[op].start_tick if op < len(trace.ops) else trace.num_ticks
-        case Dropped(after_op=op):
+        case Dropped(after_op=op) | Discarded(after_op=op):
             stop = trace.ops[op].stop_tick
         case Kept():
             stop = trace.num_ticks
@@ -253,7 +322,22 @@ def _act_to_json(act: Start | Stop) -> list[Any]:
             return ["loaded", op]
         case Evicted(write_op=write, release_op=release):
             return ["evicted", write, release]
+        case Recomputed(before_op=op, ops=ops):
+            return ["recomputed", op, list(ops)]
         case Dropped(after_op=op):
             return ["dropped", op]
+        case Discarded(after_op=op):
+            return ["discarded", op]
         case Born() | Dies() | Kept():
             return [type(act).__name__.lower()]
+
+
+def _start_from_json(kind: str, *where: Any) -> Start:
+    if kind == "recomputed":
+        before_op, ops = where
+        return Recomputed(before_op, tuple(ops))
+    return _STARTS[kind](*where)
+
+
+def _scratch_to_json(scratch: Scratch) -> dict[str, Any]:
+    return {"before_op": scratch.before_op, "chunks": [list(run) for run in scratch.chunks]}

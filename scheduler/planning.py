@@ -12,9 +12,9 @@ from typing import Any
 
 from scheduler.bounds import lower_bounds
 from scheduler.budget import BudgetTooSmall
-from scheduler.colouring import Colouring, colour
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.policies import POLICIES
+from scheduler.scratch import ScratchColouring, colour_with_scratch
 from scheduler.simulate import simulate
 from scheduler.stays import ordered
 from scheduler.trace import Trace
@@ -44,13 +44,15 @@ def make_plan(trace: Trace, machine: Machine, policy: str = "auto", **parameters
     tune = POLICIES[policy].tune
     if tune is not None:
         parameters = tune(trace, machine, parameters)
-    colouring = _coloured_schedule(trace, machine, policy, parameters)
+    coloured = _coloured_schedule(trace, machine, policy, parameters)
+    colouring = coloured.colouring
     plan = Plan(
         trace_fingerprint=trace.fingerprint(),
         policy=policy,
         machine=machine,
         parameters=parameters,
         residencies=ordered(colouring.residencies, trace),
+        scratch=coloured.scratch,
     )
     verify(plan, trace)
     result = simulate(plan, trace)
@@ -64,10 +66,12 @@ def make_plan(trace: Trace, machine: Machine, policy: str = "auto", **parameters
         "num_remapped_chunks": colouring.num_remapped_chunks,
         "num_runs": colouring.num_runs,
     }
-    return replace(plan, predicted=predicted, bounds=lower_bounds(trace, machine))
+    if plan.recomputes:
+        predicted |= {"recompute_ns": result.recompute_ns, "discarded_nbytes": result.discarded_nbytes}
+    return replace(plan, predicted=predicted, bounds=lower_bounds(trace, machine, recompute=plan.recomputes))
 
 
-def _coloured_schedule(trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any]) -> Colouring:
+def _coloured_schedule(trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any]) -> ScratchColouring:
     """Schedule and colour.
 
     Where variables that can never be away cross the boundary, the colouring may still fall short of
@@ -85,8 +89,8 @@ def _coloured_schedule(trace: Trace, machine: Machine, policy: str, parameters: 
                 if logical is machine:
                     raise
                 break
-            outcome = colour(residencies, trace, machine)
-            if isinstance(outcome, Colouring):
+            outcome = colour_with_scratch(residencies, trace, machine)
+            if isinstance(outcome, ScratchColouring):
                 return outcome
             logical = replace(logical, num_chunks=max(logical.num_chunks - outcome.num_chunks * step, 0))
             step *= 2

@@ -6,6 +6,8 @@ The simulator plays a coloured plan as an executor does, in virtual nanoseconds:
   for is done: those of the previous occupants of its chunks, and its own eviction's;
 - the in-link serves loads one at a time in order of issue, but a load that still waits for a
   write may be overtaken; the out-link serves writes one at a time, in order of issue;
+- a re-run starts once the loads issued before its op of what it reads are done, and once the writes are
+  done whose chunks it takes; it keeps compute busy for the time of its ops, and its op comes after it;
 - an op starts once the loads of its variables are done, and once the writes are done whose chunks
   a variable born with it takes;
 - with `Machine.shared_bytes_per_s`, both links slow down in proportion while both are busy.
@@ -17,12 +19,13 @@ time that its own transfers keep a link busy, so that a backlog cannot hide in t
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from scheduler.actions import StepActions, step_actions
+from scheduler.actions import RerunWork, StepActions, step_actions
 from scheduler.links import Links, Transfer, least_busy_ns
-from scheduler.plan import Dropped, Plan, occupied_ticks
+from scheduler.plan import Discarded, Dropped, Plan, Residency, occupied_ticks
 from scheduler.trace import Trace
 
 _NUM_PERIODS = 3
@@ -33,8 +36,9 @@ class TimelineEntry:
     """One thing that took time.
 
     Attributes:
-        kind: `"op"`, `"stall"`, `"load"` or `"evict"`.
-        index: Op index for ops and stalls, variable for transfers.
+        kind: `"op"`, `"stall"`, `"recompute"`, `"load"` or `"evict"`.
+        index: Op index for ops and stalls, and for the op before which a re-run happens; variable for
+            transfers.
         start_ns, stop_ns: Virtual time since the period's start; transfers may begin before it.
     """
 
@@ -50,9 +54,11 @@ class Simulation:
 
     Attributes:
         duration_ns: The step's time; `stall_ns` of it is not compute.
-        op_stall_ns: Wait before each op.
+        recompute_ns: Compute spent on ops that are run again.
+        op_stall_ns: Wait before each op, a re-run's wait included.
         op_start_ns: Start of each op since the step's start.
-        loaded_nbytes, evicted_nbytes: Bytes moved in and out; `dropped_nbytes`: freed without a write.
+        loaded_nbytes, evicted_nbytes: Bytes moved in and out; `dropped_nbytes`: freed without a write;
+            `discarded_nbytes`: freed without a copy anywhere, to be recomputed.
         peak_nbytes: Most chunk bytes held at once.
         memory_curve: `(time, bytes held from then on)` wherever it changes.
         timeline: Ops, stalls and transfers in order of start.
@@ -68,6 +74,8 @@ class Simulation:
     peak_nbytes: int
     memory_curve: tuple[tuple[int, int], ...]
     timeline: tuple[TimelineEntry, ...]
+    recompute_ns: int = 0
+    discarded_nbytes: int = 0
 
 
 def simulate(plan: Plan, trace: Trace, *, with_timeline: bool = True) -> Simulation:
@@ -93,6 +101,7 @@ class _Run:
         self.transfers: list[Transfer] = []  # those issued in the present period
         self.op_start_ns: list[int] = []
         self.op_stall_ns: list[int] = []
+        self.rerun_spans: dict[int, tuple[int, int]] = {}  # op -> start and stop of the re-run before it
 
     def play_step(self) -> None:
         """One step; the records of the step before are forgotten."""
@@ -104,13 +113,30 @@ class _Run:
             for r in self.actions.loads[index]:
                 self._issue_load(r)
             self.links.advance(self.now_ns)
+            stall_ns = self._rerun(index, self.actions.reruns[index]) if index in self.actions.reruns else 0
             start_ns = self._ready_ns(index)
-            self.op_stall_ns.append(start_ns - self.now_ns)
+            self.op_stall_ns.append(start_ns - self.now_ns + stall_ns)
             self.op_start_ns.append(start_ns - self.period_start_ns)
             self.now_ns = start_ns + op.duration_ns
             self.links.advance(self.now_ns)
             for r in self.actions.writes[index]:
                 self._issue_write(r)
+
+    def _rerun(self, index: int, work: RerunWork) -> int:
+        """Run again what comes before op `index`; returns how long that had to wait."""
+        start_ns = self.now_ns
+        writes = [before for r in work.made for before in self.actions.waits_for[r]]
+        for before in (*writes, *work.scratch_waits_for):
+            if before in self.write_of:
+                start_ns = max(start_ns, self.links.wait(self.write_of[before]))
+        for r in work.sources:
+            if r in self.load_of:
+                start_ns = max(start_ns, self.links.wait(self.load_of[r]))
+        stall_ns = start_ns - self.now_ns
+        self.now_ns = start_ns + work.duration_ns
+        self.links.advance(self.now_ns)
+        self.rerun_spans[index] = (start_ns - self.period_start_ns, self.now_ns - self.period_start_ns)
+        return stall_ns
 
     def _ready_ns(self, index: int) -> int:
         """When the op's variables are loaded and its births have their chunks."""
@@ -153,21 +179,24 @@ class _Run:
             duration_ns = max([compute_end_ns, *stops])
         change = self._memory_changes()
         curve = list(accumulate(change.values()))
-        variables = self.trace.variables
+        recompute_ns = sum(work.duration_ns for work in self.actions.reruns.values())
         return Simulation(
             duration_ns=duration_ns,
-            stall_ns=duration_ns - self.trace.duration_ns,
+            stall_ns=duration_ns - self.trace.duration_ns - recompute_ns,
             op_stall_ns=tuple(self.op_stall_ns),
             op_start_ns=tuple(self.op_start_ns),
             loaded_nbytes=loaded,
             evicted_nbytes=evicted,
-            dropped_nbytes=sum(
-                variables[r.variable].nbytes for r in self.plan.residencies if isinstance(r.stop, Dropped)
-            ),
+            dropped_nbytes=self._nbytes(r for r in self.plan.residencies if isinstance(r.stop, Dropped)),
             peak_nbytes=max(curve, default=0),
             memory_curve=tuple((self._time_of(tick), held) for tick, held in zip(change, curve, strict=True)),
             timeline=self._timeline() if with_timeline else (),
+            recompute_ns=recompute_ns,
+            discarded_nbytes=self._nbytes(r for r in self.plan.residencies if isinstance(r.stop, Discarded)),
         )
+
+    def _nbytes(self, residencies: Iterable[Residency]) -> int:
+        return sum(self.trace.variables[r.variable].nbytes for r in residencies)
 
     def _memory_changes(self) -> dict[int, int]:
         """Bytes of chunks taken less given back, by tick, in order."""
@@ -179,6 +208,11 @@ class _Run:
             change[start] = change.get(start, 0) + nbytes
             if stop < self.trace.num_ticks:
                 change[stop] = change.get(stop, 0) - nbytes
+        for room in self.plan.scratch:
+            tick = self.trace.ops[room.before_op].start_tick
+            nbytes = sum(count for _, count in room.chunks) * machine.chunk_nbytes
+            change[tick] = change.get(tick, 0) + nbytes
+            change[tick + 1] = change.get(tick + 1, 0) - nbytes
         return dict(sorted(change.items()))
 
     def _time_of(self, tick: int) -> int:
@@ -194,6 +228,10 @@ class _Run:
         entries = []
         for index, op in enumerate(self.trace.ops):
             start_ns, stall_ns = self.op_start_ns[index], self.op_stall_ns[index]
+            rerun = self.rerun_spans.get(index)
+            if rerun is not None:
+                entries.append(TimelineEntry(kind="recompute", index=index, start_ns=rerun[0], stop_ns=rerun[1]))
+                stall_ns = start_ns - rerun[1]
             if stall_ns:
                 entries.append(TimelineEntry(kind="stall", index=index, start_ns=start_ns - stall_ns, stop_ns=start_ns))
             entries.append(TimelineEntry(kind="op", index=index, start_ns=start_ns, stop_ns=start_ns + op.duration_ns))

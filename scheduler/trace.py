@@ -18,7 +18,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-TRACE_SCHEMA_VERSION = 1
+TRACE_SCHEMA_VERSION = 2
+
+# What a trace without replayable ops is written as, so that an older ooc reads it; also a part of every fingerprint.
+_BASE_SCHEMA_VERSION = 1
 
 
 class TraceError(ValueError):
@@ -48,6 +51,11 @@ class Op:
         duration_ns: Time the op itself took, without waiting for memory or transfers.
         uses: Distinct variables in operand order, then results and temporaries in order of
             allocation (the papers' V_i).
+        replayable: Whether the op may be run again later in the same step: from the same operands it
+            makes the same bits (no random numbers, no route that depends on the moment), changes
+            nothing but the variables it lists as written, and what it reads below the size
+            threshold is not changed later in the step. Only who recorded the op can know; older
+            traces, which do not say, are read as "no".
     """
 
     name: str
@@ -56,6 +64,7 @@ class Op:
     duration_ns: int
     uses: tuple[Use, ...]
     where: str = ""
+    replayable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +158,7 @@ class Trace:
     def fingerprint(self) -> str:
         """Identity of the *sequence*: ops, operands, sizes, lifetimes; not durations or labels."""
         body = (
-            TRACE_SCHEMA_VERSION,
+            _BASE_SCHEMA_VERSION,
             self.num_ticks,
             self.cyclic,
             tuple(
@@ -162,9 +171,10 @@ class Trace:
 
     def to_json(self) -> str:
         """The trace as JSON text with a schema version; `from_json` reads it back equal."""
+        has_replayable = any(o.replayable for o in self.ops)
         document = {
             "schema": "ooc.trace",
-            "schema_version": TRACE_SCHEMA_VERSION,
+            "schema_version": TRACE_SCHEMA_VERSION if has_replayable else _BASE_SCHEMA_VERSION,
             "cyclic": self.cyclic,
             "num_ticks": self.num_ticks,
             "metadata": dict(self.metadata),
@@ -177,6 +187,7 @@ class Trace:
                     "stop_tick": o.stop_tick,
                     "duration_ns": o.duration_ns,
                     "uses": [[u.variable, ("r" if u.reads else "") + ("w" if u.writes else "")] for u in o.uses],
+                    **({"replayable": True} if o.replayable else {}),
                 }
                 for o in self.ops
             ],
@@ -197,6 +208,7 @@ class Trace:
                         stop_tick=o["stop_tick"],
                         duration_ns=o["duration_ns"],
                         uses=tuple(Use(variable=v, reads="r" in how, writes="w" in how) for v, how in o["uses"]),
+                        replayable=o.get("replayable", False),
                     )
                     for o in document["ops"]
                 ),
@@ -216,10 +228,10 @@ def _load(text: str) -> dict[str, Any]:
         raise TraceError(f"not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("schema") != "ooc.trace":
         raise TraceError("not an ooc trace: its 'schema' is not 'ooc.trace'")
-    if document.get("schema_version") != TRACE_SCHEMA_VERSION:
+    if document.get("schema_version") not in range(_BASE_SCHEMA_VERSION, TRACE_SCHEMA_VERSION + 1):
         raise TraceError(
             f"trace has schema version {document.get('schema_version')!r}; "
-            f"this version of ooc reads {TRACE_SCHEMA_VERSION}. Record the step again."
+            f"this version of ooc reads {_BASE_SCHEMA_VERSION} to {TRACE_SCHEMA_VERSION}. Record the step again."
         )
     return document
 

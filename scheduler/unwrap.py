@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scheduler.budget import first_op_to_end_after
-from scheduler.plan import Born, Dropped, Evicted, Kept, Loaded, Residency, occupied_ticks
+from scheduler.plan import Born, Dropped, Evicted, Kept, Loaded, Recomputed, Residency, occupied_ticks
 from scheduler.stays import ordered
 from scheduler.trace import Trace
 
@@ -52,5 +52,6 @@ def _evicted_at_end(residency: Residency, trace: Trace, writes: list[int]) -> Re
     own = [op for op in writes if trace.ops[op].stop_tick > start_tick]
     if isinstance(residency.start, Loaded) and not own:
         return replace(residency, stop=Dropped(after_op=num_ops - 1))
-    first = first_op_to_end_after(trace, start_tick) if isinstance(residency.start, Born) else 0
+    comes_late = isinstance(residency.start, Born | Recomputed)
+    first = first_op_to_end_after(trace, start_tick) if comes_late else 0
     return replace(residency, stop=Evicted(write_op=max([first, *own]), release_op=num_ops))

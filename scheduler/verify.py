@@ -12,7 +12,20 @@ from itertools import pairwise
 
 import numpy as np
 
-from scheduler.plan import Born, Dies, Dropped, Evicted, Kept, Loaded, Plan, PlanError, Residency, occupied_ticks
+from scheduler.plan import (
+    Born,
+    Dies,
+    Discarded,
+    Dropped,
+    Evicted,
+    Kept,
+    Loaded,
+    Plan,
+    PlanError,
+    Recomputed,
+    Residency,
+    occupied_ticks,
+)
 from scheduler.trace import Trace
 
 _MAX_LISTED = 20
@@ -39,6 +52,7 @@ def verify(plan: Plan, trace: Trace) -> None:
         checker.check_drops()
         checker.check_boundary()
         checker.check_not_evictable()
+        checker.check_reruns()
         checker.check_chunks()
     if checker.violations:
         raise IllegalPlan(checker.violations)
@@ -92,6 +106,11 @@ class _Checker:
             case Loaded(before_op=op):
                 if not 0 <= op < len(self.trace.ops):
                     self.fail(f"{who} is loaded before op {op}; the trace has {len(self.trace.ops)} ops")
+            case Recomputed(before_op=op, ops=ops):
+                if not 0 <= op < len(self.trace.ops):
+                    self.fail(f"{who} is recomputed before op {op}; the trace has {len(self.trace.ops)} ops")
+                elif not ops or list(ops) != sorted(set(ops)) or not 0 <= ops[0] <= ops[-1] < op:
+                    self.fail(f"{who} is recomputed before op {op} by ops {ops}, which are not earlier ops in order")
             case Kept():
                 if not self.trace.cyclic:
                     self.fail(f"{who} starts kept, but the trace is not cyclic: it starts away")
@@ -111,6 +130,9 @@ class _Checker:
             case Dropped(after_op=op):
                 if not 0 <= op < num_ops:
                     self.fail(f"{who} is dropped after op {op}; the trace has {num_ops} ops")
+            case Discarded(after_op=op):
+                if not 0 <= op < num_ops:
+                    self.fail(f"{who} is discarded after op {op}; the trace has {num_ops} ops")
             case Kept():
                 if not self.trace.cyclic:
                     self.fail(f"{who} is kept at the end, but the trace is not cyclic: it must end away")
@@ -151,10 +173,14 @@ class _Checker:
             for before, after in pairwise(stays):
                 if self.ticks(before)[1] > self.ticks(after)[0]:
                     self.fail(f"{who} has overlapping residencies {self.ticks(before)} and {self.ticks(after)}")
-                if not isinstance(before.stop, Evicted | Dropped):
+                if not isinstance(before.stop, Evicted | Dropped | Discarded):
                     self.fail(f"{who}: {before.stop} is not its last stop, but nothing is in the store after it")
-                if not isinstance(after.start, Loaded):
+                if not isinstance(after.start, Loaded | Recomputed):
                     self.fail(f"{who}: {after.start} is not its first start, but it is away before it")
+                if isinstance(before.stop, Discarded) and isinstance(after.start, Loaded):
+                    self.fail(f"{who} is loaded before op {after.start.before_op}, but was discarded, not written out")
+            if stays and isinstance(stays[-1].stop, Discarded) and self.trace.variables[variable].death_tick is None:
+                self.fail(f"{who} is discarded for good, but is alive at the end of the step")
             if self.trace.variables[variable].birth_tick is None:
                 continue
             if not stays or not isinstance(stays[0].start, Born):
@@ -209,6 +235,10 @@ class _Checker:
                 return False
             case Loaded():
                 return True
+            case Recomputed():  # the same bytes again: current if the store's copy was, when they went
+                stays = self.by_variable[residency.variable]
+                before = stays.index(residency) - 1
+                return before >= 0 and isinstance(stays[before].stop, Evicted | Dropped)
             case Kept():
                 return residency.variable in starts_clean
 
@@ -262,22 +292,106 @@ class _Checker:
             if not (starts and stops):
                 self.fail(f"{who} must never be away, but {stays[0].start} .. {stays[0].stop} is not its whole life")
 
+    # -- re-runs -----------------------------------------------------------------------------
+
+    def check_reruns(self) -> None:
+        runs: dict[int, list[Residency]] = {}
+        for residency in self.plan.residencies:
+            if isinstance(residency.start, Recomputed):
+                runs.setdefault(residency.start.before_op, []).append(residency)
+        scratch = {room.before_op: self.scratch_chunks(room.chunks) for room in self.plan.scratch}
+        if [room.before_op for room in self.plan.scratch] != sorted(scratch):
+            self.fail("the scratch rooms are not in order of op, one an op")
+        for index in sorted(set(scratch) - set(runs)):
+            self.fail(f"there is scratch room before op {index}, but no re-run")
+        for index, made in sorted(runs.items()):
+            needed = self.check_rerun(index, made)
+            held = scratch.get(index, [])
+            if len(held) != needed:
+                self.fail(f"the re-run before op {index} holds {len(held)} chunks of scratch; it needs {needed}")
+            if len(set(held)) != len(held) or any(not 0 <= c < self.plan.machine.num_chunks for c in held):
+                self.fail(f"the scratch before op {index} repeats a chunk or leaves the pool: {held}")
+
+    def scratch_chunks(self, runs: tuple[tuple[int, int], ...]) -> list[int]:
+        return [chunk for first, count in runs for chunk in range(first, first + count)]
+
+    def check_rerun(self, index: int, made: list[Residency]) -> int:
+        """Run the ops again on paper: for each variable, by how many of its writes it has been made.
+
+        Returns the chunks of scratch that the re-run needs.
+        """
+        ops = sorted({op for r in made if isinstance(r.start, Recomputed) for op in r.start.ops})
+        kept = {r.variable for r in made}
+        tick = self.trace.ops[index].start_tick
+        num_writes: dict[int, int] = {}
+        for op in ops:
+            if not self.trace.ops[op].replayable:
+                self.fail(f"op {op} ({self.trace.ops[op].name}) is run again before op {index}, but is not replayable")
+            for v in self.born_in(op):
+                num_writes[v] = 0
+                if not self.trace.variables[v].evictable:
+                    self.fail(f"op {op} is run again before op {index}, but makes {self.name(v)}, which stays for good")
+            for use in self.trace.ops[op].uses:
+                v, first_seen = use.variable, self.writes_before(use.variable, op)
+                if v in num_writes:
+                    if num_writes[v] != first_seen:
+                        self.fail(f"op {op}, run again before op {index}, sees another state of {self.name(v)}")
+                    num_writes[v] += use.writes
+                elif use.writes:
+                    self.fail(f"op {op}, run again before op {index}, changes {self.name(v)}, which it did not make")
+                elif first_seen != self.writes_before(v, index):
+                    self.fail(f"op {op}, run again before op {index}, reads {self.name(v)}, which was changed since")
+                elif not any(
+                    self.ticks(s)[0] <= tick < self.ticks(s)[1] and s not in made for s in self.by_variable[v]
+                ):
+                    self.fail(f"op {op}, run again before op {index}, reads {self.name(v)}, which is not resident then")
+        for v in sorted(kept):
+            if num_writes.get(v) != self.writes_before(v, index):
+                self.fail(f"the re-run before op {index} does not make the present state of {self.name(v)}")
+        return self.scratch_needed(ops, kept)
+
+    def writes_before(self, variable: int, index: int) -> int:
+        return sum(op < index for op in self.writers[variable])
+
+    def born_in(self, op: int) -> list[int]:
+        start, stop = self.trace.ops[op].start_tick, self.trace.ops[op].stop_tick
+        births = ((v, variable.birth_tick) for v, variable in enumerate(self.trace.variables))
+        return [v for v, birth in births if birth is not None and start <= birth < stop]
+
+    def scratch_needed(self, ops: list[int], kept: set[int]) -> int:
+        """Chunks of what `ops` allocate and do not keep, at the worst tick of any of the ops."""
+        stays: list[tuple[int, int, int]] = []
+        for op in ops:
+            window = self.trace.ops[op].stop_tick
+            for v in self.born_in(op):
+                born, dead = self.trace.lifetime(v)
+                users = [other for other in ops if any(use.variable == v for use in self.trace.ops[other].uses)]
+                gone = dead if dead < window else self.trace.ops[max([op, *users])].stop_tick
+                if v not in kept:
+                    stays.append((born, gone, self.plan.machine.chunks_of(self.trace.variables[v].nbytes)))
+        return max((sum(n for born, gone, n in stays if born <= t < gone) for t, _, _ in stays), default=0)
+
     # -- the pool ----------------------------------------------------------------------------
 
     def check_chunks(self) -> None:
-        stays = self.plan.residencies
-        if not stays:
+        rooms = [(room, self.trace.ops[room.before_op].start_tick) for room in self.plan.scratch]
+        chunks = [stay.chunk_indices() for stay in self.plan.residencies]
+        chunks += [tuple(self.scratch_chunks(room.chunks)) for room, _ in rooms]
+        if not chunks:
             return
-        held = [np.array(stay.chunk_indices(), dtype=np.int64) for stay in stays]
-        owner = np.repeat(np.arange(len(stays)), [len(chunks) for chunks in held])
+        holders = [self.name(stay.variable) for stay in self.plan.residencies]
+        holders += [f"the scratch of op {room.before_op}" for room, _ in rooms]
+        held = [np.array(own, dtype=np.int64) for own in chunks]
+        owner = np.repeat(np.arange(len(held)), [len(own) for own in held])
         chunk = np.concatenate(held)
-        ticks = np.array([self.ticks(stay) for stay in stays], dtype=np.int64)
+        spans = [self.ticks(stay) for stay in self.plan.residencies] + [(tick, tick + 1) for _, tick in rooms]
+        ticks = np.array(spans, dtype=np.int64)
         order = np.lexsort((ticks[owner, 0], chunk))
         owner, chunk = owner[order], chunk[order]
         clash = (chunk[1:] == chunk[:-1]) & (ticks[owner[1:], 0] < ticks[owner[:-1], 1])
         for position in np.flatnonzero(clash):
-            first, second = stays[owner[position]], stays[owner[position + 1]]
+            first, second = owner[position], owner[position + 1]
             self.fail(
-                f"chunk {chunk[position]} is held by {self.name(first.variable)} in {self.ticks(first)} "
-                f"and by {self.name(second.variable)} in {self.ticks(second)}"
+                f"chunk {chunk[position]} is held by {holders[first]} in {spans[first]} "
+                f"and by {holders[second]} in {spans[second]}"
             )

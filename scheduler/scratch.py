@@ -1,0 +1,54 @@
+"""Chunks for residencies and for re-runs together.
+
+A re-run's scratch room is held at one tick, like a variable that is allocated when its op starts
+and freed at once. So it is coloured as one: the trace is extended by such variables, and what they
+got is taken out again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from scheduler.colouring import Colouring, Shortage, colour
+from scheduler.plan import Born, Dies, Machine, Residency, Scratch
+from scheduler.reruns import Rerun, reruns_of
+from scheduler.stays import ordered
+from scheduler.trace import Trace, Variable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScratchColouring:
+    """A colouring, and the scratch room of its re-runs in order of op."""
+
+    colouring: Colouring
+    scratch: tuple[Scratch, ...]
+
+
+def colour_with_scratch(
+    residencies: tuple[Residency, ...], trace: Trace, machine: Machine
+) -> ScratchColouring | Shortage:
+    """Assign chunks to `residencies` and to the re-runs among them (`scheduler.colouring.colour`)."""
+    reruns = [rerun for rerun in reruns_of(residencies, trace, machine) if rerun.num_scratch_chunks]
+    if not reruns:
+        outcome = colour(residencies, trace, machine)
+        return outcome if isinstance(outcome, Shortage) else ScratchColouring(colouring=outcome, scratch=())
+    num_variables = len(trace.variables)
+    rooms = tuple(_room(rerun, trace, machine) for rerun in reruns)
+    extended = replace(trace, variables=(*trace.variables, *rooms))
+    stays = [Residency(variable=num_variables + i, start=Born(), stop=Dies()) for i in range(len(rooms))]
+    outcome = colour(ordered([*residencies, *stays], extended), extended, machine)
+    if isinstance(outcome, Shortage):
+        return outcome
+    scratch = tuple(
+        Scratch(before_op=reruns[r.variable - num_variables].before_op, chunks=r.chunks)
+        for r in sorted(outcome.residencies, key=lambda r: r.variable)
+        if r.variable >= num_variables
+    )
+    coloured = tuple(r for r in outcome.residencies if r.variable < num_variables)
+    return ScratchColouring(colouring=replace(outcome, residencies=coloured), scratch=scratch)
+
+
+def _room(rerun: Rerun, trace: Trace, machine: Machine) -> Variable:
+    tick = trace.ops[rerun.before_op].start_tick
+    nbytes = rerun.num_scratch_chunks * machine.chunk_nbytes
+    return Variable(nbytes=nbytes, birth_tick=tick, death_tick=tick + 1, kind="temporary", label="scratch")
