@@ -139,7 +139,7 @@ class Sequences:
 
         The first plan rests on steps that ran on demand and on a store measured while nothing
         computed. So plan again after some steps, and keep the better of the two as simulated with
-        what was measured. Returns the plan to go on with.
+        what was measured. Returns the plan to go on with; the other is `retired`, once it is left.
         """
         log = compiled.play_log
         log.note(compiled.op_stop_ns - compiled.op_start_ns, store)
@@ -167,6 +167,7 @@ class Sequences:
         better = self._compile(trace, plan, self._seen[key])
         better.play_log = log
         self._plans[key] = better
+        self.retired.append(compiled)
         self.last_trace, self.last_plan = trace, plan
         return better
 

@@ -263,8 +263,7 @@ class Session:
                     observed = self._runner.recorder.build(self._books.records)
                     self.steps.note_trace(observed.trace)
                     key = self._sequences.learn(observed, self._machine)
-            while self._sequences.retired:
-                executor.retire(self._sequences.retired.pop())
+            self._give_up_retired()
             follower = self._sequences.next_after(key)
             if executor.active is not None:
                 played = executor.active
@@ -275,8 +274,7 @@ class Session:
                     return
                 if executor.active is not None:
                     self._runner.leave("another plan is expected")
-                if refined is not played:
-                    executor.retire(played)
+                self._give_up_retired()
             self._runner.start_recording()
             if follower is not None:
                 if executor.enter(follower, self._sequences.others(follower)):
@@ -285,6 +283,10 @@ class Session:
                 else:
                     _log.info("cannot play the plan: %s", executor.left_because)
                     self.steps.note_refusal(executor.left_because)
+
+    def _give_up_retired(self) -> None:
+        while self._sequences.retired:
+            self._executor.retire(self._sequences.retired.pop())
 
     @property
     def _machine(self) -> Any:

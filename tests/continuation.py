@@ -124,7 +124,9 @@ def assert_books_true(session: ooc.Session) -> None:
     assert len(held) == len(set(held)), "two records share a chunk"
     assert len(held) + books.pool.num_free == books.pool.num_chunks
     owned = {id(record): record for record in books.records.values()}
-    for compiled in session._sequences._plans.values():  # plans keep reservations and slots for what a step makes
+    sequences = session._sequences
+    for compiled in (*sequences._plans.values(), *sequences.retired):  # they keep some for what a step makes
         owned.update((id(role.record), role.record) for role in compiled.roles if role.record is not None)
-    assert session.store.num_slots == sum(record.slot is not None for record in owned.values())
+    slots = [record.slot for record in owned.values() if record.slot is not None]
+    assert session.store.num_slots == len(slots), f"{session.store.num_slots} slots, of which {slots} are owned"
     assert len(books.space.reservations) == len(owned)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,8 +146,11 @@ def test_many_threads_touch_while_guards_come_and_go(guarded: Guarded) -> None:
         thread.start()
     before = guarded.table.num_served
     try:
-        for _ in range(150):
+        for turn in range(150):
+            num_served = guarded.table.num_served
             entries = guarded.guard(*variables)
+            while turn % 10 == 0 and guarded.table.num_served == num_served:
+                time.sleep(0.0002)  # until a reader has met a guard
             for entry, (reservation, slot) in zip(entries, variables, strict=True):
                 if guarded.table.lift(entry, unprotects=True) == SERVED:
                     guarded.space.note_file(reservation, guarded.store.descriptor, slot.offset, slot.capacity_nbytes)
