@@ -1,4 +1,4 @@
-"""The command `ooc`: run, demo, doctor, fragmentation.
+"""The command `ooc`: run, demo, doctor, fragmentation, report.
 
 Exit codes: 0 it went well, 1 it did not, 2 the command line is wrong, 130 Ctrl-C; `ooc run` ends
 as the script ends. Each sub-command's own module is imported when it is chosen.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from ooc.fragmentation import cli as fragmentation
+from ooc.html_report import cli as html_report
 from ooc.settings import SETTINGS, resolve
 
 FAILURE_EXIT_CODE = 1
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return doctor.main(store=parsed.store, as_json=parsed.json)
         if parsed.command == "fragmentation":
             return fragmentation.run(parsed)
+        if parsed.command == "report":
+            return html_report.run(parsed)
         from ooc import demo
 
         return demo.main(
@@ -57,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_doctor(commands)
     _add_fragmentation(commands)
+    _add_report(commands)
     return top
 
 
@@ -124,6 +128,17 @@ def _add_fragmentation(commands: argparse._SubParsersAction[argparse.ArgumentPar
         allow_abbrev=False,
     )
     fragmentation.add_arguments(see)
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    report = commands.add_parser(
+        "report",
+        help="show a run, a trace or a plan: memory, schedule, chunks, what costs most",
+        description="Make one HTML page (no network needed) of a run's report, a trace or a plan; two are compared. "
+        "Or a timeline for Perfetto. Exit code 2 for a bad file.",
+        allow_abbrev=False,
+    )
+    html_report.add_arguments(report)
 
 
 def _run(parsed: argparse.Namespace) -> int:

@@ -149,9 +149,7 @@ class StepView:
         found = []
         for index, residency in enumerate(self.plan.residencies):
             start, stop = occupied_ticks(residency, self.trace)
-            found.append(
-                Span(residency=index, variable=residency.variable, start_ns=times[start], stop_ns=times[stop])
-            )
+            found.append(Span(residency=index, variable=residency.variable, start_ns=times[start], stop_ns=times[stop]))
         return found
 
     @property

@@ -131,9 +131,7 @@ class Timeline:
             "schema": "ooc.timeline",
             "schema_version": TIMELINE_SCHEMA_VERSION,
             "step_index": played.step_index,
-            "clock": asdict(
-                ClockPair(monotonic_ns=start_ns, unix_ns=clock.unix_ns - clock.monotonic_ns + start_ns)
-            ),
+            "clock": asdict(ClockPair(monotonic_ns=start_ns, unix_ns=clock.unix_ns - clock.monotonic_ns + start_ns)),
             "duration_ns": played.stop_ns - start_ns,
             "op_start_ns": (played.op_start_ns[:num_ops] - start_ns).tolist(),
             "op_stop_ns": (played.op_stop_ns[:num_ops] - start_ns).tolist(),

@@ -41,6 +41,7 @@ FLAGS = {
         "--png",
         "-h",
     ],
+    "report": ["--beside", "--endurance", "--help", "--output", "--trace-json", "-h", "-o"],
 }
 
 

@@ -1,0 +1,552 @@
+"use strict";
+// Draws the charts of a report. The data is in #data: columns, times in ns, sizes in bytes (charts.py makes it).
+(() => {
+const documents = JSON.parse(document.getElementById("data").textContent);
+const KINDS = ["parameter", "gradient", "optimizer_state", "buffer", "activation", "temporary", "input", "other"];
+const MODES = {l: ["learning", "evict"], p: ["planned", "resident"], o: ["off plan", "stall"]};
+const MARGIN = {left: 64, right: 10, top: 8, bottom: 20};
+const NUM_LISTED = 14;
+let current = 0;              // which document is drawn
+let data = documents[0];
+let range = [0, 1];           // ns shown, shared by the charts of one step
+let colours = {};
+
+// -- small things
+
+const $ = (id) => document.getElementById(id);
+const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
+
+function bytes(n) {
+  const size = Math.abs(n);
+  for (const [factor, unit] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]])
+    if (size >= factor) return (n / factor).toFixed(1) + " " + unit;
+  return n + " B";
+}
+
+function time(ns) {
+  const size = Math.abs(ns);
+  for (const [factor, unit] of [[1e9, "s"], [1e6, "ms"], [1e3, "us"]])
+    if (size >= factor) return (ns / factor).toPrecision(3).replace(/e.*/, "") + " " + unit;
+  return Math.round(ns) + " ns";
+}
+
+// Index of the last entry of a sorted array that is at most x; -1 before the first.
+function last(sorted, x) {
+  let low = 0, high = sorted.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (sorted[middle] <= x) low = middle + 1; else high = middle;
+  }
+  return low - 1;
+}
+
+function element(tag, text, parent) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  if (parent) parent.append(made);
+  return made;
+}
+
+function swatch(colour, parent) {
+  element("i", "", parent).style.background = colours[colour];
+}
+
+function kindOf(variable) {
+  const kind = data.names[data.vars.kind[variable]];
+  return KINDS.includes(kind) ? kind : "other";
+}
+
+function nameOf(variable) {
+  const label = data.names[data.vars.label[variable]];
+  return "#" + variable + " " + (label || data.names[data.vars.kind[variable]]);
+}
+
+function opName(op) {
+  const where = data.names[data.ops.where[op]];
+  return "op " + op + " " + data.names[data.ops.name[op]] + (where ? " (" + where + ")" : "");
+}
+
+function readColours() {
+  const style = getComputedStyle(document.documentElement);
+  const wanted = ["ground", "panel", "line", "text", "quiet", "bad", "accent", "live", "resident", "stall", "load",
+                  "evict", "op", ...KINDS];
+  for (const name of wanted) colours[name] = style.getPropertyValue("--" + name).trim();
+}
+
+// -- a chart: a canvas with axes, its own draw and its own readout
+
+class Chart {
+  constructor(id, height, own) {
+    this.figure = $(id);
+    this.canvas = this.figure.querySelector("canvas");
+    this.readout = this.figure.querySelector(".readout");
+    this.legend = this.figure.querySelector(".legend");
+    this.height = height;
+    this.own = own;             // {shown(), legend, limits(), draw(chart), point(chart, x, y), zooms}
+    this.at = null;             // where the pointer is, in CSS pixels
+    this.from = null;           // where a drag began
+    this.listen();
+  }
+
+  listen() {
+    const canvas = this.canvas;
+    canvas.addEventListener("pointermove", (event) => { this.at = this.place(event); this.refresh(); });
+    canvas.addEventListener("pointerleave", () => { if (!this.from) { this.at = null; this.refresh(); } });
+    canvas.addEventListener("pointerdown", (event) => {
+      this.at = this.from = this.place(event);
+      if (canvas.setPointerCapture) canvas.setPointerCapture(event.pointerId);
+      this.refresh();
+    });
+    canvas.addEventListener("pointerup", (event) => {
+      const to = this.place(event), from = this.from;
+      this.from = null;
+      if (from && this.own.zooms && Math.abs(to.x - from.x) > 12)
+        zoomTo(this.valueAt(Math.min(from.x, to.x)), this.valueAt(Math.max(from.x, to.x)));
+      this.refresh();
+    });
+    canvas.addEventListener("pointercancel", () => { this.from = null; });
+    canvas.addEventListener("dblclick", () => { if (this.own.zooms) zoomTo(0, data.duration); });
+    canvas.addEventListener("keydown", (event) => {
+      const step = {ArrowLeft: -8, ArrowRight: 8}[event.key];
+      if (step === undefined) return;
+      event.preventDefault();
+      const x = (this.at ? this.at.x : this.width / 2) + step;
+      this.at = {x: clamp(x, MARGIN.left, this.width - MARGIN.right), y: this.at ? this.at.y : this.height / 2};
+      this.refresh();
+    });
+  }
+
+  place(event) {
+    const box = this.canvas.getBoundingClientRect();
+    return {x: event.clientX - box.left, y: event.clientY - box.top};
+  }
+
+  refresh() {
+    if (this.waiting) return;
+    this.waiting = true;
+    requestAnimationFrame(() => { this.waiting = false; this.draw(); });
+  }
+
+  x(value) {
+    const [low, high] = this.limits.x;
+    return MARGIN.left + (value - low) / (high - low || 1) * (this.width - MARGIN.left - MARGIN.right);
+  }
+
+  y(value) {
+    const [low, high] = this.limits.y;
+    return this.height - MARGIN.bottom - (value - low) / (high - low || 1) * (this.height - MARGIN.top - MARGIN.bottom);
+  }
+
+  valueAt(x) {
+    const [low, high] = this.limits.x;
+    return low + (x - MARGIN.left) / (this.width - MARGIN.left - MARGIN.right) * (high - low);
+  }
+
+  levelAt(y) {
+    const [low, high] = this.limits.y;
+    return low + (this.height - MARGIN.bottom - y) / (this.height - MARGIN.top - MARGIN.bottom) * (high - low);
+  }
+
+  show() {
+    const shown = this.own.shown();
+    this.figure.hidden = !shown;
+    if (!shown) return;
+    this.legend.replaceChildren();
+    for (const [colour, text] of this.own.legend()) {
+      const item = element("span", undefined, this.legend);
+      swatch(colour, item);
+      item.append(text);
+    }
+    this.draw();
+  }
+
+  draw() {
+    if (this.figure.hidden) return;
+    const ratio = window.devicePixelRatio || 1;
+    this.width = this.canvas.clientWidth || 600;
+    this.canvas.style.height = this.height + "px";
+    this.canvas.width = Math.round(this.width * ratio);
+    this.canvas.height = Math.round(this.height * ratio);
+    const pen = this.pen = this.canvas.getContext("2d");
+    if (!pen) return;
+    pen.scale(ratio, ratio);
+    pen.font = "11px system-ui, sans-serif";
+    this.limits = this.own.limits(this);
+    this.axes();
+    pen.save();
+    pen.beginPath();
+    pen.rect(MARGIN.left, 0, this.width - MARGIN.left - MARGIN.right, this.height);
+    pen.clip();
+    this.own.draw(this);
+    if (this.at && this.at.x >= MARGIN.left) {
+      if (this.from && this.own.zooms) {
+        pen.globalAlpha = 0.2;
+        pen.fillStyle = colours.accent;
+        pen.fillRect(this.from.x, 0, this.at.x - this.from.x, this.height - MARGIN.bottom);
+        pen.globalAlpha = 1;
+      }
+      pen.strokeStyle = colours.text;
+      pen.lineWidth = 0.5;
+      pen.beginPath();
+      pen.moveTo(this.at.x, 0);
+      pen.lineTo(this.at.x, this.height - MARGIN.bottom);
+      pen.stroke();
+    }
+    pen.restore();
+    this.readout.replaceChildren();
+    if (this.at && this.at.x >= MARGIN.left) this.own.point(this, this.valueAt(this.at.x), this.levelAt(this.at.y));
+  }
+
+  axes() {
+    const pen = this.pen, [low, high] = this.limits.x;
+    pen.fillStyle = colours.quiet;
+    pen.strokeStyle = colours.line;
+    pen.lineWidth = 1;
+    pen.textAlign = "center";
+    for (const value of ticks(low, high, Math.max(2, this.width / 110))) {
+      pen.beginPath();
+      pen.moveTo(this.x(value), MARGIN.top);
+      pen.lineTo(this.x(value), this.height - MARGIN.bottom);
+      pen.stroke();
+      pen.fillText(this.limits.xText(value), clamp(this.x(value), MARGIN.left, this.width - 24), this.height - 6);
+    }
+    pen.textAlign = "right";
+    for (const [value, text] of this.limits.yMarks) pen.fillText(text, MARGIN.left - 6, this.y(value) + 4);
+  }
+}
+
+function ticks(low, high, count) {
+  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough || 1));
+  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough) || power;
+  const found = [];
+  for (let value = Math.ceil(low / step) * step; value <= high && found.length < 50; value += step) found.push(value);
+  return found;
+}
+
+function marks(high, text) {
+  return ticks(0, high, 5).map((value) => [value, text(value)]);
+}
+
+function byteMarks(high) {
+  const unit = 2 ** (10 * Math.max(0, Math.floor(Math.log2(high || 1) / 10)));
+  return ticks(0, high / unit, 5).map((n) => [n * unit, bytes(n * unit)]);
+}
+
+const stepRange = () => ({x: range, xText: time});
+const hasStep = () => data.ops !== undefined && data.ops.a.length > 0;
+const hasPlan = () => hasStep() && data.resident.t.length > 0;
+
+function stairs(chart, curve, fill) {
+  const pen = chart.pen;
+  pen.beginPath();
+  const first = Math.max(last(curve.t, range[0]), 0);
+  pen.moveTo(chart.x(curve.t[first] || 0), chart.y(fill ? 0 : curve.n[first] || 0));
+  for (let i = first; i < curve.t.length; i++) {
+    const x = chart.x(curve.t[i]);
+    if (i > first) pen.lineTo(x, chart.y(curve.n[i - 1]));
+    pen.lineTo(x, chart.y(curve.n[i]));
+    if (curve.t[i] > range[1]) break;
+  }
+  pen.lineTo(chart.x(data.duration), chart.y(curve.n[curve.n.length - 1] || 0));
+  if (fill) {
+    pen.lineTo(chart.x(data.duration), chart.y(0));
+    pen.fill();
+  } else pen.stroke();
+}
+
+function box(pen, x, y, width, height) {
+  pen.fillRect(x, y, Math.max(width, 0.7), height);
+}
+
+// -- memory
+
+function residentAt(t) {
+  const found = [];
+  for (let i = 0; i < data.spans.v.length; i++)
+    if (data.spans.a[i] <= t && t < data.spans.b[i]) found.push(data.spans.v[i]);
+  return found.sort((one, other) => data.vars.n[other] - data.vars.n[one]);
+}
+
+const memory = {
+  zooms: true,
+  shown: hasStep,
+  legend: () => [["live", "live (needed in core)"],
+                 ...(hasPlan() ? [["resident", "resident"]] : []), ...(data.budget ? [["bad", "budget"]] : [])],
+  limits() {
+    const high = 1.06 * data.live.n.concat(data.resident.n).reduce((one, other) => Math.max(one, other), data.budget || 1);
+    return {...stepRange(), y: [0, high], yMarks: byteMarks(high)};
+  },
+  draw(chart) {
+    const pen = chart.pen;
+    if (hasPlan()) {
+      pen.fillStyle = colours.resident;
+      stairs(chart, data.resident, true);
+    }
+    pen.strokeStyle = colours.live;
+    pen.lineWidth = 1.5;
+    stairs(chart, data.live, false);
+    if (!data.budget) return;
+    pen.strokeStyle = colours.bad;
+    pen.setLineDash([6, 4]);
+    pen.beginPath();
+    pen.moveTo(MARGIN.left, chart.y(data.budget));
+    pen.lineTo(chart.width, chart.y(data.budget));
+    pen.stroke();
+    pen.setLineDash([]);
+  },
+  point(chart, t) {
+    const op = last(data.ops.a, t), running = op >= 0 && t < data.ops.b[op];
+    const live = data.live.n[last(data.live.t, t)] || 0, held = data.resident.n[last(data.resident.t, t)] || 0;
+    const found = residentAt(t);
+    let text = time(t) + ": live " + bytes(live);
+    if (hasPlan()) text += ", resident " + bytes(held) + " in " + found.length + " variables";
+    element("div", text + (op >= 0 ? "; " + (running ? "in " : "after ") + opName(op) : ""), chart.readout);
+    const table = element("table", undefined, chart.readout);
+    for (const variable of found.slice(0, NUM_LISTED)) {
+      const row = element("tr", undefined, table);
+      swatch(kindOf(variable), element("td", undefined, row));
+      element("td", nameOf(variable), row);
+      element("td", kindOf(variable).replace("_", " "), row);
+      element("td", bytes(data.vars.n[variable]), row);
+    }
+    if (found.length > NUM_LISTED) element("div", "and " + (found.length - NUM_LISTED) + " smaller ones", chart.readout);
+  },
+};
+
+// -- schedule
+
+const LANES = [["ops", "op"], ["waits", "stall"], ["loads", "load"], ["evictions", "evict"]];
+
+function laneItems(lane) {
+  if (lane === 0) return {a: data.ops.a, b: data.ops.b, all: null};
+  if (lane === 1) return {a: data.waits.a, b: data.waits.b, all: null};
+  const letter = lane === 2 ? "l" : "e", all = [];
+  for (let i = 0; i < data.moves.v.length; i++) if (data.moves.k[i] === letter) all.push(i);
+  return {a: data.moves.a, b: data.moves.b, all};
+}
+
+const schedule = {
+  zooms: true,
+  shown: hasStep,
+  legend: () => LANES.map(([text, colour]) => [colour, text]),
+  limits: () => ({...stepRange(), y: [LANES.length, 0], yMarks: LANES.map(([text], i) => [i + 0.5, text])}),
+  draw(chart) {
+    const pen = chart.pen;
+    LANES.forEach(([, colour], lane) => {
+      const {a, b, all} = laneItems(lane), top = chart.y(lane) + 4, height = chart.y(lane + 1) - chart.y(lane) - 8;
+      pen.fillStyle = colours[colour];
+      const count = all ? all.length : a.length, wide = range[1] - range[0];
+      for (let k = 0; k < count; k++) {
+        const i = all ? all[k] : k;
+        if (b[i] < range[0] || a[i] > range[1]) continue;
+        const x = chart.x(a[i]), width = chart.x(b[i]) - x;
+        box(pen, x, top, width - (width > 3 ? 0.6 : 0), height);
+        if (lane === 0 && width > 46 && wide) {
+          pen.save();
+          pen.beginPath();
+          pen.rect(x, top, width - 2, height);
+          pen.clip();
+          pen.fillStyle = colours.ground;
+          pen.textAlign = "left";
+          pen.fillText(data.names[data.ops.name[i]].replace(/^aten\./, ""), x + 3, top + height / 2 + 4);
+          pen.restore();
+          pen.fillStyle = colours[colour];
+        }
+      }
+    });
+  },
+  point(chart, t, level) {
+    const lane = clamp(Math.floor(level), 0, LANES.length - 1), {a, b, all} = laneItems(lane);
+    const slack = (range[1] - range[0]) * 2 / chart.width;
+    const hits = (all || a.map((_, i) => i)).filter((i) => a[i] - slack <= t && t <= b[i] + slack).slice(0, 4);
+    if (!hits.length) element("div", time(t) + ": nothing here", chart.readout);
+    for (const i of hits) {
+      const length = time(b[i] - a[i]);
+      let text = lane === 0 ? opName(i) + ", " + length : "";
+      if (lane === 1) {
+        const move = data.waits.m[i];
+        text = opName(data.waits.op[i]) + " waits " + length + " for the " +
+          (data.moves.k[move] === "l" ? "load" : "eviction") + " of " + nameOf(data.moves.v[move]);
+      }
+      if (lane > 1) text = (lane === 2 ? "load " : "evict ") + nameOf(data.moves.v[i]) + ", " + bytes(data.moves.n[i]) +
+        " in " + length;
+      element("div", time(a[i]) + ": " + text, chart.readout);
+    }
+  },
+};
+
+// -- chunk map
+
+function spanAt(t, chunk) {
+  for (let i = data.spans.v.length - 1; i >= 0; i--) {
+    if (t < data.spans.a[i] || t >= data.spans.b[i]) continue;
+    const runs = data.spans.c[i];
+    for (let k = 0; k < runs.length; k += 2) if (chunk >= runs[k] && chunk < runs[k] + runs[k + 1]) return i;
+  }
+  return -1;
+}
+
+const chunks = {
+  zooms: true,
+  shown: hasPlan,
+  legend: () => KINDS.filter((kind) => data.spans.v.some((v) => kindOf(v) === kind))
+    .map((kind) => [kind, kind.replace("_", " ")]),
+  limits: () => ({...stepRange(), y: [data.chunks, 0], yMarks: marks(data.chunks, (n) => "chunk " + n)}),
+  draw(chart) {
+    const pen = chart.pen, {a, b, v, c} = data.spans;
+    const chosen = chart.at ? spanAt(chart.valueAt(chart.at.x), Math.floor(chart.levelAt(chart.at.y))) : -1;
+    for (let i = 0; i < v.length; i++) {
+      if (b[i] < range[0] || a[i] > range[1]) continue;
+      pen.fillStyle = colours[kindOf(v[i])];
+      pen.globalAlpha = chosen < 0 || v[i] === v[chosen] ? 1 : overlap(c[i], c[chosen]) ? 0.55 : 0.18;
+      const x = chart.x(a[i]), width = chart.x(b[i]) - x;
+      for (let k = 0; k < c[i].length; k += 2) {
+        const top = chart.y(c[i][k]), height = chart.y(c[i][k] + c[i][k + 1]) - top;
+        box(pen, x, top, width - (width > 3 ? 0.5 : 0), height - (height > 3 ? 0.5 : 0));
+      }
+    }
+    pen.globalAlpha = 1;
+  },
+  point(chart, t, level) {
+    const chunk = Math.floor(level), i = spanAt(t, chunk);
+    if (i < 0) {
+      element("div", "chunk " + chunk + " is free at " + time(t), chart.readout);
+      return;
+    }
+    const {a, b, v, c, how} = data.spans;
+    let text = "chunk " + chunk + " at " + time(t) + ": " + nameOf(v[i]) + ", " + bytes(data.vars.n[v[i]]) + ", here from " +
+      time(a[i]) + " to " + time(b[i]);
+    if (how[i] >= 0) text += " (" + data.names[how[i]] + ")";
+    element("div", text, chart.readout);
+    const turns = [];
+    for (let k = 0; k < v.length; k++)
+      if (k !== i && overlap(c[k], [chunk, 1]) && !turns.includes(v[k])) turns.push(v[k]);
+    const listed = turns.slice(0, 6).map(nameOf).join(", ") + (turns.length > 6 ? " and " + (turns.length - 6) + " more" : "");
+    element("div", turns.length ? "The same chunk is mapped for " + listed + "." : "Nobody else uses this chunk.",
+            chart.readout);
+  },
+};
+
+function overlap(one, other) {
+  for (let i = 0; i < one.length; i += 2)
+    for (let k = 0; k < other.length; k += 2)
+      if (one[i] < other[k] + other[k + 1] && other[k] < one[i] + one[i + 1]) return true;
+  return false;
+}
+
+// -- plan against reality
+
+const drift = {
+  zooms: true,
+  shown: () => hasStep() && data.ops.pa.length > 0,
+  legend: () => [["resident", "start, behind the plan"], ["stall", "op longer than planned"], ["load", "op shorter"]],
+  limits() {
+    const {a, b, pa, pb} = data.ops;
+    let low = 0, high = 1;
+    for (let i = 0; i < a.length; i++) {
+      const late = a[i] - pa[i], longer = b[i] - a[i] - (pb[i] - pa[i]);
+      low = Math.min(low, late, longer);
+      high = Math.max(high, late, longer);
+    }
+    const yMarks = ticks(low, high, 5).map((value) => [value, time(value)]);
+    return {...stepRange(), y: [low * 1.05, high * 1.05], yMarks};
+  },
+  draw(chart) {
+    const pen = chart.pen, {a, b, pa, pb} = data.ops, zero = chart.y(0);
+    for (let i = 0; i < a.length; i++) {
+      if (b[i] < range[0] || a[i] > range[1]) continue;
+      const longer = b[i] - a[i] - (pb[i] - pa[i]), top = chart.y(longer);
+      pen.fillStyle = colours[longer > 0 ? "stall" : "load"];
+      box(pen, chart.x(a[i]), Math.min(top, zero), chart.x(b[i]) - chart.x(a[i]), Math.abs(zero - top));
+    }
+    pen.strokeStyle = colours.resident;
+    pen.lineWidth = 1.5;
+    pen.beginPath();
+    for (let i = 0; i < a.length; i++) pen.lineTo(chart.x(a[i]), chart.y(a[i] - pa[i]));
+    pen.stroke();
+  },
+  point(chart, t) {
+    const i = last(data.ops.a, t);
+    if (i < 0) return;
+    const {a, b, pa, pb} = data.ops;
+    element("div", opName(i) + ": took " + time(b[i] - a[i]) + ", planned " + time(pb[i] - pa[i]) + "; started " +
+      time(Math.abs(a[i] - pa[i])) + (a[i] >= pa[i] ? " behind" : " ahead of") + " the plan", chart.readout);
+  },
+};
+
+// -- steps
+
+const steps = {
+  zooms: false,
+  shown: () => data.steps.s.length > 0,
+  legend: () => [...Object.entries(MODES).filter(([letter]) => data.steps.mode.includes(letter))
+    .map(([, [text, colour]]) => [colour, text]), ["text", "stall"]],
+  limits() {
+    const {s, first} = data.steps, high = 1.05 * s.reduce((one, other) => Math.max(one, other), 1e-9);
+    return {x: [first + 0.5, first + s.length + 0.5], xText: (n) => Number.isInteger(n) ? String(n) : "", y: [0, high],
+            yMarks: marks(high, (n) => time(n * 1e9))};
+  },
+  draw(chart) {
+    const pen = chart.pen, {s, stall, mode, first} = data.steps, zero = chart.y(0);
+    for (let i = 0; i < s.length; i++) {
+      const x = chart.x(first + i + 0.5), width = chart.x(first + i + 1.5) - x, gap = width > 3 ? 1 : 0;
+      pen.fillStyle = colours[MODES[mode[i]][1]];
+      box(pen, x, chart.y(s[i]), width - gap, zero - chart.y(s[i]));
+      pen.fillStyle = colours.text;
+      if (stall[i] > 0) box(pen, x, chart.y(stall[i]), width - gap, zero - chart.y(stall[i]));
+    }
+  },
+  point(chart, at) {
+    const {s, stall, mode, moved, first} = data.steps, i = clamp(Math.round(at - first) - 1, 0, s.length - 1);
+    element("div", "step " + (first + i + 1) + ", " + MODES[mode[i]][0] + ": " + time(s[i] * 1e9) + ", stall " +
+      time(stall[i] * 1e9) + ", moved " + bytes(moved[i]), chart.readout);
+  },
+};
+
+// -- the page
+
+const charts = [new Chart("steps", 130, steps), new Chart("memory", 240, memory), new Chart("schedule", 170, schedule),
+                new Chart("chunks", 300, chunks), new Chart("drift", 170, drift)];
+
+function zoomTo(low, high) {
+  const whole = data.duration || 1, least = Math.min(1000, whole);
+  low = clamp(low, 0, whole - least);
+  range = [low, clamp(high, low + least, whole)];
+  $("range").textContent = time(range[0]) + " to " + time(range[1]);
+  charts.forEach((chart) => chart.refresh());
+}
+
+function zoomBy(how) {
+  const wide = range[1] - range[0], middle = (range[0] + range[1]) / 2, whole = data.duration;
+  const half = {in: wide / 4, out: wide}[how];
+  if (how === "all") zoomTo(0, whole);
+  else if (half) zoomTo(middle - half, middle + half);
+  else {
+    const shift = clamp(how === "left" ? -wide / 3 : wide / 3, -range[0], whole - range[1]);
+    zoomTo(range[0] + shift, range[1] + shift);
+  }
+}
+
+function showDocument(index) {
+  current = index;
+  data = documents[index];
+  document.querySelectorAll("[data-document]").forEach((button) =>
+    button.setAttribute("aria-pressed", String(Number(button.dataset.document) === current)));
+  document.querySelector(".zoom").hidden = !hasStep();
+  range = [0, data.duration || 1];
+  $("range").textContent = time(range[0]) + " to " + time(range[1]);
+  charts.forEach((chart) => { chart.at = null; chart.show(); });
+}
+
+document.querySelectorAll("[data-zoom]").forEach((button) =>
+  button.addEventListener("click", () => zoomBy(button.dataset.zoom)));
+document.querySelectorAll("[data-document]").forEach((button) =>
+  button.addEventListener("click", () => showDocument(Number(button.dataset.document))));
+const dark = window.matchMedia ? window.matchMedia("(prefers-color-scheme: dark)") : null;
+if (dark && dark.addEventListener)
+  dark.addEventListener("change", () => { readColours(); charts.forEach((chart) => chart.show()); });
+window.addEventListener("resize", () => charts.forEach((chart) => chart.refresh()));
+readColours();
+showDocument(0);
+document.documentElement.dataset.ready = "true";
+})();

@@ -1,0 +1,240 @@
+"""One self-contained HTML page from one document or two: no network, no library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ooc.documents import Document
+from ooc.html_report.charts import chart_data
+from ooc.html_report.facts import DEFAULT_ENDURANCE_NBYTES, Facts, Metrics, make_facts
+from ooc.report import versions
+from ooc.units import format_duration, format_nbytes
+
+_ASSETS = Path(__file__).parent / "assets"
+_SYMBOLS = {"yes": "\u2713", "no": "\u2717", "unknown": "?"}
+
+_CHARTS = (
+    ("steps", "Steps", "One bar a step; the dark part is stall. Colour is the mode: learning, planned, off plan."),
+    (
+        "memory",
+        "Memory over the step",
+        "Live: what the step would hold in core. Resident: what the pool holds. Point at a moment to see what is "
+        "resident; drag to zoom.",
+    ),
+    ("schedule", "Schedule", "What runs when: ops, waits for memory, loads, evictions."),
+    (
+        "chunks",
+        "Chunk map",
+        "Which variable holds which chunk when. A chunk is mapped at the address of every variable that takes its turn "
+        "in it; point at a stay to see with whom it shares.",
+    ),
+    ("drift", "Plan against reality", "How far behind the plan each op started (line), and how much longer it took."),
+)
+
+
+def make_page(documents: Sequence[Document], *, endurance_nbytes: int = DEFAULT_ENDURANCE_NBYTES) -> str:
+    """The page's HTML.
+
+    Args:
+        documents: One, or two to compare; the first is drawn first.
+        endurance_nbytes: Bytes that the store's disk may be written with in its life.
+
+    Raises:
+        ValueError: Not one or two documents.
+    """
+    if not 1 <= len(documents) <= 2:
+        raise ValueError(f"{len(documents)} documents: a page shows one, or compares two")
+    facts, data = [], []
+    for document in documents:
+        view, planned = document.view(), document.planned_view()
+        facts.append(make_facts(document, view, planned, endurance_nbytes))
+        data.append(chart_data(document, view, planned))
+    title = " against ".join(document.name for document in documents)
+    sections = [_comparison(documents, facts)] if len(documents) == 2 else []
+    sections += [_summary(document, fact) for document, fact in zip(documents, facts, strict=True)]
+    sections.append(_charts(documents))
+    footer = "; ".join(f"{name} {text}" for name, text in versions().items())
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>ooc report: {escape(title)}</title>\n"
+        f"<style>\n{_asset('page.css')}</style>\n</head>\n<body>\n<header><h1>{escape(title)}</h1></header>\n<main>\n"
+        + "\n".join(sections)
+        + f"\n</main>\n<footer>{escape(footer)}</footer>\n"
+        f'<script type="application/json" id="data">{_embedded(data)}</script>\n'
+        f"<script>\n{_asset('page.js')}</script>\n</body>\n</html>\n"
+    )
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="ascii")
+
+
+def _embedded(data: Any) -> str:
+    """JSON that no text in it can end the script element with."""
+    text = json.dumps(data, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+# -- the first screen
+
+
+def _summary(document: Document, facts: Facts) -> str:
+    tiles = "".join(
+        f'<div class="tile{" bad" if f.is_bad else ""}"><div class="name">{escape(f.name)}</div>'
+        f'<div class="value">{escape(f.value)}</div><div class="remark">{escape(f.remark)}</div></div>'
+        for f in facts.figures
+    )
+    warnings = "".join(f"<li>{escape(text)}</li>" for text in facts.warnings)
+    listed = f'<ul class="warnings">{warnings}</ul>' if warnings else '<p class="quiet">No warnings.</p>'
+    return (
+        f'<section class="summary">\n<p class="verdict {facts.verdict}" data-fits="{facts.verdict}">'
+        f"<span>{_SYMBOLS[facts.verdict]}</span> {escape(facts.headline)}</p>\n"
+        f'<p class="quiet">{escape(document.name)}: {escape(_origin(document))}</p>\n'
+        f'<div class="tiles">{tiles}</div>\n<h2>Warnings</h2>\n{listed}\n'
+        f'<div class="tables">{_variables(facts)}{_ops(facts)}</div>\n</section>'
+    )
+
+
+def _origin(document: Document) -> str:
+    if document.run is not None:
+        steps = document.run["steps"]
+        drawn = f"; drawn is step {document.measured.step_index + 1}" if document.measured is not None else ""
+        return f"a run of {len(steps)} steps, policy {document.run['policy']}{drawn}"
+    if document.plan is not None:
+        return f"a plan, policy {document.plan.policy}; times are simulated"
+    return "a traced step; times are those of the trace"
+
+
+def _variables(facts: Facts) -> str:
+    rows = [
+        (
+            str(v.index),
+            v.label or "-",
+            v.kind,
+            format_nbytes(v.nbytes),
+            format_nbytes(v.moved_nbytes),
+            format_duration(v.wait_ns / 1e9),
+        )
+        for v in facts.variables
+    ]
+    return _table(
+        "Variables that cost most", ("#", "made by", "kind", "size", "moved", "waited for"), rows, "variables"
+    )
+
+
+def _ops(facts: Facts) -> str:
+    rows = [
+        (
+            str(op.index),
+            op.name,
+            format_duration(op.duration_ns / 1e9),
+            format_duration(op.planned_ns / 1e9) if op.planned_ns is not None else "-",
+            format_duration(op.wait_ns / 1e9),
+        )
+        for op in facts.ops
+    ]
+    return _table("Ops that cost most", ("#", "op", "time", "planned", "waits"), rows, "ops")
+
+
+def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], name: str) -> str:
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    if not body:
+        return ""
+    columns = "".join(f"<th>{escape(text)}</th>" for text in head)
+    return (
+        f'<div class="table" id="{name}"><h2>{escape(title)}</h2><div class="scroll"><table><thead><tr>{columns}</tr>'
+        f"</thead><tbody>{body}</tbody></table></div></div>"
+    )
+
+
+# -- two documents side by side
+
+
+def _comparison(documents: Sequence[Document], facts: Sequence[Facts]) -> str:
+    one, other = (fact.metrics for fact in facts)
+    rows = [row for row in (_compared(*line, one, other) for line in _COMPARED) if row is not None]
+    verdicts = "<br>".join(
+        f'<span class="verdict {f.verdict}">{_SYMBOLS[f.verdict]} {escape(d.name)}</span>'
+        for d, f in zip(documents, facts, strict=True)
+    )
+    head = ("", documents[0].name, documents[1].name, "change")
+    note = ""
+    traces = [document.trace for document in documents]
+    if traces[0] is not None and traces[1] is not None:
+        same = traces[0].fingerprint() == traces[1].fingerprint()
+        note = (
+            "Both run the same sequence of ops on the same variables."
+            if same
+            else "The two run different sequences of ops: compare their times with care."
+        )
+    return (
+        f'<section class="comparison" id="comparison"><p class="verdict">{verdicts}</p>'
+        f'{_table("Comparison", head, rows, "compared")}<p class="quiet">{note}</p></section>'
+    )
+
+
+def _compared(
+    name: str, value: Callable[[Metrics], float | None], show: Callable[[float], str], one: Metrics, other: Metrics
+) -> tuple[str, str, str, str] | None:
+    a, b = value(one), value(other)
+    if a is None and b is None:
+        return None
+    change = "" if a is None or b is None else "same" if a == b else f"{b / a - 1:+.1%}" if a else "new"
+    return name, "-" if a is None else show(a), "-" if b is None else show(b), change
+
+
+def _nbytes(value: float) -> str:
+    return format_nbytes(int(value))
+
+
+_COMPARED: tuple[tuple[str, Callable[[Metrics], float | None], Callable[[float], str]], ...] = (
+    ("budget", lambda m: m.budget_nbytes, _nbytes),
+    ("peak in the pool", lambda m: m.peak_nbytes, _nbytes),
+    ("needed in core", lambda m: m.in_core_peak_nbytes, _nbytes),
+    ("process peak", lambda m: m.process_peak_nbytes, _nbytes),
+    ("time a step", lambda m: m.step_s, format_duration),
+    ("as planned", lambda m: m.planned_s, format_duration),
+    ("lower bound", lambda m: m.bound_s, format_duration),
+    ("in ops", lambda m: m.compute_s, format_duration),
+    ("stall", lambda m: m.stall_s, format_duration),
+    ("loaded a step", lambda m: m.loaded_nbytes, _nbytes),
+    ("evicted a step", lambda m: m.evicted_nbytes, _nbytes),
+    ("dropped a step", lambda m: m.dropped_nbytes, _nbytes),
+    ("chunks mapped anew a step", lambda m: m.num_remapped_chunks, lambda n: f"{n:g}"),
+    ("faults served", lambda m: m.num_faults, lambda n: f"{n:g}"),
+    ("steps", lambda m: m.num_steps, lambda n: f"{n:g}"),
+    ("of them planned", lambda m: m.num_planned_steps, lambda n: f"{n:g}"),
+    ("of them off plan", lambda m: m.num_off_plan_steps, lambda n: f"{n:g}"),
+    ("ops in the step", lambda m: m.num_ops, lambda n: f"{n:g}"),
+)
+
+
+# -- charts: page.js fills the canvases
+
+
+def _charts(documents: Sequence[Document]) -> str:
+    choice = ""
+    if len(documents) == 2:
+        buttons = "".join(
+            f'<button data-document="{i}" aria-pressed="{"true" if i == 0 else "false"}">{escape(d.name)}</button>'
+            for i, d in enumerate(documents)
+        )
+        choice = f'<div class="choice" role="group" aria-label="which to draw">{buttons}</div>'
+    figures = "".join(
+        f'<figure id="{name}" hidden><figcaption><h2>{title}</h2><p class="quiet">{escape(remark)}</p></figcaption>'
+        f'<div class="legend"></div><canvas tabindex="0" role="img" aria-label="{title}"></canvas>'
+        '<div class="readout" aria-live="polite"></div></figure>'
+        for name, title, remark in _CHARTS
+    )
+    return (
+        f'<section class="charts">{choice}<div class="zoom" hidden><button data-zoom="in">zoom in</button>'
+        '<button data-zoom="out">zoom out</button><button data-zoom="left">&larr;</button>'
+        '<button data-zoom="right">&rarr;</button><button data-zoom="all">whole step</button>'
+        f'<span id="range"></span></div>{figures}<noscript>The charts need JavaScript; everything above does not.'
+        "</noscript></section>"
+    )
