@@ -66,8 +66,12 @@ def train_until_failure(
     pytest.fail(f"call {fail_call} of step {fail_step} failed and nothing was raised")
 
 
-@pytest.mark.parametrize("fail_step", [0, 1, NUM_STEPS - 1])
-def test_every_call_of_a_step(fail_step: int) -> None:
+@pytest.mark.parametrize(
+    ("fail_step", "plans_anew"), [(0, False), (1, False), (NUM_STEPS - 1, False), (NUM_STEPS - 1, True)]
+)
+def test_every_call_of_a_step(fail_step: int, plans_anew: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the step is followed by itself, or by another plan made from what it measured."""
+    monkeypatch.setattr("ooc.sequences._WORTHWHILE", 1e9 if plans_anew else 0)
     for fail_call in range(1, calls_by_step()[fail_step] + 1):
         with ooc.Session(BUDGET, debug=True) as session:
             session.steps._speed = FIXED_SPEED
