@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from scheduler.plan import Machine, Residency
-from scheduler.policies import auto, lms, on_demand, vdnn, window
+from scheduler.policies import auto, lms, nntrainer, on_demand, vdnn, window
 from scheduler.trace import Trace
 
 Schedule: TypeAlias = Callable[..., tuple[Residency, ...]]
@@ -45,6 +45,7 @@ POLICIES: dict[str, Policy] = {
     for policy in (
         Policy(name="auto", schedule=auto.schedule),
         Policy(name="lms", schedule=lms.schedule, tune=lms.tune),
+        Policy(name="nntrainer", schedule=nntrainer.schedule, tune=nntrainer.tune),
         Policy(name="on_demand", schedule=on_demand.schedule),
         Policy(name="vdnn", schedule=vdnn.schedule, tune=vdnn.tune),
         Policy(name="window", schedule=window.schedule, tune=window.tune),
