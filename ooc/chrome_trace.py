@@ -74,7 +74,9 @@ def chrome_trace(documents: Sequence[Document], *, base_ns: int | None = None) -
     events: list[dict[str, Any]] = []
     for number, (name, view) in enumerate(views):
         start_ns = view.unix_ns if view.unix_ns is not None else wall_ns
-        offset_ns = start_ns - base_ns if start_ns is not None else 0
+        # Transfers may begin before their step; times of a simulation start at 0 with the first of them.
+        early_ns = -min((move.start_ns for move in view.moves), default=0)
+        offset_ns = start_ns - base_ns if start_ns is not None else max(early_ns, 0)
         events.extend(_step_events(name, view, pid=_FIRST_PID + number, offset_ns=offset_ns, order=number))
     return {
         "schemaVersion": 1,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -217,7 +218,7 @@ def _timeline(data: Any) -> tuple[Trace, Plan, Measured]:
     starts = _integers(data, "op_start_ns", len(trace.ops))
     stops = _integers(data, "op_stop_ns", len(trace.ops))
     edges = [edge for pair in zip(starts, stops, strict=True) for edge in pair]
-    if any(a > b for a, b in zip(edges, edges[1:], strict=False)):
+    if any(a > b for a, b in pairwise(edges)):
         raise BadDocument("timeline: an op stops before it starts, or starts before the one before it has stopped")
     clock = data.get("clock")
     if not isinstance(clock, dict):

@@ -168,7 +168,7 @@ class Session:
             cache=PlanCache.default() if plan_cache else None,
         )
         self.steps = StepLog(self._books, self._space)
-        self.timeline = Timeline(self._books, self._store)
+        self.timeline = Timeline(self._books, self._store, self._dispatcher.address)
         self._mode = _Mode(self._dispatcher)
         self._step_boundary = step_boundary
         self._hook: Any = None
@@ -207,7 +207,7 @@ class Session:
         """One training step. Everything from here to the next `step()` is one period of the cycle."""
         self._check_open()
         self._begin_period()
-        self.steps.begin(planned=self._executor.active is not None)
+        self._begin_step()
         try:
             yield
         finally:
@@ -239,6 +239,10 @@ class Session:
         self._begin_period()
         with self._lock:
             self._outside.step_ends()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.timeline.begin_step()
         self.steps.begin(planned=self._executor.active is not None)
 
     def _begin_period(self) -> None:

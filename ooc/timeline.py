@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ooc.books import Books, Move
 from ooc.compiled import Compiled
+from ooc.naming import TensorName, names_by_address
 from scheduler.plan import Plan
 from scheduler.trace import Trace
 from vmm.store import FileStore
@@ -44,7 +45,13 @@ class ClockPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Played:
-    """One step that was played whole. Times are of the monotonic clock, in nanoseconds."""
+    """One step that was played whole. Times are of the monotonic clock, in nanoseconds.
+
+    Attributes:
+        role_address: Of each variable of the trace; 0 where it has none now.
+        names: What people call variables, by index.
+        moves: Transfers begun in it.
+    """
 
     step_index: int
     trace: Trace
@@ -54,6 +61,7 @@ class _Played:
     op_start_ns: npt.NDArray[np.int64]
     op_stop_ns: npt.NDArray[np.int64]
     role_address: npt.NDArray[np.uint64]
+    names: Mapping[int, TensorName]
     moves: tuple[Move, ...]
 
     def role_at(self, address: int, time_ns: int) -> int:
@@ -71,11 +79,17 @@ class _Played:
 
 
 class Timeline:
-    """Keeps the newest step that was played whole. Costs a planned step two array copies."""
+    """Keeps the newest step that was played whole. Costs a planned step three array copies.
 
-    def __init__(self, books: Books, store: FileStore) -> None:
+    Args:
+        address_of: A tensor's address if it is the session's, else 0.
+    """
+
+    def __init__(self, books: Books, store: FileStore, address_of: Callable[[Any], int]) -> None:
         self._books = books
         self._store = store
+        self._address_of = address_of
+        self._named: tuple[Compiled, dict[int, TensorName]] | None = None
         self._start_ns = time.monotonic_ns()
         self._newest: _Played | None = None
         self._records: dict[int, TransferRecord] = {}
@@ -99,10 +113,29 @@ class Timeline:
                 op_start_ns=played.op_start_ns.copy(),
                 op_stop_ns=played.op_stop_ns.copy(),
                 role_address=played.role_address.copy(),
+                names=self._names(played),
                 moves=moves,
             )
             self._records.clear()
         self._start_ns = now_ns
+
+    def begin_step(self) -> None:
+        """What lay between two steps (learning, planning) is over: the step's time counts from here."""
+        self._start_ns = time.monotonic_ns()
+
+    def _names(self, played: Compiled) -> dict[int, TensorName]:
+        """Names of the plan's variables, looked up when it is played for the first time."""
+        if self._named is None or self._named[0] is not played:
+            by_address = names_by_address(self._address_of)
+            found = {}
+            for role in played.roles:
+                record = role.record
+                if record is not None and played.role_alive[role.index] and record.address in by_address:
+                    found[role.index] = by_address[record.address]
+                    if role.predecessor is not None:  # the same thing a step later: a gradient, mostly
+                        found.setdefault(role.predecessor.index, by_address[record.address])
+            self._named = (played, found)
+        return self._named[1]
 
     def document(self) -> dict[str, Any] | None:
         """The newest step with its trace and its plan, as JSON-able data. None before the first.
@@ -137,7 +170,7 @@ class Timeline:
             "op_stop_ns": (played.op_stop_ns[:num_ops] - start_ns).tolist(),
             "transfers": columns,
             "num_transfers_lost": len(played.moves) - len(found),
-            "trace": _as_data(played.trace.to_json()),
+            "trace": _as_data(_with_names(played.trace, played.names).to_json()),
             "plan": _as_data(played.plan.to_json()),
         }
 
@@ -155,6 +188,14 @@ class Timeline:
         for record in self._store.engine.take_records():
             if record.ticket in wanted:
                 self._records[record.ticket] = record
+
+
+def _with_names(trace: Trace, names: Mapping[int, TensorName]) -> Trace:
+    variables = tuple(
+        replace(variable, kind=names[index].kind, label=names[index].label) if index in names else variable
+        for index, variable in enumerate(trace.variables)
+    )
+    return replace(trace, variables=variables)
 
 
 def _as_data(text: str) -> Mapping[str, Any]:

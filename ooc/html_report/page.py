@@ -19,18 +19,12 @@ _SYMBOLS = {"yes": "\u2713", "no": "\u2717", "unknown": "?"}
 
 _CHARTS = (
     ("steps", "Steps", "One bar a step; the dark part is stall. Colour is the mode: learning, planned, off plan."),
-    (
-        "memory",
-        "Memory over the step",
-        "Live: what the step would hold in core. Resident: what the pool holds. Point at a moment to see what is "
-        "resident; drag to zoom.",
-    ),
+    ("memory", "Memory over the step", "Point at a moment to see what is resident then; drag to zoom."),
     ("schedule", "Schedule", "What runs when: ops, waits for memory, loads, evictions."),
     (
         "chunks",
         "Chunk map",
-        "Which variable holds which chunk when. A chunk is mapped at the address of every variable that takes its turn "
-        "in it; point at a stay to see with whom it shares.",
+        "Which variable holds which chunk when; point at a stay to see who else takes turns there.",
     ),
     ("drift", "Plan against reality", "How far behind the plan each op started (line), and how much longer it took."),
 )
@@ -115,7 +109,7 @@ def _variables(facts: Facts) -> str:
         (
             str(v.index),
             v.label or "-",
-            v.kind,
+            v.kind.replace("_", " "),
             format_nbytes(v.nbytes),
             format_nbytes(v.moved_nbytes),
             format_duration(v.wait_ns / 1e9),
@@ -123,7 +117,7 @@ def _variables(facts: Facts) -> str:
         for v in facts.variables
     ]
     return _table(
-        "Variables that cost most", ("#", "made by", "kind", "size", "moved", "waited for"), rows, "variables"
+        "Variables that cost most", ("#", "name or maker", "kind", "size", "moved", "waited for"), rows, "variables"
     )
 
 

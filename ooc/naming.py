@@ -1,0 +1,85 @@
+"""What people call their tensors: parameters, gradients, buffers and optimizer state by name.
+
+A session sees storages, not modules. So when a step is to be shown to a person, the modules and
+optimizers of the process are looked up among all objects that the cycle collector tracks. That takes
+some tens of milliseconds, and is done when a plan is first played or somebody asks, never per step.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorName:
+    """A tensor's name.
+
+    Attributes:
+        kind: As in `scheduler.trace.Variable.kind`.
+        label: Such as "blocks.0.attention.weight", "gradient of head.bias", "exp_avg of head.bias".
+    """
+
+    kind: str
+    label: str
+
+
+def named_tensors() -> Iterator[tuple[TensorName, torch.Tensor]]:
+    """Tensors of all modules and optimizers of the process, parameters first, with their names.
+
+    With several models the names begin with the model's class.
+    """
+    modules, optimizers = _find()
+    children = {id(child) for module in modules for child in module._modules.values()}
+    roots = [module for module in modules if id(module) not in children and _has_tensors(module)]
+    labels: dict[int, str] = {}
+    for root in roots:
+        prefix = f"{type(root).__name__}." if len(roots) > 1 else ""
+        for name, parameter in root.named_parameters():
+            labels.setdefault(id(parameter), prefix + name)
+            yield TensorName(kind="parameter", label=prefix + name), parameter
+            if parameter.grad is not None:
+                yield TensorName(kind="gradient", label=f"gradient of {prefix}{name}"), parameter.grad
+        for name, buffer in root.named_buffers():
+            yield TensorName(kind="buffer", label=prefix + name), buffer
+    for optimizer in optimizers:
+        for parameter, state in list(optimizer.state.items()):
+            label = labels.get(id(parameter), "a parameter")
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    yield TensorName(kind="optimizer_state", label=f"{key} of {label}"), value
+
+
+def names_by_address(address_of: Callable[[torch.Tensor], int]) -> dict[int, TensorName]:
+    """Names of the storages for which `address_of` gives an address (0: not one of ours)."""
+    found: dict[int, TensorName] = {}
+    try:
+        for name, tensor in named_tensors():
+            address = address_of(tensor)
+            if address:
+                found.setdefault(address, name)
+    except Exception:  # noqa: BLE001 - modules are users' code; names are for people, and nothing rests on them
+        _log.exception("cannot find out the names of all tensors")
+    return found
+
+
+def _find() -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
+    # By type, not isinstance: that asks proxies for their __class__, which runs their code.
+    modules, optimizers = [], []
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if issubclass(kind, torch.nn.Module):
+            modules.append(thing)
+        elif issubclass(kind, torch.optim.Optimizer):
+            optimizers.append(thing)
+    return modules, optimizers
+
+
+def _has_tensors(module: torch.nn.Module) -> bool:
+    return any(m._parameters or m._buffers for m in module.modules())
