@@ -11,6 +11,7 @@ import ctypes
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from torch import nn
 
 import ooc
 from ooc import ops
+from scheduler.plan import Evicted, Kept, Loaded, Machine, Residency
+from scheduler.policies import POLICIES, Policy, on_demand
+from scheduler.trace import Trace
 
 NUMEL = 65536  # 256 KiB of float32: four chunks
 BUDGET = "2MiB"
@@ -382,3 +386,58 @@ def test_parameters_and_optimizer_state_that_are_replaced() -> None:
     session = compare(program, budget="3MiB")
     assert modes(session)[5] == "planned"
     assert modes(session)[-1] == "planned"
+
+
+def _schedule_over_the_boundary(trace: Trace, machine: Machine) -> tuple[Residency, ...]:
+    """Like `on_demand`, but all leaves before the last op, and what the first ops need is loaded under it."""
+    stays: dict[int, list[Residency]] = {}
+    for residency in on_demand.schedule(trace, machine, wrap=False):
+        stays.setdefault(residency.variable, []).append(residency)
+    last_op = len(trace.ops) - 1
+    busy = {use.variable for use in trace.ops[last_op].uses}
+    room = machine.num_chunks - sum(machine.chunks_of(trace.variables[v].nbytes) for v in busy)
+    for index, mine in stays.items():
+        start, stop = mine[0].start, mine[-1].stop
+        if not isinstance(stop, Evicted) or index in busy:
+            continue
+        mine[-1] = replace(mine[-1], stop=Evicted(stop.write_op, min(stop.release_op, last_op)))
+        num_chunks = machine.chunks_of(trace.variables[index].nbytes)
+        if isinstance(start, Loaded) and start.before_op <= 3 and num_chunks <= room:
+            room -= num_chunks
+            mine[0] = replace(mine[0], start=Kept())
+            mine.append(Residency(variable=index, start=Loaded(before_op=last_op), stop=Kept()))
+    return tuple(residency for mine in stays.values() for residency in mine)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_load_under_way_when_the_step_ends_is_waited_for(monkeypatch: pytest.MonkeyPatch, debug: bool) -> None:
+    """Remedy: `Compiled._loaded_for_next_step`: its first op in the next step awaits it."""
+    monkeypatch.setitem(POLICIES, "boundary", Policy(name="boundary", schedule=_schedule_over_the_boundary))
+    sessions: list[ooc.Session] = []
+
+    def program(step: Step) -> list[Any]:
+        weights = [torch.randn(256, 256) / 16 for _ in range(7)]
+        results = []
+        for index in range(8):
+            if sessions and index == 4:
+                sessions[0].store.engine.inject_faults(delay_ns=20_000_000)
+            with step():
+                x = torch.full((32, 256), 1.0 + index)
+                for weight in weights:
+                    x = (x @ weight).tanh()
+                for weight in weights:
+                    weight.mul_(1 + 1e-3 * index)
+                results.append(x.sum().item())
+        return [*results, *(w.sum().item() for w in weights)]
+
+    torch.manual_seed(0)
+    expected = program(contextlib.nullcontext)
+    torch.manual_seed(0)
+    with ooc.Session("1MiB", policy="boundary", plan_cache=False, debug=debug) as session:
+        sessions.append(session)
+        found = program(session.step)
+    assert found == expected
+    plan = session.plan()
+    assert plan is not None
+    assert any(isinstance(r.start, Loaded) and isinstance(r.stop, Kept) for r in plan.residencies)
+    assert modes(session)[-3:] == ["planned"] * 3
