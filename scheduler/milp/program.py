@@ -1,0 +1,462 @@
+"""POET's mixed-integer program (Patil et al. 2022, Algorithm 1), and Checkmate's as its case without paging.
+
+Stage `t` computes node `t` for the first time, and may compute earlier nodes again before it. Per stage
+and node: `again` (computed again), `kept` (in memory at the stage's start), `stored` (on flash at its
+start), `load` and `evict` (paged within it). The rules, in the paper's order: what a node reads is
+computed in its stage or kept; what is kept was kept, computed or loaded in the stage before; what is stored
+was stored or evicted before; a load needs a stored copy, an eviction a kept one. `free` says that a node's
+output is given up right after a user of it; `held` is the memory after each computation of a stage,
+at most the budget.
+
+Two things differ in form from the published code, not in what is feasible or what it costs. The code
+ties `free` to a count of hazards with one big-M row each way; here each hazard forbids `free` by itself, which
+is the same for whole numbers and far tighter for the relaxation. And only `again` and `kept` are
+declared whole: given whole values of these, some optimum of the others is whole, too (where transfers
+take time, `evict` is declared whole as well, since half an eviction in each of two stages could hide better).
+
+In the paper paging costs energy and no time. `charge_paging` charges it: each stage then lasts as long as the
+longer of its compute and its transfers on one bus.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.milp.graph import Graph
+
+Matrix = npt.NDArray[np.bool_]
+Objective = Literal["energy", "time"]
+
+
+class Status(Enum):
+    """How a solve ended."""
+
+    OPTIMAL = "optimal"
+    INCUMBENT = "the time was up; the best schedule found so far, with its gap"
+    ROUNDED = "rounded from the relaxation; feasible, with its gap"
+    NONE = "the time was up, and no schedule had been found"
+    INFEASIBLE = "no schedule fits the budget and the deadline"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of the program.
+
+    Attributes:
+        budget_nbytes: Most bytes of outputs in memory at once.
+        deadline_s: Longest time; None for no limit.
+        paging, recompute: Which of the two is allowed.
+        objective: What is made small.
+        charge_paging: Whether transfers take time.
+        time_limit_s: The solver's; None for no limit.
+        relative_gap: A schedule proven to be this close to the best is good enough.
+    """
+
+    budget_nbytes: float
+    deadline_s: float | None = None
+    paging: bool = True
+    recompute: bool = True
+    objective: Objective = "energy"
+    charge_paging: bool = False
+    time_limit_s: float | None = 60.0
+    relative_gap: float = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What each stage does; boolean matrices, stage by node.
+
+    Attributes:
+        computed: Computed in the stage; the diagonal is all true.
+        kept: In memory at the stage's start.
+        stored: On flash at its start.
+        load, evict: Paged in (there from the next stage on) and out.
+    """
+
+    computed: Matrix
+    kept: Matrix
+    stored: Matrix
+    load: Matrix
+    evict: Matrix
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """An answer.
+
+    Attributes:
+        status: How the solve ended.
+        schedule: None where there is none.
+        objective: Its cost, in joules or seconds, worked out from the schedule.
+        bound: What no schedule can beat, as proven.
+        peak_nbytes: Its memory, worked out from the schedule.
+    """
+
+    status: Status
+    schedule: Schedule | None = None
+    objective: float | None = None
+    bound: float | None = None
+    peak_nbytes: float | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """Relative distance between the objective and the bound; None where there is no schedule."""
+        if self.objective is None or self.bound is None:
+            return None
+        return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-300)
+
+
+def solve(graph: Graph, request: Request) -> Solution:
+    """The best schedule, by HiGHS."""
+    if not graph.nodes:
+        empty = np.zeros((0, 0), dtype=np.bool_)
+        nothing = Schedule(computed=empty, kept=empty, stored=empty, load=empty, evict=empty)
+        return Solution(status=Status.OPTIMAL, schedule=nothing, objective=0.0, bound=0.0, peak_nbytes=0.0)
+    program = Program(graph, request)
+    result = program.run_solver(relaxed=False)
+    if result.status == 2:
+        return Solution(status=Status.INFEASIBLE)
+    bound = getattr(result, "mip_dual_bound", None)
+    bound = None if bound is None or not np.isfinite(bound) else float(bound) * program.objective_unit
+    if result.x is None:
+        return Solution(status=Status.NONE, bound=bound)
+    schedule = program.schedule_of(result.x)
+    objective = cost_of(schedule, graph, request)
+    return Solution(
+        status=Status.OPTIMAL if result.status == 0 else Status.INCUMBENT,
+        schedule=schedule,
+        objective=objective,
+        bound=objective if bound is None and result.status == 0 else bound,
+        peak_nbytes=peak_of(schedule, graph),
+    )
+
+
+class Program:
+    """The program's columns and rows.
+
+    Attributes:
+        objective_unit: One unit of the solver's objective, in joules or seconds: numbers near 1 solve best.
+    """
+
+    def __init__(self, graph: Graph, request: Request) -> None:
+        self.graph = graph
+        self.request = request
+        self.size = len(graph.nodes)
+        self.columns = _Columns()
+        self.rows = _Rows()
+        size = self.size
+        self.again = self._lower(whole=True)
+        self.kept = self._lower(whole=True)
+        self.stored = self._lower() if request.paging else None
+        self.load = self._lower() if request.paging else None
+        self.evict = self._lower(whole=request.charge_paging) if request.paging else None
+        self.stage = self.columns.add(size, upper=np.inf) if request.charge_paging else None
+        self._forbid()
+        self._write_computability()
+        self._write_residency()
+        self._write_memory()
+        self._write_times()
+        self.objective_unit = self._write_objective()
+
+    def _lower(self, *, whole: bool = False) -> npt.NDArray[np.int64]:
+        """A column for each stage and earlier node; -1 elsewhere."""
+        found = np.full((self.size, self.size), -1, dtype=np.int64)
+        below = np.tril_indices(self.size, -1)
+        found[below] = self.columns.add(len(below[0]), whole=whole)
+        return found
+
+    def _forbid(self) -> None:
+        """Fix at zero what a node, or the request, does not allow."""
+        for index, node in enumerate(self.graph.nodes):
+            if not (node.may_recompute and self.request.recompute):
+                self.columns.fix(self.again[index + 1 :, index], 0.0)
+            if not node.may_page and self.load is not None and self.evict is not None:
+                self.columns.fix(self.load[index + 1 :, index], 0.0)
+                self.columns.fix(self.evict[index + 1 :, index], 0.0)
+
+    def _write_computability(self) -> None:
+        """What a node reads is computed in the same stage or kept."""
+        for node, of in enumerate(self.graph.nodes):
+            for dep in of.deps:
+                self.rows.add([(self.again[node, dep], -1.0), (self.kept[node, dep], -1.0)], upper=-1.0)
+                for t in range(node + 1, self.size):
+                    own = [(self.again[t, node], 1.0), (self.again[t, dep], -1.0), (self.kept[t, dep], -1.0)]
+                    self.rows.add(own, upper=0.0)
+
+    def _write_residency(self) -> None:
+        """What is kept or stored was so before, or came in the stage before."""
+        for t in range(self.size - 1):
+            for i in range(t + 1):
+                own = [(self.kept[t + 1, i], 1.0)]
+                if i < t:  # node t itself is computed in stage t
+                    own += [(self.kept[t, i], -1.0), (self.again[t, i], -1.0)]
+                    if self.load is not None:
+                        own.append((self.load[t, i], -1.0))
+                    self.rows.add(own, upper=0.0)
+                if self.stored is None or self.evict is None:
+                    continue
+                own = [(self.stored[t + 1, i], 1.0)]
+                if i < t:
+                    own += [(self.stored[t, i], -1.0), (self.evict[t, i], -1.0)]
+                self.rows.add(own, upper=0.0)
+        if self.stored is None or self.load is None or self.evict is None:
+            return
+        for t, i in zip(*(half.tolist() for half in np.tril_indices(self.size, -1)), strict=True):
+            self.rows.add([(self.load[t, i], 1.0), (self.stored[t, i], -1.0)], upper=0.0)
+            self.rows.add([(self.evict[t, i], 1.0), (self.kept[t, i], -1.0)], upper=0.0)
+
+    def _write_memory(self) -> None:
+        """`held` after each computation of each stage, in budgets."""
+        unit = max(self.request.budget_nbytes, 1.0)
+        nbytes = [node.nbytes / unit for node in self.graph.nodes]
+        for t in range(self.size):
+            held = self.columns.add(t + 1, upper=self.request.budget_nbytes / unit)
+            for k in range(t + 1):
+                own = [(held[k], 1.0)]
+                if k:
+                    own += [(held[k - 1], -1.0)]
+                    freed = self.graph.nodes[k - 1].deps
+                    own += [(self._free(t, dep, k - 1), nbytes[dep]) for dep in freed if nbytes[dep]]
+                else:
+                    own += [(self.kept[t, i], -nbytes[i]) for i in range(t) if nbytes[i]]
+                if k == t:
+                    self.rows.add(own, lower=nbytes[k], upper=nbytes[k])
+                else:
+                    own.append((self.again[t, k], -nbytes[k]))
+                    self.rows.add(own, lower=0.0, upper=0.0)
+
+    def _free(self, t: int, dep: int, user: int) -> int:
+        """A column: in stage t, `dep` is given up right after `user` was computed."""
+        column = int(self.columns.add(1)[0])
+        self.rows.add([(column, 1.0), (self.again[t, user], -1.0)], upper=0.0)
+        if t + 1 < self.size:
+            self.rows.add([(column, 1.0), (self.kept[t + 1, dep], 1.0)], upper=1.0)
+        for later in self.graph.users[dep]:
+            if later == t:
+                self.columns.fix(np.array([column]), 0.0)
+            elif user < later < t:
+                self.rows.add([(column, 1.0), (self.again[t, later], 1.0)], upper=1.0)
+        return column
+
+    def _write_times(self) -> None:
+        """The deadline; with transfers charged, the stages' lengths."""
+        nodes, deadline = self.graph.nodes, self.request.deadline_s
+        unit = max(self.graph.compute_s, 1e-12)
+        if self.stage is not None:
+            for t in range(self.size):
+                own = [(self.stage[t], 1.0)]
+                own += [(self.again[t, i], -nodes[i].compute_s / unit) for i in range(t)]
+                self.rows.add(own, lower=nodes[t].compute_s / unit)
+                if self.load is not None and self.evict is not None:
+                    own = [(self.stage[t], 1.0)]
+                    own += [(self.load[t, i], -nodes[i].load_s / unit) for i in range(t)]
+                    own += [(self.evict[t, i], -nodes[i].evict_s / unit) for i in range(t)]
+                    self.rows.add(own, lower=0.0)
+            if deadline is not None:
+                self.rows.add([(column, 1.0) for column in self.stage], upper=deadline / unit)
+        elif deadline is not None:
+            below = zip(*np.tril_indices(self.size, -1), strict=True)
+            own = [(self.again[t, i], nodes[i].compute_s / unit) for t, i in below]
+            self.rows.add(own, upper=(deadline - self.graph.compute_s) / unit)
+
+    def _write_objective(self) -> float:
+        nodes = self.graph.nodes
+        if self.request.objective == "time":
+            unit = max(self.graph.compute_s, 1e-12)
+            if self.stage is not None:
+                self.columns.set_cost(self.stage, 1.0)
+                return unit
+            self.columns.constant = self.graph.compute_s / unit
+            for i, node in enumerate(nodes):
+                self.columns.set_cost(self.again[i + 1 :, i], node.compute_s / unit)
+            return unit
+        total = sum(node.compute_j for node in nodes)
+        unit = max(total, 1e-12)
+        self.columns.constant = total / unit
+        for i, node in enumerate(nodes):
+            self.columns.set_cost(self.again[i + 1 :, i], node.compute_j / unit)
+            if self.load is not None and self.evict is not None:
+                self.columns.set_cost(self.load[i + 1 :, i], node.load_j / unit)
+                self.columns.set_cost(self.evict[i + 1 :, i], node.evict_j / unit)
+        return unit
+
+    def run_solver(self, *, relaxed: bool) -> Any:
+        """HiGHS's answer; the constant part of the objective is in its bound.
+
+        Raises:
+            RuntimeError: The solver failed for a reason other than infeasibility or time.
+        """
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        matrix, lower, upper = self.rows.assemble(self.columns.count)
+        cost, low, high, whole = self.columns.assemble()
+        options: dict[str, float] = {"mip_rel_gap": self.request.relative_gap}
+        if self.request.time_limit_s is not None:
+            options["time_limit"] = self.request.time_limit_s
+        result = milp(
+            c=cost,
+            constraints=LinearConstraint(matrix, lower, upper),
+            bounds=Bounds(low, high),
+            integrality=np.zeros_like(whole) if relaxed else whole,
+            options=options,
+        )
+        if result.status not in (0, 1, 2):
+            raise RuntimeError(f"HiGHS gave up with status {result.status}: {result.message}")
+        return result
+
+    def schedule_of(self, values: npt.NDArray[np.float64]) -> Schedule:
+        """The schedule in a solution's values, with paging made whole."""
+        again, kept = (self._matrix(columns, values) > 0.5 for columns in (self.again, self.kept))
+        computed = again | np.eye(self.size, dtype=np.bool_)
+        schedule = completed(computed, kept, self.graph, paging=self.request.paging)
+        if self.request.charge_paging and self.evict is not None:
+            schedule = replace(schedule, evict=_first_of(self._matrix(self.evict, values) > 0.5, schedule.evict))
+            schedule = replace(schedule, stored=_stored_after(schedule.evict))
+        return schedule
+
+    def _matrix(self, columns: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        found: npt.NDArray[np.float64] = np.where(columns >= 0, values[columns], 0.0)
+        return found
+
+    def fractions(self, values: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """`again` and `kept` of a relaxed solution."""
+        return self._matrix(self.again, values), self._matrix(self.kept, values)
+
+
+def completed(computed: Matrix, kept: Matrix, graph: Graph, *, paging: bool) -> Schedule:
+    """The schedule that keeps and computes so, with the loads and evictions that this takes.
+
+    What is kept without having been kept or computed in the stage before is loaded then. What is ever
+    loaded is evicted once, in the first stage at whose start it is kept: every load comes after that,
+    because there is no other way to be on flash.
+
+    Raises:
+        ValueError: Something would have to be loaded that was never kept, or cannot be paged.
+    """
+    load = np.zeros_like(kept)
+    load[:-1] = kept[1:] & ~kept[:-1] & ~computed[:-1]
+    evict = np.zeros_like(kept)
+    for i in np.flatnonzero(load.any(axis=0)).tolist():
+        stages = np.flatnonzero(kept[:, i])
+        first = int(stages[0])
+        if not paging or not graph.nodes[i].may_page or int(np.flatnonzero(load[:, i])[0]) <= first:
+            raise ValueError(f"node {i} ({graph.nodes[i].name}) is kept in a stage, but nothing brings it there")
+        evict[first, i] = True
+    return Schedule(computed=computed, kept=kept, stored=_stored_after(evict), load=load, evict=evict)
+
+
+def _first_of(evict: Matrix, needed: Matrix) -> Matrix:
+    """The first eviction of each node that needs one."""
+    found: Matrix = evict & (np.cumsum(evict, axis=0) == 1) & needed.any(axis=0)
+    return found
+
+
+def _stored_after(evict: Matrix) -> Matrix:
+    """What is on flash at each stage's start: whatever was evicted in a stage before."""
+    stored = np.zeros_like(evict)
+    stored[1:] = np.logical_or.accumulate(evict, axis=0)[:-1]
+    return stored
+
+
+def peak_of(schedule: Schedule, graph: Graph) -> float:
+    """Most bytes in memory: each stage's start, then each computation, less what no later one needs."""
+    size, peak = len(graph.nodes), 0.0
+    for t in range(size):
+        next_kept = schedule.kept[t + 1] if t + 1 < size else np.zeros(size, dtype=np.bool_)
+        held = sum(graph.nodes[i].nbytes for i in np.flatnonzero(schedule.kept[t]).tolist())
+        for k in np.flatnonzero(schedule.computed[t]).tolist():
+            held += graph.nodes[k].nbytes
+            peak = max(peak, held)
+            for dep in graph.nodes[k].deps:
+                needed = next_kept[dep] or any(schedule.computed[t, later] for later in graph.users[dep] if later > k)
+                if not needed:
+                    held -= graph.nodes[dep].nbytes
+    return peak
+
+
+def duration_of(schedule: Schedule, graph: Graph, *, charge_paging: bool) -> float:
+    """Seconds: compute alone, or stage by stage the longer of compute and transfers."""
+    nodes = graph.nodes
+    compute = schedule.computed @ np.array([node.compute_s for node in nodes])
+    if not charge_paging:
+        return float(compute.sum())
+    moving = schedule.load @ np.array([node.load_s for node in nodes])
+    moving += schedule.evict @ np.array([node.evict_s for node in nodes])
+    return float(np.maximum(compute, moving).sum())
+
+
+def cost_of(schedule: Schedule, graph: Graph, request: Request) -> float:
+    """The request's objective, in joules or seconds."""
+    if request.objective == "time":
+        return duration_of(schedule, graph, charge_paging=request.charge_paging)
+    nodes = graph.nodes
+    joules = schedule.computed @ np.array([node.compute_j for node in nodes])
+    joules += schedule.load @ np.array([node.load_j for node in nodes])
+    joules += schedule.evict @ np.array([node.evict_j for node in nodes])
+    return float(joules.sum())
+
+
+@dataclass
+class _Columns:
+    """Variables of the program. All lie in [0, 1] unless said otherwise."""
+
+    count: int = 0
+    constant: float = 0.0
+    upper: list[npt.NDArray[np.float64]] = field(default_factory=list)
+    whole: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    fixed: list[tuple[npt.NDArray[np.int64], float]] = field(default_factory=list)
+    costs: list[tuple[npt.NDArray[np.int64], float]] = field(default_factory=list)
+
+    def add(self, count: int, *, upper: float = 1.0, whole: bool = False) -> npt.NDArray[np.int64]:
+        self.upper.append(np.full(count, upper))
+        self.whole.append(np.full(count, int(whole), dtype=np.int64))
+        self.count += count
+        return np.arange(self.count - count, self.count, dtype=np.int64)
+
+    def fix(self, columns: npt.NDArray[np.int64], upper: float) -> None:
+        self.fixed.append((columns, upper))
+
+    def set_cost(self, columns: npt.NDArray[np.int64], cost: float) -> None:
+        self.costs.append((columns, cost))
+
+    def assemble(self) -> tuple[Any, Any, Any, Any]:
+        """Cost, lower and upper bound, and integrality of each column; the last is the constant."""
+        cost, upper = np.zeros(self.count + 1), np.concatenate([*self.upper, [1.0]])
+        for columns, limit in self.fixed:
+            upper[columns] = limit
+        for columns, value in self.costs:
+            cost[columns] = value
+        lower = np.zeros(self.count + 1)
+        lower[-1], cost[-1] = 1.0, self.constant
+        return cost, lower, upper, np.concatenate([*self.whole, [0]])
+
+
+@dataclass
+class _Rows:
+    """Constraints of the program: `lower <= sum of coefficient times column <= upper`."""
+
+    row: list[int] = field(default_factory=list)
+    column: list[int] = field(default_factory=list)
+    value: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+
+    def add(self, terms: list[tuple[Any, float]], *, lower: float = -np.inf, upper: float = np.inf) -> None:
+        for column, value in terms:
+            self.row.append(len(self.lower))
+            self.column.append(int(column))
+            self.value.append(value)
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+    def assemble(self, num_columns: int) -> tuple[Any, Any, Any]:
+        from scipy.sparse import csr_matrix
+
+        shape = (len(self.lower), num_columns + 1)
+        matrix = csr_matrix((self.value, (self.row, self.column)), shape=shape)
+        return matrix, np.array(self.lower), np.array(self.upper)

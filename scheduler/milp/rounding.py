@@ -1,0 +1,123 @@
+"""Schedules from the relaxation, for programs too large to solve: two-phase rounding after Checkmate.
+
+Checkmate (Jain et al. 2020, section 5) solves the program with fractions allowed, rounds what is *kept*, and then
+works out what must be computed for it. Rounding may need more memory than the fractions did, so the relaxation
+is also solved for somewhat smaller budgets, several thresholds are tried, and the cheapest schedule that fits
+is returned, beside the relaxation's bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from scheduler.milp.graph import Graph
+from scheduler.milp.program import (
+    Matrix,
+    Program,
+    Request,
+    Schedule,
+    Solution,
+    Status,
+    completed,
+    cost_of,
+    duration_of,
+    peak_of,
+)
+
+# Shares of the budget that the relaxation is given, and fractions from which on "kept" is rounded up.
+_ALLOWANCES = (1.0, 0.9, 0.75, 0.6)
+_THRESHOLDS = (0.5, 0.3, 0.7, 0.1, 0.9)
+
+
+def solve_by_rounding(graph: Graph, request: Request) -> Solution:
+    """The cheapest rounded schedule, with the gap to the relaxation's bound."""
+    best: Solution | None = None
+    bound: float | None = None
+    cheapest = float("inf")
+    for allowance in _ALLOWANCES:
+        program = Program(graph, replace(request, budget_nbytes=request.budget_nbytes * allowance))
+        result = program.run_solver(relaxed=True)
+        if result.x is None:
+            if allowance == 1.0:
+                return Solution(status=Status.INFEASIBLE if result.status == 2 else Status.NONE)
+            break
+        if allowance == 1.0:
+            bound = float(result.fun) * program.objective_unit
+        _, kept = program.fractions(result.x)
+        for threshold in _THRESHOLDS:
+            schedule = schedule_keeping(kept >= threshold, graph, request)
+            objective = _judge(schedule, graph, request)
+            if objective is not None and objective < cheapest:
+                cheapest = objective
+                best = Solution(
+                    status=Status.ROUNDED,
+                    schedule=schedule,
+                    objective=objective,
+                    bound=bound,
+                    peak_nbytes=peak_of(schedule, graph),
+                )
+        if best is not None:
+            break
+    return best if best is not None else Solution(status=Status.NONE, bound=bound)
+
+
+def _judge(schedule: Schedule, graph: Graph, request: Request) -> float | None:
+    """The schedule's cost; None if it breaks the budget or the deadline."""
+    if peak_of(schedule, graph) > request.budget_nbytes * (1 + 1e-9):
+        return None
+    duration_s = duration_of(schedule, graph, charge_paging=request.charge_paging)
+    if request.deadline_s is not None and duration_s > request.deadline_s * (1 + 1e-9):
+        return None
+    return cost_of(schedule, graph, request)
+
+
+def schedule_keeping(kept: Matrix, graph: Graph, request: Request) -> Schedule:
+    """The schedule that keeps `kept` where it is of use, and computes or pages no more than that takes."""
+    size = len(graph.nodes)
+    kept = kept & np.tri(size, k=-1, dtype=np.bool_)
+    computed = np.eye(size, dtype=np.bool_)
+    was_kept = np.zeros(size, dtype=np.bool_)
+    for t in range(size):
+        missing = kept[t + 1] & ~kept[t] if t + 1 < size else np.zeros(size, dtype=np.bool_)
+        wanted = []
+        for i in np.flatnonzero(missing[:t]).tolist():
+            node = graph.nodes[i]
+            pages = request.paging and node.may_page and was_kept[i]
+            recomputes = request.recompute and node.may_recompute
+            if not pages or (recomputes and _is_cheaper_again(node.compute_s, node.load_s, request)):
+                wanted.append(i)
+        _compute(t, [t, *wanted], computed, kept, graph, request)
+        was_kept |= kept[t]
+    _forget_useless(kept, computed, graph)
+    return completed(computed, kept, graph, paging=request.paging)
+
+
+def _is_cheaper_again(compute_s: float, load_s: float, request: Request) -> bool:
+    return request.charge_paging and compute_s < load_s
+
+
+def _compute(t: int, wanted: list[int], computed: Matrix, kept: Matrix, graph: Graph, request: Request) -> None:
+    """Compute `wanted` in stage t, and whatever of their sources is not kept. What may not be is kept throughout."""
+    waiting = list(wanted)
+    while waiting:
+        node = waiting.pop()
+        if node != t and not (request.recompute and graph.nodes[node].may_recompute):
+            kept[node + 1 : t + 1, node] = True
+            continue
+        computed[t, node] = True
+        waiting.extend(dep for dep in graph.nodes[node].deps if not kept[t, dep] and not computed[t, dep])
+
+
+def _forget_useless(kept: Matrix, computed: Matrix, graph: Graph) -> None:
+    """Keep nothing over a stage's start that no computation reads before it is made anew."""
+    size = len(graph.nodes)
+    useful = np.zeros(size, dtype=np.bool_)
+    for t in range(size - 1, -1, -1):
+        read = np.zeros(size, dtype=np.bool_)
+        for node in np.flatnonzero(computed[t]).tolist():
+            read[list(graph.nodes[node].deps)] = True
+        useful = (useful & ~computed[t]) | (read & ~computed[t])
+        kept[t] &= useful
+        useful = kept[t].copy()

@@ -1,0 +1,245 @@
+"""The mixed-integer programs: POET's published cases, brute force on tiny graphs, rounding, transfers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.milp.graph import Graph, Node, read_poet_csv
+from scheduler.milp.program import Request, Schedule, Status, peak_of, solve
+from scheduler.milp.rounding import solve_by_rounding
+
+INSTANCES = Path(__file__).parent / "instances" / "poet"
+CHIPS = json.loads((INSTANCES / "chipsets.json").read_text())
+REFERENCE = json.loads((INSTANCES / "reference_optima.json").read_text())
+RELATIVE_GAP = 1e-6
+
+
+def poet_graph(model: str, chip: str) -> Graph:
+    with (INSTANCES / f"{model}.{chip}.csv").open() as lines:
+        return read_poet_csv(lines, CHIPS[chip])
+
+
+def request_of(case: dict[str, Any], graph: Graph) -> Request:
+    return Request(
+        budget_nbytes=case["ram_budget"],
+        deadline_s=case["runtime_mult"] * graph.compute_s,
+        paging=bool(case["paging"]),
+        recompute=bool(case["remat"]),
+        time_limit_s=None,
+        relative_gap=RELATIVE_GAP,
+    )
+
+
+def check_against(case: dict[str, Any]) -> None:
+    graph = poet_graph(case["model"], case["chip"])
+    solution = solve(graph, request_of(case, graph))
+    if case["status"] == "Infeasible":
+        assert solution.status is Status.INFEASIBLE
+        return
+    assert solution.status is Status.OPTIMAL
+    assert solution.objective is not None
+    assert solution.peak_nbytes is not None
+    assert case["bound_J"] * (1 - RELATIVE_GAP) <= solution.objective <= case["obj_J"] * (1 + RELATIVE_GAP)
+    assert solution.peak_nbytes <= case["ram_budget"]
+
+
+@pytest.mark.parametrize("chip", ["m0", "m4", "a72"])
+def test_reproduces_poets_optima_of_the_linear_network(chip: str) -> None:
+    cases = [case for case in REFERENCE if (case["model"], case["chip"]) == ("linear", chip)]
+    assert len(cases) == 36
+    for case in cases:
+        check_against(case)
+
+
+def test_reproduces_poets_optimum_of_resnet18_on_a_raspberry_pi() -> None:
+    (case,) = (case for case in REFERENCE if (case["model"], case["chip"]) == ("resnet18_cifar", "a72"))
+    check_against(case)
+
+
+# -- tiny graphs, all schedules ----------------------------------------------------------------
+
+
+def tiny_graph(seed: int, size: int) -> Graph:
+    rng = random.Random(seed)
+    nodes = []
+    for index in range(size):
+        earlier = range(index)
+        deps = set(rng.sample(earlier, min(index, rng.choice([0, 0, 0, 1]))))
+        if index:
+            deps.add(index - 1)
+        if 2 * index >= size and rng.random() < 0.8:  # a backward pass reads what the forward pass made
+            deps.add(size - 1 - index)
+            deps.discard(index)
+        nodes.append(
+            Node(
+                name=f"n{index}",
+                deps=tuple(sorted(deps)),
+                nbytes=rng.randint(1, 9),
+                compute_s=rng.randint(1, 9),
+                compute_j=rng.randint(1, 9),
+                load_s=rng.randint(1, 9),
+                load_j=rng.randint(1, 9),
+                evict_s=rng.randint(1, 9),
+                evict_j=rng.randint(1, 9),
+                may_recompute=rng.random() < 0.8,
+                may_page=rng.random() < 0.8,
+            )
+        )
+    return Graph(nodes=tuple(nodes))
+
+
+def some_budget(graph: Graph, rng: random.Random) -> int:
+    """Mostly a tight one."""
+    least = int(graph.least_nbytes)
+    return rng.choice([least, least + 1, least + 2, rng.randint(least, int(graph.most_nbytes))])
+
+
+def stage_fits(t: int, now: frozenset[int], next_kept: frozenset[int], again: frozenset[int], case: Any) -> bool:
+    """Whether stage t can compute node t and `again` from `now` within the budget."""
+    graph, request = case
+    held, runs = set(now), sorted({t, *again})
+    for position, k in enumerate(runs):
+        node = graph.nodes[k]
+        if any(dep not in now and dep not in runs[:position] for dep in node.deps):
+            return False
+        stays_twice = k in held
+        nbytes = sum(graph.nodes[i].nbytes for i in held) + node.nbytes
+        if stays_twice:  # kept and computed again: a spurious copy, never of use
+            return False
+        if nbytes > request.budget_nbytes:
+            return False
+        held.add(k)
+        later = {dep for other in runs[position + 1 :] for dep in graph.nodes[other].deps}
+        held -= {dep for dep in node.deps if dep not in later and dep not in next_kept}
+    return True
+
+
+def brute_force(graph: Graph, request: Request) -> float | None:
+    """The least energy over all schedules, by dynamic programming over (stage, in memory, on flash)."""
+    size = len(graph.nodes)
+    may_again = {i for i in range(size) if request.recompute and graph.nodes[i].may_recompute}
+    may_page = {i for i in range(size) if request.paging and graph.nodes[i].may_page}
+    best: dict[tuple[frozenset[int], frozenset[int]], float] = {(frozenset(), frozenset()): 0.0}
+    for t in range(size):
+        following: dict[tuple[frozenset[int], frozenset[int]], float] = {}
+        done = set(range(t + 1))
+        for (now, flash), joules in best.items():
+            for again in subsets((done - {t}) & may_again - now):
+                base = joules + sum(graph.nodes[i].compute_j for i in {t, *again})
+                for nxt in subsets(done) if t + 1 < size else [frozenset()]:
+                    loads = nxt - now - again - {t}
+                    if not loads <= flash & may_page or not stage_fits(t, now, nxt, again, (graph, request)):
+                        continue
+                    cost = base + sum(graph.nodes[i].load_j for i in loads)
+                    for out in subsets(now & may_page - flash):
+                        key = nxt, flash | out
+                        total = cost + sum(graph.nodes[i].evict_j for i in out)
+                        following[key] = min(total, following.get(key, float("inf")))
+        best = following
+    return min(best.values(), default=None)
+
+
+def subsets(of: Any) -> list[frozenset[int]]:
+    items = sorted(of)
+    return [frozenset(c) for n in range(len(items) + 1) for c in itertools.combinations(items, n)]
+
+
+@settings(max_examples=120, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), paging=st.booleans(), recompute=st.booleans())
+def test_is_as_good_as_trying_everything(seed: int, paging: bool, recompute: bool) -> None:
+    rng = random.Random(seed)
+    graph = tiny_graph(seed, rng.randint(1, 6))
+    budget = some_budget(graph, rng)
+    request = Request(budget_nbytes=budget, paging=paging, recompute=recompute, relative_gap=0.0)
+    wanted, solution = brute_force(graph, request), solve(graph, request)
+    if wanted is None:
+        assert solution.status is Status.INFEASIBLE
+        return
+    assert solution.objective == pytest.approx(wanted)
+    assert solution.schedule is not None
+    check_rules(solution.schedule, graph, request)
+
+
+def check_rules(schedule: Schedule, graph: Graph, request: Request) -> None:
+    """The paper's rules, one by one."""
+    size = len(graph.nodes)
+    assert peak_of(schedule, graph) <= request.budget_nbytes * (1 + 1e-9)
+    for t, i in itertools.product(range(size), range(size)):
+        node = graph.nodes[i]
+        if i == t:
+            assert schedule.computed[t, i]
+        if schedule.computed[t, i]:
+            assert i <= t and (i == t or (node.may_recompute and request.recompute))
+            assert all(schedule.computed[t, dep] or schedule.kept[t, dep] for dep in node.deps)
+        if schedule.kept[t, i]:
+            assert i < t
+            assert schedule.kept[t - 1, i] or schedule.computed[t - 1, i] or schedule.load[t - 1, i]
+        if schedule.stored[t, i]:
+            assert schedule.stored[t - 1, i] or schedule.evict[t - 1, i]
+        if schedule.load[t, i]:
+            assert schedule.stored[t, i] and node.may_page and request.paging
+        if schedule.evict[t, i]:
+            assert schedule.kept[t, i]
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_charging_transfers_is_never_faster_and_keeps_the_deadline(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = tiny_graph(seed, rng.randint(2, 6))
+    budget = some_budget(graph, rng)
+    free = solve(graph, Request(budget_nbytes=budget, objective="time", relative_gap=0.0))
+    charged = solve(graph, Request(budget_nbytes=budget, objective="time", charge_paging=True, relative_gap=0.0))
+    assert (free.status is Status.INFEASIBLE) == (charged.status is Status.INFEASIBLE)
+    if free.objective is None or charged.objective is None or charged.schedule is None:
+        return
+    assert charged.objective >= free.objective * (1 - 1e-9)
+    check_rules(charged.schedule, graph, Request(budget_nbytes=budget))
+    late = Request(
+        budget_nbytes=budget, deadline_s=charged.objective * 0.99 - 0.01, charge_paging=True, relative_gap=0.0
+    )
+    assert solve(graph, late).status is Status.INFEASIBLE
+    in_time = Request(budget_nbytes=budget, deadline_s=charged.objective * (1 + 1e-6), charge_paging=True)
+    assert solve(graph, in_time).status is Status.OPTIMAL
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), paging=st.booleans(), recompute=st.booleans())
+def test_rounded_schedules_keep_the_rules_and_the_bound_holds(seed: int, paging: bool, recompute: bool) -> None:
+    rng = random.Random(seed)
+    graph = tiny_graph(seed, rng.randint(1, 8))
+    budget = some_budget(graph, rng)
+    request = Request(budget_nbytes=budget, paging=paging, recompute=recompute)
+    rounded = solve_by_rounding(graph, request)
+    if rounded.schedule is None or rounded.objective is None or rounded.bound is None:
+        assert rounded.status in (Status.INFEASIBLE, Status.NONE)
+        return
+    check_rules(rounded.schedule, graph, request)
+    best = solve(graph, request)
+    assert best.objective is not None
+    assert rounded.bound <= best.objective * (1 + 1e-6)
+    assert rounded.objective >= best.objective * (1 - 1e-3)
+
+
+def test_rounds_a_network_on_a_board() -> None:
+    graph = poet_graph("linear", "m4")
+    rounded = solve_by_rounding(graph, Request(budget_nbytes=4065.6))
+    assert rounded.status is Status.ROUNDED
+    assert rounded.gap is not None
+    assert rounded.gap < 1
+
+
+def test_a_solver_without_time_says_so() -> None:
+    graph = poet_graph("resnet18_cifar", "a72")
+    solution = solve(graph, Request(budget_nbytes=1.3e6, time_limit_s=0.01))
+    assert solution.status is Status.NONE
+    assert solution.schedule is None
+    assert solution.gap is None
