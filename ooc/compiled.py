@@ -384,6 +384,10 @@ class Compiled:
 
     # -- playing it
 
+    def live_records(self) -> list[VariableRecord]:
+        """Records that play a role now."""
+        return [r.record for r in self.roles if r.record is not None and self.role_alive[r.index]]
+
     def give_up_records(self) -> list[VariableRecord]:
         """Let go of the records kept for variables born in the step; the caller disposes of them.
 

@@ -27,7 +27,7 @@ from ooc.books import Books, State, VariableRecord
 from ooc.casting import Casting
 from ooc.compiled import Compiled, Role, Stay
 from ooc.errors import StoreFailed
-from ooc.leaving import has_landed, land_transfers, pinned_by, recorder_so_far
+from ooc.leaving import has_landed, land_transfers, pinned_by, recorder_so_far, return_records
 from ooc.recorder import StepRecorder
 from scheduler.plan import Loaded, occupied_ticks
 from vmm.chunks import ChunkPool
@@ -385,39 +385,11 @@ class Executor:
         recorder = recorder_so_far(compiled, cursor, start_records=start, events=self.events)
         self.events = []
         pinned = pinned_by(compiled, cursor) if inside else set()
-        books = self._books
-        for role in compiled.roles:
-            record, role_is_alive = role.record, compiled.role_alive[role.index]
-            if record is None or not role_is_alive:
-                continue
-            if not self._allocator.is_alive(record.address):
-                compiled.role_alive[role.index] = 0
-                continue
-            self._allocator.bind(record.address, -1)
-            compiled.role_alive[role.index] = 0
-            record.role = -1
-            record.seen = record.seen or role.evictable
-            if role.is_born:
-                record.serial = books.next_serial()
-            books.records[record.address] = record
-            if record.state is State.RESIDENT and self._books.guards.was_served(record):
-                record.state = State.AWAY  # it came in while somebody may have written to the store's copy
-            if record.state is State.AWAY:
-                books.hide(record)
-            else:
-                books.guards.lift(record)
-                self._space.map(record.reservation, record.runs)
-            if role.index in pinned:
-                record.pins += 1
-                self._mid_op_pins.append(record)
-        for role in compiled.roles:
-            if role.record is not None and role.record.address in books.records:
-                role.record = None
-                compiled.role_address[role.index] = 0
+        self._mid_op_pins += return_records(self._books, self._allocator, compiled, pinned)
         for role in compiled.roles:
             if not role.is_born:
                 self._casting.bury(compiled, role)
-        books.retake_pool(self._new_pool())
+        self._books.retake_pool(self._new_pool())
         _log.info("left the plan at op %d: %s", cursor, reason)
         self.on_leave(recorder)  # also when a transfer had failed: the step goes on from true books
         if failure is not None:
@@ -618,20 +590,11 @@ class Executor:
 
     def live_records(self) -> list[VariableRecord]:
         """Records that play a role now."""
-        if self.active is None:
-            return []
-        alive = self.active.role_alive
-        return [role.record for role in self.active.roles if role.record is not None and alive[role.index]]
+        return self.active.live_records() if self.active is not None else []
 
     def record_at(self, address: int) -> VariableRecord | None:
         """The record that plays a role at this address, if one does."""
-        compiled = self.active
-        if compiled is None:
-            return None
-        for role in compiled.roles:
-            if role.record is not None and role.record.address == address and compiled.role_alive[role.index]:
-                return role.record
-        return None
+        return next((record for record in self.live_records() if record.address == address), None)
 
     def _prune(self) -> None:
         """Forget what has landed well. A failed transfer stays: whoever needs it finds out."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from ooc.books import Books, State, VariableRecord
 from ooc.compiled import Compiled, Stay
 from ooc.errors import StoreFailed
 from ooc.recorder import OpRecord, StepRecorder
-from vmm.torch_cpu import Event
+from vmm.torch_cpu import CpuAllocator, Event
 
 
 def land_transfers(
@@ -70,6 +70,45 @@ def recorder_so_far(
         )
     recorder.events = events
     return recorder
+
+
+def return_records(
+    books: Books, allocator: CpuAllocator, compiled: Compiled, pinned: Container[int]
+) -> list[VariableRecord]:
+    """Give the records that play a role back to the books, as they are; their roles are free.
+
+    Those of the roles in `pinned` are pinned.
+
+    Returns:
+        The pinned ones.
+    """
+    found = []
+    for role in compiled.roles:
+        record, is_alive = role.record, compiled.role_alive[role.index]
+        compiled.role_alive[role.index] = 0
+        if record is None or not is_alive or not allocator.is_alive(record.address):
+            continue
+        allocator.bind(record.address, -1)
+        record.role = -1
+        record.seen = record.seen or role.evictable
+        if role.is_born:
+            record.serial = books.next_serial()
+        books.records[record.address] = record
+        if record.state is State.RESIDENT and books.guards.was_served(record):
+            record.state = State.AWAY  # it came in while somebody may have written to the store's copy
+        if record.state is State.AWAY:
+            books.hide(record)
+        else:
+            books.guards.lift(record)
+            books.space.map(record.reservation, record.runs)
+        if role.index in pinned:
+            record.pins += 1
+            found.append(record)
+    for role in compiled.roles:
+        if role.record is not None and role.record.address in books.records:
+            role.record = None
+            compiled.role_address[role.index] = 0
+    return found
 
 
 def pinned_by(compiled: Compiled, index: int) -> set[int]:
