@@ -96,7 +96,7 @@ class FakeRecording:
         self._mode.__enter__()
         return self
 
-    def __exit__(self, *reason: Any) -> None:
+    def __exit__(self, *reason: object) -> None:
         self._mode.__exit__(*reason)
         self._fake.__exit__(*reason)
 
@@ -256,7 +256,9 @@ def _work(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
     operands = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
     sources = {id(t.untyped_storage()) for t in operands.values()}
     results = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-    is_view = func.is_view or (not ops.written_arguments(func) and all(id(t.untyped_storage()) in sources for t in results))
+    is_view = func.is_view or (
+        not ops.written_arguments(func) and all(id(t.untyped_storage()) in sources for t in results)
+    )
     if is_view and not flops:
         return 0, 0
     fresh = [t for t in results if id(t) not in operands]

@@ -15,6 +15,10 @@ from scheduler.trace import Trace
 _REMAP_BYTES_PER_S = 3.2e9
 
 
+# From this many residencies on, candidates are compared by the quicker colouring: planning stays within seconds.
+_MANY = 700
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """What a proposal (uncoloured residencies) costs, and the plan that was simulated to know it."""
@@ -34,7 +38,7 @@ class Evaluation:
 
 def evaluate(residencies: tuple[Residency, ...], trace: Trace, machine: Machine) -> Evaluation | Shortage:
     """Colour `residencies` and simulate the result. A `Shortage` means that they do not colour."""
-    outcome = colour_with_scratch(residencies, trace, machine)
+    outcome = colour_with_scratch(residencies, trace, machine, quick=len(residencies) > _MANY)
     if isinstance(outcome, Shortage):
         return outcome
     colouring = outcome.colouring

@@ -107,7 +107,9 @@ def execution_orders(layers: Sequence[Layer], *, clips_gradients: bool = False) 
     return tuple(found)
 
 
-def merged(requests: Sequence[Request], layers: Sequence[Layer], *, clips_gradients: bool = False) -> tuple[Memory, ...]:
+def merged(
+    requests: Sequence[Request], layers: Sequence[Layer], *, clips_gradients: bool = False
+) -> tuple[Memory, ...]:
     """Algorithm 1, lines 21 to 31: views and extensions take over their target's memory.
 
     A modifying view may only if its target is not used after the view's first use; a read-only view and an

@@ -101,4 +101,3 @@ def first_backward_op(trace: Trace) -> int:
             return index
     live = max(trace.live_nbytes(), key=lambda entry: (entry[1], entry[0]), default=(0, 0))[0]
     return next((index for index, op in enumerate(trace.ops) if op.stop_tick > live), max(len(trace.ops) - 1, 0))
-

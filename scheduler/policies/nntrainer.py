@@ -93,7 +93,9 @@ def schedule(
         ValueError: Another mode, or a negative lookahead.
     """
     if mode not in _MODES or lookahead < 0:
-        raise ValueError(f"mode={mode!r}, lookahead={lookahead}. Options: {', '.join(_MODES)}; a lookahead of 0 or more.")
+        raise ValueError(
+            f"mode={mode!r}, lookahead={lookahead}. Options: {', '.join(_MODES)}; a lookahead of 0 or more."
+        )
     swaps = _Swaps(trace, machine, wrap=wrap)
     aways = swaps.decide(mode, lookahead)
     if swaps.most_held(aways) > machine.num_chunks:
@@ -197,7 +199,8 @@ class _Swaps:
         """Chunks held more at each tick."""
         change = np.zeros(self.trace.num_ticks, dtype=np.int64)
         for old, new in zip(before, after, strict=True):
-            assert old.load is not None and new.load is not None
+            assert old.load is not None
+            assert new.load is not None
             start, stop = self.ticks.load(new.load), min(self.ticks.load(old.load), old.gap.stop_tick)
             while start < stop:
                 base = start // self.trace.num_ticks * self.trace.num_ticks

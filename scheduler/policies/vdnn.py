@@ -16,7 +16,14 @@ from typing import Any, Literal
 
 from scheduler.chains import Away, Chain, Gap, chains_of, residencies_of
 from scheduler.plan import Machine, Residency
-from scheduler.policies._fixed_gaps import aways_by, best_of, does_not_fit, first_backward_op, held_chunks, is_activation
+from scheduler.policies._fixed_gaps import (
+    aways_by,
+    best_of,
+    does_not_fit,
+    first_backward_op,
+    held_chunks,
+    is_activation,
+)
 from scheduler.trace import Trace
 
 _OFFLOADS: tuple[Literal["conv", "all"], ...] = ("conv", "all")
@@ -84,7 +91,6 @@ def _decide(trace: Trace, chains: tuple[Chain, ...], offload: Literal["conv", "a
 def _feeds_convolution(trace: Trace, chain: Chain, split: int) -> bool:
     """Does a convolution of the forward pass read it?"""
     return any(
-        "conv" in trace.ops[op].name
-        and any(use.variable == chain.variable and use.reads for use in trace.ops[op].uses)
+        "conv" in trace.ops[op].name and any(use.variable == chain.variable and use.reads for use in trace.ops[op].uses)
         for op in {pin.op_index for pin in chain.pins if pin.op_index < min(split, len(trace.ops))}
     )

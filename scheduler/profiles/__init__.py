@@ -125,9 +125,7 @@ class Profile:
 
     def to_json(self) -> str:
         """The profile as JSON text; `profile_from_json` reads it back equal."""
-        return json.dumps(
-            {"schema": "ooc.profile", "schema_version": PROFILE_SCHEMA_VERSION, **asdict(self)}, indent=2
-        )
+        return json.dumps({"schema": "ooc.profile", "schema_version": PROFILE_SCHEMA_VERSION, **asdict(self)}, indent=2)
 
 
 def profile_names() -> tuple[str, ...]:
@@ -195,7 +193,8 @@ def retimed(trace: Trace, profile: Profile) -> Trace:
             "Options: record it with 'ooc trace --fake'; plan it with the times that it has (--keep-times)."
         )
     ops = tuple(
-        replace(op, duration_ns=profile.op_ns(flops, nbytes)) for op, flops, nbytes in zip(trace.ops, *costs, strict=True)
+        replace(op, duration_ns=profile.op_ns(flops, nbytes))
+        for op, flops, nbytes in zip(trace.ops, *costs, strict=True)
     )
     return replace(trace, ops=ops, metadata={**trace.metadata, "times_of": profile.name})
 
@@ -242,9 +241,11 @@ def _check(value: Any, profile: str, name: str, *, least: float) -> None:
         raise ProfileError(f"profile {profile!r}: '{name}' is {value!r}; it must be a number of at least {least}")
 
 
-def _check_fields(document: Mapping[str, Any], kind: type[Profile] | type[Energy], prefix: str) -> None:
+def _check_fields(document: Mapping[str, Any], kind: type[Profile | Energy], prefix: str) -> None:
     known = {field.name for field in fields(kind)}
     missing, unknown = sorted(known - document.keys()), sorted(document.keys() - known)
     if missing or unknown:
-        wrong = [f"lacks '{prefix}{name}'" for name in missing] + [f"has an unknown '{prefix}{name}'" for name in unknown]
+        wrong = [f"lacks '{prefix}{name}'" for name in missing] + [
+            f"has an unknown '{prefix}{name}'" for name in unknown
+        ]
         raise ProfileError(f"not a complete profile: it {', '.join(wrong)}")
