@@ -60,7 +60,7 @@ class ReplayGraph:
         self.trace = trace
         self.maker: list[int | None] = [None] * len(trace.variables)
         self.births: list[list[int]] = [[] for _ in trace.ops]
-        starts = [op.start_tick for op in trace.ops]
+        self._starts = starts = [op.start_tick for op in trace.ops]
         for v, variable in enumerate(trace.variables):
             if variable.birth_tick is None:
                 continue
@@ -74,6 +74,8 @@ class ReplayGraph:
                 if use.writes:
                     written[use.variable].add(index)
         self.writers = [sorted(own) for own in written]
+        self._expiry: dict[tuple[int, int], int] = {}
+        self._num_ops = len(trace.ops)
         self.may_rerun = [
             op.replayable and all(trace.variables[v].evictable for v in born)
             for op, born in zip(trace.ops, self.births, strict=True)
@@ -88,6 +90,58 @@ class ReplayGraph:
     def may_ever_return(self, variable: int) -> bool:
         """Whether each op that writes the variable may run again; False also if no op makes it."""
         return self.maker[variable] is not None and all(self.may_rerun[op] for op in self.writers[variable])
+
+    def expiry(self, variable: int, until: int) -> int:
+        """The last op before which the variable can be made again, as it is before op `until`; -1 if none.
+
+        This counts only on what nobody can discard: variables that cannot be made again themselves, as
+        long as they live unchanged. So it stays true whatever else is discarded later.
+        """
+        key = variable, bisect_left(self.writers[variable], until)
+        waiting = [key]
+        while waiting:
+            v, num_writers = waiting[-1]
+            if (v, num_writers) in self._expiry:
+                waiting.pop()
+                continue
+            sources = self._sources(v, num_writers)
+            missing = [s[:2] for s in sources or () if s[:2] not in self._expiry]
+            if missing:
+                waiting.extend(missing)
+                continue
+            self._expiry[v, num_writers] = self._expiry_of(sources)
+            waiting.pop()
+        return self._expiry[key]
+
+    def _sources(self, variable: int, num_writers: int) -> list[tuple[int, int, bool]] | None:
+        """What the first writes of a variable read: `(variable, its writes before that, whether changed in place)`."""
+        writers = self.writers[variable][:num_writers]
+        if self.maker[variable] is None or not writers or not all(self.may_rerun[op] for op in writers):
+            return None
+        return [
+            (use.variable, bisect_left(self.writers[use.variable], op), use.writes)
+            for op in writers
+            for use in self.trace.ops[op].uses
+            if self.maker[use.variable] != op and use.variable != variable
+        ]
+
+    def _expiry_of(self, sources: list[tuple[int, int, bool]] | None) -> int:
+        if sources is None:
+            return -1
+        found = self._num_ops - 1
+        for v, num_writers, in_place in sources:
+            last = self._expiry[v, num_writers]
+            if last < 0 and not in_place:  # cannot be made again, so it is somewhere as long as it lives
+                last = self._last_op_unchanged(v, num_writers)
+            found = min(found, last)
+        return found
+
+    def _last_op_unchanged(self, variable: int, num_writers: int) -> int:
+        """The last op before which the variable is alive with just its first writes."""
+        later = self.writers[variable][num_writers : num_writers + 1]
+        dead = self.trace.variables[variable].death_tick
+        last = self._num_ops - 1 if dead is None else bisect_left(self._starts, dead) - 1
+        return min([last, *later])
 
     def ops_for(
         self, variables: Iterable[int], before_op: int, is_resident: Callable[[int], bool], most_ops: int | None = None

@@ -57,8 +57,8 @@ class _Walk:
         self.peaks = zone_maxima(trace, pinned_chunks(trace, machine, pins))
         self.heirs = {i: v.becomes for i, v in enumerate(trace.variables) if v.becomes is not None}
         self.heirs = {i: heir for i, heir in self.heirs.items() if may_wrap(trace, i)}
-        self.zones = _pins_by_zone(trace, pins)
-        self.deaths = _deaths_by_zone(trace)
+        self.zones = pins_by_zone(trace, pins)
+        self.deaths = deaths_by_zone(trace)
         self.book = StayBook(trace)
         self.recent: dict[int, None] = {}  # resident variables, least recently used first
 
@@ -121,7 +121,7 @@ class _Walk:
         self.recent[v] = None
 
 
-def _pins_by_zone(trace: Trace, pins: tuple[tuple[Pin, ...], ...]) -> list[dict[int, Pin]]:
+def pins_by_zone(trace: Trace, pins: tuple[tuple[Pin, ...], ...]) -> list[dict[int, Pin]]:
     """For each op, the pins that touch the time from its start to the next op's (op 0: from the step's start)."""
     starts = [op.start_tick for op in trace.ops]
     zones: list[dict[int, Pin]] = [{} for _ in trace.ops]
@@ -133,7 +133,8 @@ def _pins_by_zone(trace: Trace, pins: tuple[tuple[Pin, ...], ...]) -> list[dict[
     return zones
 
 
-def _deaths_by_zone(trace: Trace) -> list[list[int]]:
+def deaths_by_zone(trace: Trace) -> list[list[int]]:
+    """For each op, the variables freed in the time from its start to the next op's."""
     starts = [op.start_tick for op in trace.ops]
     zones: list[list[int]] = [[] for _ in trace.ops]
     for v, variable in enumerate(trace.variables):

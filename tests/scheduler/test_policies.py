@@ -147,13 +147,16 @@ import hashlib, sys
 sys.path.insert(0, sys.argv[1])
 from random_traces import random_trace
 from scheduler.plan import Machine
-from scheduler.planning import make_plan
+from scheduler.planning import BudgetTooSmall, make_plan
 from scheduler.policies import POLICIES
 assert "torch" not in sys.modules and "vmm" not in sys.modules and "ooc" not in sys.modules
 text = ""
 for seed in range(12):
     for policy in sorted(POLICIES):
-        text += make_plan(random_trace(seed), Machine(chunk_nbytes=4, num_chunks=80), policy).to_json()
+        try:
+            text += make_plan(random_trace(seed), Machine(chunk_nbytes=4, num_chunks=80), policy).to_json()
+        except BudgetTooSmall as refusal:
+            text += str(refusal)
 print(hashlib.sha256(text.encode()).hexdigest())
 """
 

@@ -1,0 +1,357 @@
+"""A walk through the step with swapping and recomputation: the common engine of the recomputing policies.
+
+Right before each op the walk brings back what the op needs: what has a copy in the store is loaded, what
+was discarded is run again, with whatever is missing of *its* sources, recursively. Where memory is
+short, a policy's `Advice` names victims. What the policies differ in is the advice.
+
+Nothing is discarded that might not come back (`ReplayGraph.expiry`): it must be possible to make it
+again, from variables that nobody can discard, up to its next use, or up to its free if there is none.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from scheduler.budget import Pin, pinned_chunks, pins_of, require_budget, zone_maxima
+from scheduler.plan import Discarded, Machine, Recomputed, Residency
+from scheduler.policies.on_demand import deaths_by_zone, pins_by_zone
+from scheduler.reruns import ReplayGraph, Rerun
+from scheduler.stays import StayBook, may_wrap, ordered
+from scheduler.trace import Trace
+
+# Rounds of the search for a step that ends as it starts; see `on_demand`.
+_MAX_ROUNDS = 8
+
+# Restarts after a re-run did not fit; each forbids to discard what it should have brought back.
+_MAX_RESTARTS = 40
+
+# A re-run of more ops than this is not considered when costs are compared: it would never win.
+_MOST_OPS_COMPARED = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A variable to release, and how: by discarding it, or with a copy in the store."""
+
+    variable: int
+    discard: bool
+
+
+class Stuck(Exception):
+    """Memory is short at an op, and the advice has nothing more to release.
+
+    Attributes:
+        op_index: The op.
+        held: Variables in memory.
+        remade: Variables that were to be made again there.
+    """
+
+    def __init__(self, op_index: int, held: Iterable[int], remade: Iterable[int]) -> None:
+        self.op_index = op_index
+        self.held = tuple(held)
+        self.remade = tuple(remade)
+        super().__init__(f"op {op_index}: nothing left to release beside {len(self.held)} variables")
+
+
+class Advice:
+    """What a policy decides. This one releases what is used furthest in the future, and never discards."""
+
+    def victims(self, walk: Walk, op_index: int, candidates: Sequence[int]) -> Iterable[Victim]:
+        """Victims, the first to go first; the walk takes as many as it needs, and asks again for each op."""
+        return [Victim(v, False) for v in sorted(candidates, key=lambda v: (-walk.next_use(v, op_index), v))]
+
+    def eager(self, walk: Walk, op_index: int, candidates: Sequence[int]) -> Iterable[Victim]:  # noqa: ARG002
+        """What is released right before the op although memory may not be short."""
+        return ()
+
+    def companions(self, walk: Walk, op_index: int, remade: Sequence[int]) -> Sequence[int]:  # noqa: ARG002
+        """Other discarded variables to make in the same re-run, the dearest first."""
+        return ()
+
+
+class Facts:
+    """What every walk over the same trace on the same machine looks up."""
+
+    def __init__(self, trace: Trace, machine: Machine) -> None:
+        self.trace = trace
+        self.machine = machine
+        self.pins = pins_of(trace)
+        require_budget(trace, machine, self.pins)
+        self.pin_ops = [[pin.op_index for pin in own] for own in self.pins]
+        self.chunks = [machine.chunks_of(v.nbytes) for v in trace.variables]
+        self.peaks = zone_maxima(trace, pinned_chunks(trace, machine, self.pins))
+        self.zones = pins_by_zone(trace, self.pins)
+        self.deaths = deaths_by_zone(trace)
+        self.graph = ReplayGraph(trace)
+        self.made_from = _made_from(self.graph)
+        self.start_ns = list(accumulate((op.duration_ns for op in trace.ops), initial=0))
+        self.heirs = {
+            i: v.becomes for i, v in enumerate(trace.variables) if v.becomes is not None and may_wrap(trace, i)
+        }
+        self.forced = {v for v in self.heirs.values() if not trace.variables[v].evictable}
+        starts = [op.start_tick for op in trace.ops]
+        self.last_op = [  # the last op that starts within the variable's life
+            len(trace.ops) - 1 if v.death_tick is None else bisect_left(starts, v.death_tick) - 1
+            for v in trace.variables
+        ]
+
+
+def _made_from(graph: ReplayGraph) -> list[list[int]]:
+    """For each variable, those that are made by ops which read it."""
+    found: list[set[int]] = [set() for _ in graph.trace.variables]
+    for op, born in zip(graph.trace.ops, graph.births, strict=True):
+        for use in op.uses:
+            found[use.variable].update(v for v in born if v != use.variable)
+    return [sorted(own) for own in found]
+
+
+class Walk:
+    """One pass over the ops after another, until the step ends as it starts.
+
+    Attributes:
+        recent: Resident variables, least recently used first.
+        discarded: Variables alive whose bytes are nowhere.
+        stored: Variables with a current copy in the store.
+        banned: Variables that must not be discarded.
+    """
+
+    def __init__(self, facts: Facts, advice: Advice) -> None:
+        self.facts = facts
+        self.trace = facts.trace
+        self.advice = advice
+        self.banned: set[int] = set()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.book = _Book(self.trace)
+        self.recent: dict[int, None] = {}
+        self.last_used_ns: dict[int, int] = {}
+        self.discarded: set[int] = set()
+        self.stored = {i for i, v in enumerate(self.trace.variables) if v.birth_tick is None}
+
+    # -- what advice asks ----------------------------------------------------------------------
+
+    def next_use(self, variable: int, op_index: int) -> int:
+        """The first op from `op_index` on that needs the variable, counted on into the next step; far if none."""
+        num_ops = len(self.trace.ops)
+        own = self.facts.pin_ops[variable]
+        position = bisect_left(own, op_index)
+        if position < len(own):
+            return own[position]
+        heir = self.facts.heirs.get(variable)
+        if heir is not None and self.facts.pin_ops[heir]:
+            return num_ops + self.facts.pin_ops[heir][0]
+        return 2 * num_ops
+
+    def may_discard(self, variable: int, op_index: int) -> bool:
+        """Whether the variable, released right before `op_index`, can be made again whenever it is needed."""
+        v = self.trace.variables[variable]
+        if v.birth_tick is None or v.death_tick is None or variable in self.banned:
+            return False
+        needed = self.next_use(variable, op_index)
+        last = needed if needed < len(self.trace.ops) else self.facts.last_op[variable]
+        return self.facts.graph.expiry(variable, op_index) >= last
+
+    def is_available(self, variable: int) -> bool:
+        """Whether the variable is in memory or in the store."""
+        return variable in self.recent or variable in self.stored
+
+    def remake_ns(self, variable: int, op_index: int) -> float:
+        """Time to make the variable again right before `op_index` if it were discarded now; infinite if absurd."""
+
+        def is_there(v: int) -> bool:
+            return v != variable and self.is_available(v)
+
+        ops = self.facts.graph.ops_for([variable], op_index, is_there, most_ops=_MOST_OPS_COMPARED)
+        return float("inf") if ops is None else float(sum(self.trace.ops[op].duration_ns for op in ops))
+
+    def dependents_ns(self, variable: int) -> float:
+        """Time of the ops that would make the discarded variables which need this one, directly or through others."""
+        graph = self.facts.graph
+        ops: set[int] = set()
+        reached, waiting = {variable}, [variable]
+        while waiting:
+            for v in self.facts.made_from[waiting.pop()]:
+                if v in self.discarded and v not in reached:
+                    reached.add(v)
+                    waiting.append(v)
+                    ops.update(graph.writers[v])
+        return float(sum(self.trace.ops[op].duration_ns for op in ops))
+
+    # -- the walk ------------------------------------------------------------------------------
+
+    def schedule(self, *, wrap: bool) -> tuple[Residency, ...]:
+        """Residencies for the step. Raises `Stuck`."""
+        for _ in range(_MAX_RESTARTS):
+            try:
+                return self._schedule(wrap=wrap)
+            except Stuck as stuck:
+                worth = {v for v in stuck.remade if v not in self.banned}
+                if not worth:
+                    raise
+                self.banned |= worth
+        self.banned.update(range(len(self.trace.variables)))
+        return self._schedule(wrap=wrap)
+
+    def _schedule(self, *, wrap: bool) -> tuple[Residency, ...]:
+        forced = self.facts.forced
+        start = (self._fitting_start() | forced) if wrap else set(forced)
+        for _ in range(_MAX_ROUNDS):
+            end = self._run(start)
+            if start <= end:
+                break
+            start = (start & end) | forced
+        else:
+            start = set(forced)
+            self._run(start)
+        return ordered(self._close(start), self.trace)
+
+    def _fitting_start(self) -> set[int]:
+        """Variables that may start in memory, as many as fit beside op 0, the first to be used first."""
+        facts, never = self.facts, len(self.trace.ops)
+        room = facts.machine.num_chunks - (facts.peaks[0] if facts.peaks else 0)
+        first = {v: own[0] if (own := facts.pin_ops[v]) else never for v in facts.heirs.values()}
+        start = set()
+        for v in sorted(first, key=lambda v: (first[v], v)):
+            if v not in facts.zones[0] and self.trace.variables[v].evictable:
+                room -= facts.chunks[v]
+            if room < 0:
+                break
+            start.add(v)
+        return start
+
+    def _run(self, start: set[int]) -> set[int]:
+        """Walk the step. Returns what could start the next step in memory."""
+        self._reset()
+        for v in sorted(start):
+            self.book.keep_from_last_step(v, dirty=True)
+            self.recent[v] = None
+            self.stored.discard(v)
+        for zone, pinned in enumerate(self.facts.zones):
+            self._bring_back(zone, pinned)
+            for v, pin in pinned.items():
+                self._touch(v, pin, zone)
+            for v in self.facts.deaths[zone]:
+                if v in self.recent:
+                    self.book.die(v)
+                    del self.recent[v]
+                self.discarded.discard(v)
+                self.stored.discard(v)
+        return {self.facts.heirs[v] for v in self.recent if v in self.facts.heirs}
+
+    def _close(self, start: set[int]) -> list[Residency]:
+        """End the step as it began: keep what becomes `start`, evict the rest."""
+        for v in list(self.recent):
+            if self.facts.heirs.get(v) in start:
+                self.book.keep_for_next_step(v)
+            else:
+                self.book.release(v, len(self.trace.ops))
+        return self.book.residencies
+
+    def _bring_back(self, zone: int, pinned: dict[int, Pin]) -> None:
+        """Make room for an op, and have in memory what it needs."""
+        lost = [v for v in pinned if v in self.discarded]
+        loads = {v for v in pinned if v not in self.recent and v in self.stored and v not in self.discarded}
+        rerun, kept = (self._plan_rerun(zone, lost, pinned)) if lost else (None, [])
+        guarded = set(kept) - set(lost)
+        if rerun is not None:
+            guarded |= {v for v in rerun.sources if v not in pinned}
+            loads |= {v for v in rerun.sources if v not in self.recent}
+        self._make_room(zone, pinned, guarded, rerun, lost)
+        for v in sorted(loads, key=lambda v: (v not in pinned, v)):
+            self.book.load(v, zone)
+            self.recent[v] = None
+        for v in kept:
+            assert rerun is not None
+            self.book.recompute(v, zone, rerun.ops, dirty=v not in self.stored)
+            self.discarded.discard(v)
+            self.recent[v] = None
+
+    def _plan_rerun(self, zone: int, lost: Sequence[int], pinned: dict[int, Pin]) -> tuple[Rerun, list[int]]:
+        """The re-run that brings `lost` back, with as many companions as fit; and what it makes."""
+        graph, machine = self.facts.graph, self.facts.machine
+        ops = graph.ops_for(lost, zone, self.is_available)
+        assert ops is not None, f"op {zone}: {lost} were discarded, but cannot be made again"
+        kept = list(lost)
+        best = graph.rerun(zone, ops, kept, machine)
+        for v in self.advice.companions(self, zone, lost):
+            more = graph.ops_for([*kept, v], zone, self.is_available)
+            if v not in self.discarded or more is None:
+                continue
+            bigger = graph.rerun(zone, more, [*kept, v], machine)
+            guarded = {u for u in (*bigger.sources, *kept, v) if u not in pinned}
+            if self._excess(zone, pinned, guarded, bigger, set()) <= 0:
+                best, kept = bigger, [*kept, v]
+        return best, kept
+
+    def _excess(
+        self, zone: int, pinned: dict[int, Pin], guarded: set[int], rerun: Rerun | None, held: Iterable[int]
+    ) -> int:
+        """Chunks over budget around an op, with `held` in memory beside what it needs."""
+        chunks = self.facts.chunks
+        need = self.facts.peaks[zone]
+        if rerun is not None:
+            tick = self.trace.ops[zone].start_tick
+            at_start = sum(chunks[v] for v, pin in pinned.items() if pin.start_tick <= tick < pin.stop_tick)
+            need = max(need, at_start + rerun.num_scratch_chunks)
+        beside = guarded | {v for v in held if v not in pinned}
+        beside = {v for v in beside if self.trace.variables[v].evictable}  # what never is away is pinned throughout
+        return need + sum(chunks[v] for v in beside) - self.facts.machine.num_chunks
+
+    def _make_room(
+        self, zone: int, pinned: dict[int, Pin], guarded: set[int], rerun: Rerun | None, lost: Sequence[int]
+    ) -> None:
+        if zone:
+            for victim in self.advice.eager(self, zone, self._candidates(pinned, guarded)):
+                self._release(victim, zone)
+        excess = self._excess(zone, pinned, guarded, rerun, self.recent)
+        while excess > 0:
+            candidates = self._candidates(pinned, guarded)
+            released = 0
+            for victim in self.advice.victims(self, zone, candidates):
+                self._release(victim, zone)
+                released += self.facts.chunks[victim.variable]
+                if released >= excess:
+                    break
+            if not released:
+                raise Stuck(zone, self.recent, lost)
+            excess -= released
+
+    def _candidates(self, pinned: dict[int, Pin], guarded: set[int]) -> list[int]:
+        """What may be released right before an op, least recently used first."""
+        return [v for v in self.recent if v not in pinned and v not in guarded and self.trace.variables[v].evictable]
+
+    def _release(self, victim: Victim, zone: int) -> None:
+        v = victim.variable
+        if victim.discard:
+            self.book.discard(v, zone)
+            self.discarded.add(v)
+            self.stored.discard(v)
+        else:
+            self.book.release(v, zone)
+            self.stored.add(v)
+        del self.recent[v]
+
+    def _touch(self, v: int, pin: Pin, zone: int) -> None:
+        self.book.use(v, pin)
+        self.recent.pop(v, None)
+        self.recent[v] = None
+        self.last_used_ns[v] = self.facts.start_ns[zone + 1]
+        if pin.writes:
+            self.stored.discard(v)
+
+
+class _Book(StayBook):
+    """Stays that may also begin with a re-run, and stop without a copy."""
+
+    def recompute(self, variable: int, before_op: int, ops: tuple[int, ...], *, dirty: bool) -> None:
+        """Begin with a re-run; `dirty` if the store has no current copy."""
+        self._begin(variable, Recomputed(before_op, ops), dirty=dirty)
+        self.last_write[variable] = before_op  # a write of these bytes cannot start earlier
+
+    def discard(self, variable: int, release_op: int) -> None:
+        """Away from `release_op` on, without a copy."""
+        self._end(variable, Discarded(after_op=release_op - 1))

@@ -1,0 +1,53 @@
+"""`melon`: progressive recomputation by triangle per second (Melon, MobiSys 2022, section 4.3 and Algorithm 1).
+
+When memory is short, the tensor with the largest TPS = size x freed lifetime / recomputation time goes; the freed
+lifetime lasts from now to its next use, the recomputation time counts the sources that are gone as well. Inputs of
+the op at hand are never discarded. After each eviction the values are worked out anew (the
+paper's calibration), because a discarded source makes what depends on it dearer. A tensor that is needed
+and gone is made again with all of its missing sources, recursively; they are discarded again right after, unless
+the op at hand needs them. Nothing is swapped.
+
+As printed, line 9 of Algorithm 1 adds T to the allocated set where it must remove it, and line 13 tests the
+op's outputs where it must test its inputs. The lifetime-aware memory pool is
+`scheduler.placement.greedy.melon`; here chunks make placement exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from scheduler.plan import Machine, Residency
+from scheduler.policies._rerun_policies import or_too_small
+from scheduler.policies._walk import Advice, Facts, Victim, Walk
+from scheduler.trace import Trace
+
+
+def schedule(trace: Trace, machine: Machine, *, wrap: bool = True) -> tuple[Residency, ...]:
+    """Discard by TPS, and recompute.
+
+    Args:
+        trace: The step.
+        machine: The budget; rates do not matter, because nothing is swapped.
+        wrap: Whether variables may stay in memory over the boundary of a cyclic step.
+
+    Raises:
+        BudgetTooSmall: Recomputation alone does not fit the budget.
+    """
+
+    def attempt(within: Machine) -> tuple[Residency, ...]:
+        return Walk(Facts(trace, within), _ByTriangle()).schedule(wrap=wrap)
+
+    return or_too_small(attempt, trace, machine)
+
+
+class _ByTriangle(Advice):
+    def victims(self, walk: Walk, op_index: int, candidates: Sequence[int]) -> Iterable[Victim]:
+        """One victim, the one of largest TPS."""
+        scores = [(-self._tps(walk, op_index, v), v) for v in candidates if walk.may_discard(v, op_index)]
+        return [Victim(min(scores)[1], True)] if scores else []
+
+    def _tps(self, walk: Walk, op_index: int, variable: int) -> float:
+        facts = walk.facts
+        last = min(walk.next_use(variable, op_index), facts.last_op[variable] + 1)
+        freed_ns = facts.start_ns[last] - facts.start_ns[op_index]
+        return facts.chunks[variable] * max(freed_ns, 1) / max(walk.remake_ns(variable, op_index), 1)
