@@ -3,5 +3,16 @@
 from ooc.errors import BudgetTooSmall, HiddenWrite, OocError, Refused, SessionError, StoreFailed
 from ooc.opaque_ops import opaque
 from ooc.session import Session
+from ooc.statistics import memory_stats
 
-__all__ = ["BudgetTooSmall", "HiddenWrite", "OocError", "Refused", "Session", "SessionError", "StoreFailed", "opaque"]
+__all__ = [
+    "BudgetTooSmall",
+    "HiddenWrite",
+    "OocError",
+    "Refused",
+    "Session",
+    "SessionError",
+    "StoreFailed",
+    "memory_stats",
+    "opaque",
+]

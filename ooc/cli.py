@@ -83,6 +83,14 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         allow_abbrev=False,
     )
     for setting in SETTINGS:
+        if setting.name == "progress":  # a bare flag: an optional value would swallow SCRIPT
+            run.add_argument(
+                "--progress",
+                action="store_const",
+                const="auto",
+                help="one line a step to stderr, on a terminal (OOC_PROGRESS=always: anywhere)",
+            )
+            continue
         metavar = {"store": "DIR", "policy": "NAME", "report": "FILE"}.get(setting.name, "SIZE")
         run.add_argument(
             f"--{setting.name}", metavar=metavar, help=f"{setting.description} (default: {setting.default})"

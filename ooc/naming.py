@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,17 +31,19 @@ class TensorName:
     label: str
 
 
-def named_tensors() -> Iterator[tuple[TensorName, torch.Tensor]]:
-    """Tensors of all modules and optimizers of the process, parameters first, with their names.
+def named_tensors(address_of: Callable[[torch.Tensor], int]) -> Iterator[tuple[TensorName, torch.Tensor]]:
+    """Tensors with their names, of modules and optimizers that have storages of ours.
 
-    With several models the names begin with the model's class.
+    With several models, names begin with the model's class, from the second of a class on with its number.
+
+    Args:
+        address_of: The address of a tensor's storage if it is one of ours, else 0.
     """
     modules, optimizers = _find()
     children = {id(child) for module in modules for child in module._modules.values()}
-    roots = [module for module in modules if id(module) not in children and _has_tensors(module)]
+    roots = [module for module in modules if id(module) not in children and _is_ours(module, address_of)]
     labels: dict[int, str] = {}
-    for root in roots:
-        prefix = f"{type(root).__name__}." if len(roots) > 1 else ""
+    for root, prefix in zip(roots, _prefixes(roots), strict=True):
         for name, parameter in root.named_parameters():
             labels.setdefault(id(parameter), prefix + name)
             yield TensorName(kind="parameter", label=prefix + name), parameter
@@ -60,7 +63,7 @@ def names_by_address(address_of: Callable[[torch.Tensor], int]) -> dict[int, Ten
     """Names of the storages for which `address_of` gives an address (0: not one of ours)."""
     found: dict[int, TensorName] = {}
     try:
-        for name, tensor in named_tensors():
+        for name, tensor in named_tensors(address_of):
             address = address_of(tensor)
             if address:
                 found.setdefault(address, name)
@@ -81,5 +84,18 @@ def _find() -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
     return modules, optimizers
 
 
-def _has_tensors(module: torch.nn.Module) -> bool:
-    return any(m._parameters or m._buffers for m in module.modules())
+def _is_ours(module: torch.nn.Module, address_of: Callable[[torch.Tensor], int]) -> bool:
+    tensors = (t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()))
+    return any(address_of(tensor) for tensor in tensors if tensor is not None)
+
+
+def _prefixes(roots: Sequence[torch.nn.Module]) -> list[str]:
+    if len(roots) < 2:
+        return [""] * len(roots)
+    seen: Counter[str] = Counter()
+    found = []
+    for root in roots:
+        name = type(root).__name__
+        seen[name] += 1
+        found.append(f"{name}." if seen[name] == 1 else f"{name}#{seen[name]}.")
+    return found

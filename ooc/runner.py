@@ -52,7 +52,7 @@ class RunOptions:
     """How to run a script.
 
     Attributes:
-        budget, store, policy, window, chunk, threshold, debug: As `Session`'s arguments; None: its
+        budget, store, policy, window, chunk, threshold, debug, progress: As `Session`'s arguments; None: its
             default.
         report: File for the JSON report, written also when the script fails.
         summary: Whether to print one line to stderr at the end; None: if stderr is a terminal.
@@ -65,6 +65,7 @@ class RunOptions:
     chunk: int | str | None = None
     threshold: int | str | None = None
     debug: bool = False
+    progress: str | None = None
     report: str | None = None
     summary: bool | None = None
 
@@ -76,6 +77,7 @@ class RunOptions:
             "window_nbytes": self.window,
             "chunk_nbytes": self.chunk,
             "threshold_nbytes": self.threshold,
+            "progress": self.progress,
         }
         return {"debug": self.debug, **{name: value for name, value in given.items() if value is not None}}
 

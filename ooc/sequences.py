@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,9 @@ class Sequences:
 
     A sequence's key is its trace's fingerprint. What follows a sequence is expected to be what
     followed it last time, so shapes that take turns are all played from their plans.
+
+    Args:
+        planning: Told the number of ops, is entered while a plan is made.
     """
 
     def __init__(
@@ -42,9 +46,11 @@ class Sequences:
         intercepts: Container[Any],
         view_address: int,
         cache: PlanCache | None = None,
+        planning: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self._policy = policy
         self._cache = cache
+        self._planning = planning
         self._parameters = dict(parameters)
         self._intercepts = intercepts
         self._view_address = view_address
@@ -59,6 +65,7 @@ class Sequences:
         self.last_trace: Trace | None = None
         self.last_plan: Plan | None = None
         self.planning_s = 0.0
+        self.last_num_ops: int | None = None
         self.retired: list[Compiled] = []
         """Plans that will not be played again; whoever empties the list gives back what they keep."""
 
@@ -78,6 +85,7 @@ class Sequences:
     def learn(self, observed: Observed, machine: Machine) -> str:
         """Note a step that ran on demand; plan its sequence if it was seen before. Returns its key."""
         key = observed.trace.fingerprint()
+        self.last_num_ops = len(observed.trace.ops)
         earlier = self._seen.pop(key, None)
         self._seen[key] = observed  # last in order: the one seen most recently
         for old in list(self._seen)[:-_MAX_SEQUENCES]:
@@ -97,7 +105,8 @@ class Sequences:
         trace = close_cycle(earlier, observed)
         self._asked[key] = machine
         try:
-            plan = self._plan(trace, machine)
+            with self._planning(len(trace.ops)):
+                plan = self._plan(trace, machine)
         except PlanError as error:
             self._unplannable[key] = str(error)
             _log.warning("this sequence stays on demand: %s", error)
@@ -151,7 +160,8 @@ class Sequences:
         trace = log.timed(compiled.trace)
         old = simulate(replace(compiled.plan, machine=machine), trace, with_timeline=False)
         try:
-            plan = make_plan(trace, machine, policy=self._policy, **self._parameters)
+            with self._planning(len(trace.ops)):
+                plan = make_plan(trace, machine, policy=self._policy, **self._parameters)
         except PlanError as error:
             _log.warning("cannot plan anew: %s", error)
             return compiled

@@ -17,25 +17,29 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ooc import _native, opaque_ops, ops
-from ooc.books import Books
+from ooc.books import Books, VariableRecord
 from ooc.errors import SessionError
 from ooc.executor import Executor
+from ooc.explain import Explanation, explain
 from ooc.forks import Forks
 from ooc.interrupts import CriticalLock, Interrupts
 from ooc.op_runner import OpRunner
 from ooc.outside import Outside
 from ooc.plan_cache import PlanCache
+from ooc.progress import Position, Progress, parse_when
 from ooc.report import make_report
 from ooc.sequences import Sequences
+from ooc.statistics import session_stats, step_metrics
 from ooc.steps import StepLog
 from ooc.timeline import Timeline
 from ooc.units import parse_nbytes
@@ -75,6 +79,7 @@ class Session:
         debug: Let every touch of an evicted variable fault, so that a missed use cannot pass.
         step_boundary: "explicit": by `step()`; "optimizer": when an optimizer's `step` returns.
         plan_cache: Keep plans on disk and use those of earlier runs (see `ooc.plan_cache`).
+        progress: One line a step to stderr: "never", "auto" (on a terminal), "always".
 
     Raises:
         ValueError: The budget is not a size, or less than a chunk.
@@ -96,6 +101,7 @@ class Session:
         debug: bool = False,
         step_boundary: Literal["explicit", "optimizer"] = "explicit",
         plan_cache: bool = True,
+        progress: str = "never",
     ) -> None:
         global _current
         if _current is not None:
@@ -112,6 +118,7 @@ class Session:
         self.threshold_nbytes = parse_nbytes(threshold_nbytes) if threshold_nbytes is not None else GRANULE_NBYTES
         self.policy = policy
         self.debug = debug
+        when = parse_when(progress)
         self._thread = threading.get_ident()
         self._store = FileStore(store)
         try:
@@ -166,9 +173,11 @@ class Session:
             intercepts=_Intercepts(),
             view_address=self._driver.view_address,
             cache=PlanCache.default() if plan_cache else None,
+            planning=lambda num_ops: self._progress.planning(num_ops),
         )
         self.steps = StepLog(self._books, self._space)
-        self.timeline = Timeline(self._books, self._store, self._dispatcher.address)
+        self._progress = Progress(when, self._position)
+        self.timeline = Timeline(self._books, self._store, self.addresses)
         self._mode = _Mode(self._dispatcher)
         self._step_boundary = step_boundary
         self._hook: Any = None
@@ -230,19 +239,35 @@ class Session:
         with self._lock:
             if self._is_open:
                 self._outside.step_ends()
-            self.steps.end(on_plan=self._executor.active is not None, learned=self._sequences.num_plans > 0)
+            self._note_step()
 
     def _optimizer_stepped(self) -> None:
         if not self._is_open or threading.get_ident() != self._thread:
             return
-        self.steps.end(on_plan=self._executor.active is not None, learned=self._sequences.num_plans > 0)
+        self._note_step()
         self._begin_period()
         with self._lock:
             self._outside.step_ends()
         self._begin_step()
 
+    def _note_step(self) -> None:
+        before = self.steps.num_steps
+        self.steps.end(on_plan=self._executor.active is not None, learned=self._sequences.num_plans > 0)
+        if self._progress.is_on and self.steps.num_steps > before:
+            resident = self.memory_stats()["resident_bytes.all.current"]
+            self._progress.note_step(self.steps.num_steps, self.steps.rows[-1], resident)
+
+    def _position(self) -> Position:
+        """For the bar, on its thread: reads what is there and takes no lock."""
+        active, recorder = self._executor.active, self._runner.recorder
+        if active is not None:
+            return Position(mode="planned", num_done=self._dispatcher.cursor, num_ops=active.num_ops)
+        num_done = len(recorder.ops) if recorder is not None else 0
+        mode = "off plan" if self._sequences.num_plans else "learning"
+        return Position(mode=mode, num_done=num_done, num_ops=self._sequences.last_num_ops)
+
     def _begin_step(self) -> None:
-        self.timeline.begin_step()
+        self.timeline.begin_step(self._executor.active)
         self.steps.begin(planned=self._executor.active is not None)
 
     def _begin_period(self) -> None:
@@ -319,6 +344,67 @@ class Session:
                 report["timeline"] = self.timeline.document()
         return report
 
+    def explain(self, what: torch.Tensor | str) -> Explanation:
+        """Where a tensor is, when it moves in the plan that is being played, and why.
+
+        Args:
+            what: A tensor, or a name as a module or optimizer gives it: "blocks.0.weight",
+                "gradient of blocks.0.weight", "exp_avg of blocks.0.weight". Names are looked up among
+                all modules and optimizers of the process; with several models they begin with the
+                model's class.
+
+        Raises:
+            ValueError: There is no tensor of this name.
+        """
+        self._check_open()
+        with self._lock:
+            self._runner.absorb()
+            return explain(self, what)
+
+    def memory_stats(self) -> dict[str, int]:
+        """See `ooc.memory_stats`."""
+        return session_stats(self)
+
+    def metrics(self) -> dict[str, float]:
+        """The last step as scalars, for TensorBoard and the like: `for key, value in session.metrics().items()`."""
+        return step_metrics(self)
+
+    def live_records(self) -> list[VariableRecord]:
+        """Records of all variables alive now. Leaves a step on its plan."""
+        with self._lock:
+            if self._is_open:
+                self._runner.absorb()
+            return [*self._books.records.values(), *self._executor.live_records()]
+
+    def record_at(self, address: int) -> VariableRecord | None:
+        """The variable at an address, if one is alive there."""
+        return self._executor.record_at(address) or self._books.records.get(address)
+
+    def addresses(self) -> Callable[[torch.Tensor], int]:
+        """A function for the address of a tensor's storage: 0 if no variable alive now has it.
+
+        Gives nothing out, unlike `data_ptr()`. Good until something is allocated or freed.
+        """
+        held = {record.address for record in self.live_records()}
+
+        def address_of(tensor: torch.Tensor) -> int:
+            address: int = self._dispatcher.address(tensor)
+            return address if address in held else 0
+
+        return address_of
+
+    def planned_variable(self, address: int) -> tuple[Trace, Plan, int | None] | None:
+        """What is being played now, and which of its variables is alive at `address`; None: nothing is played."""
+        active = self._executor.active
+        if active is None:
+            return None
+        found = np.flatnonzero((active.role_address == address) & (active.role_alive != 0))
+        return active.trace, active.plan, int(found[0]) if len(found) else None
+
+    def counters(self) -> dict[str, int]:
+        """What was moved since the session was opened."""
+        return self.steps.counters()
+
     @property
     def store(self) -> FileStore:
         """Where evicted bytes are."""
@@ -380,6 +466,7 @@ class Session:
                 self._interrupts.remove()
                 self._allocator.close()
                 _current = None
+                self._progress.close()
                 self._books.close()
                 self.timeline.close()
                 self._store.close()

@@ -48,6 +48,11 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(name="chunk", default="by budget, 64KiB to 2MiB", description="size of a piece of memory"),
     Setting(name="threshold", default="64KiB", description="smaller tensors stay in ordinary memory, not counted"),
     Setting(name="report", default="none", description="file for the report, as JSON"),
+    Setting(
+        name="progress",
+        default="never; the bare option means auto: quiet off a terminal",
+        description="one line a step to stderr: never, auto, always",
+    ),
 )
 
 

@@ -74,7 +74,7 @@ class StepLog:
     def begin(self, *, planned: bool) -> None:
         """A step starts now."""
         self._began_planned = planned
-        self._before = self._counters()
+        self._before = self.counters()
         # Touches between two steps count for the second: nobody would see them otherwise.
         self._before["num_faults"], self._num_faults = self._num_faults, self._before["num_faults"]
         self._started = time.perf_counter()
@@ -84,7 +84,7 @@ class StepLog:
         if not self._before:
             return
         duration_s = time.perf_counter() - self._started
-        after, before = self._counters(), self._before
+        after, before = self.counters(), self._before
         self._num_faults = after["num_faults"]
         moved = {name: after[name] - before[name] for name in after}
         mode: StepKind = "planned" if self._began_planned and on_plan else "off_plan" if learned else "learning"
@@ -113,7 +113,8 @@ class StepLog:
         """A step was recorded."""
         self.in_core_peak_nbytes = max(self.in_core_peak_nbytes, trace.peak_nbytes())
 
-    def _counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, int]:
+        """What was moved so far, by name; only ever growing."""
         self._books.counters.num_faults = self._books.guards.num_served
         return {**self._books.counters.copy(), "num_remapped_chunks": self._space.num_remapped_chunks}
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ooc.books import Books, Move
 from ooc.compiled import Compiled
@@ -82,15 +83,16 @@ class Timeline:
     """Keeps the newest step that was played whole. Costs a planned step three array copies.
 
     Args:
-        address_of: A tensor's address if it is the session's, else 0.
+        address_of: Makes a function that gives a tensor's address if it is the session's, else 0.
     """
 
-    def __init__(self, books: Books, store: FileStore, address_of: Callable[[Any], int]) -> None:
+    def __init__(self, books: Books, store: FileStore, address_of: Callable[[], Callable[[torch.Tensor], int]]) -> None:
         self._books = books
         self._store = store
         self._address_of = address_of
         self._named: tuple[Compiled, dict[int, TensorName]] | None = None
         self._start_ns = time.monotonic_ns()
+        self._played: Compiled | None = None  # in the period that ended last
         self._newest: _Played | None = None
         self._records: dict[int, TransferRecord] = {}
         self._is_closed = False
@@ -101,6 +103,7 @@ class Timeline:
     def end_period(self, played: Compiled | None, step_index: int) -> None:
         """A period ends and the next begins. `played` is the plan if it was played whole."""
         now_ns = time.monotonic_ns()
+        self._played = played
         moves = tuple(self._books.moves)
         self._books.moves.clear()
         if played is not None:
@@ -117,16 +120,17 @@ class Timeline:
                 moves=moves,
             )
             self._records.clear()
-        self._start_ns = now_ns
 
-    def begin_step(self) -> None:
+    def begin_step(self, active: Compiled | None) -> None:
         """What lay between two steps (learning, planning) is over: the step's time counts from here."""
         self._start_ns = time.monotonic_ns()
+        if active is not self._played:
+            self._books.moves.clear()  # they took everything to where the plan starts; the step is not to blame
 
     def _names(self, played: Compiled) -> dict[int, TensorName]:
         """Names of the plan's variables, looked up when it is played for the first time."""
         if self._named is None or self._named[0] is not played:
-            by_address = names_by_address(self._address_of)
+            by_address = names_by_address(self._address_of())
             found = {}
             for role in played.roles:
                 record = role.record

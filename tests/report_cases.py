@@ -25,17 +25,16 @@ def net() -> nn.Sequential:
 
 
 @functools.cache
-def recorded_text(num_steps: int = 8, budget: str = "6MiB", touch: str = "") -> str:
+def recorded_text(num_steps: int = 8, budget: str = "6MiB") -> str:
     """The report of a real run of `net` that does not fit in core, as JSON text."""
-    del touch
     torch.manual_seed(0)
     with ooc.Session(budget, plan_cache=False) as session:
         train(session, num_steps)
         return json.dumps(session.report(with_timeline=True))
 
 
-def train(session: ooc.Session, num_steps: int) -> nn.Module:
-    """Train `net` under a session; returns the model."""
+def train(session: ooc.Session, num_steps: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """Train `net` under a session; returns the model and its optimizer."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for _ in range(num_steps):
@@ -45,7 +44,7 @@ def train(session: ooc.Session, num_steps: int) -> nn.Module:
             optimizer.step()
             optimizer.zero_grad()
             del loss
-    return model
+    return model, optimizer
 
 
 def recorded(**changed: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ FLAGS = {
         "--debug",
         "--help",
         "--policy",
+        "--progress",
         "--report",
         "--store",
         "--threshold",
