@@ -1,6 +1,7 @@
 """Train models larger than memory, under a byte budget that is held, bit for bit equal."""
 
 from ooc.errors import BudgetTooSmall, HiddenWrite, OocError, Refused, SessionError, StoreFailed
+from ooc.fragmentation.live import Recording, record_fragmentation
 from ooc.opaque_ops import opaque
 from ooc.session import Session
 from ooc.statistics import memory_stats
@@ -9,10 +10,12 @@ __all__ = [
     "BudgetTooSmall",
     "HiddenWrite",
     "OocError",
+    "Recording",
     "Refused",
     "Session",
     "SessionError",
     "StoreFailed",
     "memory_stats",
     "opaque",
+    "record_fragmentation",
 ]

@@ -18,6 +18,7 @@ from ooc.settings import SETTINGS, resolve
 FAILURE_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
 INTERRUPT_EXIT_CODE = 130
+_NEEDS_BUDGET = ("budget", "store", "policy", "window", "chunk", "threshold", "progress", "debug")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,6 +97,11 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
             f"--{setting.name}", metavar=metavar, help=f"{setting.description} (default: {setting.default})"
         )
     run.add_argument("--debug", action="store_true", help="make each touch of an evicted tensor a fault; slow")
+    run.add_argument(
+        "--diagnose",
+        action="store_true",
+        help="no budget: record the allocations of a few steps and say where memory goes (--report FILE: as JSON)",
+    )
     run.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name, as for python -m")
     run.add_argument("target", metavar="SCRIPT", help="the script, or with -m the module")
     run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
@@ -150,9 +156,11 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(parsed: argparse.Namespace) -> int:
+    if parsed.diagnose:
+        return _diagnose(parsed)
     settings = {name: found.value for name, found in resolve(vars(parsed)).items()}
     budget = settings.pop("budget")
-    if budget is None:
+    if budget is None and settings["plan"] is None:
         print("ooc run: no budget. Options: --budget SIZE, such as --budget 2GiB; OOC_BUDGET.", file=sys.stderr)
         return USAGE_EXIT_CODE
     from ooc.runner import RunError, RunOptions, run
@@ -164,6 +172,25 @@ def _run(parsed: argparse.Namespace) -> int:
             options=RunOptions(budget=budget, debug=parsed.debug, **settings),
             is_module=parsed.is_module,
         )
+    except RunError as error:
+        print(f"ooc run: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _diagnose(parsed: argparse.Namespace) -> int:
+    from ooc.runner import RunError, diagnose
+
+    given = [name for name in vars(parsed) if name in _NEEDS_BUDGET and getattr(parsed, name)]
+    if given:
+        print(
+            f"ooc run: --diagnose runs the script without a budget; --{given[0]} is for running within one. "
+            "Options: one of the two.",
+            file=sys.stderr,
+        )
+        return USAGE_EXIT_CODE
+    try:
+        diagnose(parsed.target, parsed.arguments, is_module=parsed.is_module, report=parsed.report)
     except RunError as error:
         print(f"ooc run: {error}", file=sys.stderr)
         return error.exit_code

@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ooc.session
 from ooc.errors import OocError
@@ -30,9 +30,16 @@ from vmm.machine import memory_room
 from vmm.native_build import NativeBuildError
 from vmm.store import StoreError
 
+if TYPE_CHECKING:
+    from ooc.fragmentation.live import Recording
+
 _log = logging.getLogger(__name__)
 
 USAGE_EXIT_CODE = 2
+
+DIAGNOSED_STEPS = 3
+"""Optimizer steps that `--diagnose` records: the first makes the optimizer's state, the others are the
+steady state; a step of a thousand ops takes about 1 MB of recording."""
 
 _OWN_DIRECTORIES = tuple(
     str(Path(module.__file__ or "").parent) + os.sep for module in (ooc, sys.modules["vmm.driver"])
@@ -113,6 +120,63 @@ def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module
         raise
     finally:
         _tell(session, report_path, wants_summary=options.summary, ended_by=sys.exception())
+
+
+def diagnose(
+    target: str,
+    arguments: Sequence[str],
+    *,
+    is_module: bool = False,
+    report: str | None = None,
+    max_steps: int = DIAGNOSED_STEPS,
+) -> None:
+    """Run a script as `run` does, without budget and session; record its allocations, and say what became of them.
+
+    Args:
+        report: File for the findings as JSON; they are printed to stderr in any case.
+        max_steps: The recording, not the script, stops after so many optimizer steps.
+
+    Raises:
+        RunError: There is no such script. Nothing has run.
+        BaseException: Whatever the script raises, as it was raised; what was recorded until then is told.
+    """
+    from ooc.fragmentation.live import Recording
+
+    report_path = _report_path(report)
+    program = _find_module(target) if is_module else _find_script(target)
+    recording = Recording(max_steps=max_steps)
+    recording.start()
+    try:
+        _execute(program, target, arguments)
+    except BaseException:
+        sys.excepthook = functools.partial(_print_exception, sys.excepthook, False)
+        raise
+    finally:
+        recording.stop()
+        _tell_diagnosis(recording, target, report_path)
+        recording.close()
+
+
+def _tell_diagnosis(recording: Recording, name: str, report_path: Path | None) -> None:
+    """Trouble with the findings does not hide how the script ended."""
+    from rich.console import Console
+
+    from ooc.fragmentation.errors import BadFile
+    from ooc.fragmentation.report import to_document
+    from ooc.fragmentation.show import PIPE_WIDTH, show
+
+    try:
+        found = recording.report()
+        if report_path is not None:
+            write_json(report_path, to_document(found))
+    except BadFile as error:
+        print(f"ooc run --diagnose: nothing to tell: {error.reason}", file=sys.stderr)
+        return
+    except OSError as error:
+        print(f"ooc run --diagnose: cannot write {report_path}: {error}", file=sys.stderr)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else PIPE_WIDTH)
+    console.print(f"\nooc run --diagnose: {recording.num_steps} optimizer steps were recorded", highlight=False)
+    show(found, console, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
