@@ -160,7 +160,7 @@ def _run(parsed: argparse.Namespace) -> int:
         return _diagnose(parsed)
     settings = {name: found.value for name, found in resolve(vars(parsed)).items()}
     budget = settings.pop("budget")
-    if budget is None and settings["plan"] is None:
+    if budget is None:
         print("ooc run: no budget. Options: --budget SIZE, such as --budget 2GiB; OOC_BUDGET.", file=sys.stderr)
         return USAGE_EXIT_CODE
     from ooc.runner import RunError, RunOptions, run

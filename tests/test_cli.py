@@ -22,7 +22,6 @@ FLAGS = {
         "--debug",
         "--diagnose",
         "--help",
-        "--plan",
         "--policy",
         "--progress",
         "--report",
