@@ -10,9 +10,9 @@ from scheduler.scratch import colour_with_scratch
 from scheduler.simulate import Simulation, simulate
 from scheduler.trace import Trace
 
-# First touch of a fresh mapping of existing pages, as measured for the design (DESIGN.md section 7). The
-# mapping calls themselves are cheap beside it.
-_REMAP_BYTES_PER_S = 3.2e9
+# Mapping existing pages with their page table entries, as measured for the design (DESIGN.md section 7). The
+# final colouring has about a third of the remaps of the one that candidates are compared by.
+_REMAP_BYTES_PER_S = 9.2e9 * 3
 
 
 # From this many residencies on, candidates are compared by the quicker colouring: planning stays within seconds.
@@ -38,7 +38,7 @@ class Evaluation:
 
 def evaluate(residencies: tuple[Residency, ...], trace: Trace, machine: Machine) -> Evaluation | Shortage:
     """Colour `residencies` and simulate the result. A `Shortage` means that they do not colour."""
-    outcome = colour_with_scratch(residencies, trace, machine, quick=len(residencies) > _MANY)
+    outcome = colour_with_scratch(residencies, trace, machine, quick=len(residencies) > _MANY, retouches=False)
     if isinstance(outcome, Shortage):
         return outcome
     colouring = outcome.colouring

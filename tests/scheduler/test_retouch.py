@@ -1,0 +1,84 @@
+"""Exchanges of chunks: nobody shares a chunk who did not, and there are never more remaps."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.retouch import Holder, retouch
+
+NUM_TICKS = 40
+
+
+@st.composite
+def timetables(draw: st.DrawFn) -> list[Holder]:
+    """Families of holders, each with any free chunks: a valid colouring with many remaps."""
+    num_chunks = draw(st.integers(2, 10))
+    taken = np.zeros((num_chunks, 2 * NUM_TICKS), dtype=bool)
+    holders = []
+    for family in range(draw(st.integers(1, 8))):
+        size = draw(st.integers(1, 3))
+        times = sorted(draw(st.sets(st.integers(0, NUM_TICKS), min_size=2, max_size=8)))
+        over_the_cut = draw(st.booleans())
+        stretches = list(zip(times[::2], times[1::2], strict=False))
+        if over_the_cut and stretches[0][0] > 1:
+            last = max(stretches[-1][1], 1)
+            stretches.append((last, NUM_TICKS + draw(st.integers(1, stretches[0][0]))))
+        for start, stop in stretches:
+            ticks = np.arange(start, max(stop, start + 1)) % NUM_TICKS
+            free = [c for c in range(num_chunks) if not taken[c, ticks].any()]
+            if len(free) < size:
+                continue
+            chunks = draw(st.permutations(free))[:size]
+            for chunk in chunks:
+                taken[chunk, ticks] = True
+            holders.append(
+                Holder(start=start, stop=max(stop, start + 1), family=family, chunks=np.array(chunks, dtype=np.int64))
+            )
+    return [h for h in holders if len(h.chunks) == len(next(o for o in holders if o.family == h.family).chunks)]
+
+
+def num_remaps(holders: list[Holder], chunks: list[np.ndarray]) -> int:
+    total = 0
+    for family in {h.family for h in holders}:
+        own = sorted((h.start, i) for i, h in enumerate(holders) if h.family == family)
+        indices = [i for _, i in own]
+        around = [*indices, indices[0]] if len(indices) > 1 else indices
+        total += sum(int(np.count_nonzero(chunks[a] != chunks[b])) for a, b in pairwise(around))
+    return total
+
+
+def assert_valid(holders: list[Holder], chunks: list[np.ndarray]) -> None:
+    seen: dict[tuple[int, int], int] = {}
+    for index, (holder, own) in enumerate(zip(holders, chunks, strict=True)):
+        assert len(own) == len(set(own.tolist())) == len(holder.chunks)
+        for tick in range(holder.start, holder.stop):
+            for chunk in own.tolist():
+                assert seen.setdefault((chunk, tick % NUM_TICKS), index) == index
+
+
+@given(timetables())
+def test_never_worse_never_shared(holders: list[Holder]) -> None:
+    before = [h.chunks for h in holders]
+    assert_valid(holders, before)
+    after = retouch(holders, NUM_TICKS, cyclic=True)
+    assert_valid(holders, after)
+    assert num_remaps(holders, after) <= num_remaps(holders, before)
+    again = retouch(holders, NUM_TICKS, cyclic=True)
+    assert all(np.array_equal(a, b) for a, b in zip(after, again, strict=True))
+
+
+def test_an_exchange_that_joins() -> None:
+    """`a` came back to another chunk because a short-lived one had its own: the short ones change places."""
+    one, two = np.array([0]), np.array([1])
+    holders = [
+        Holder(start=0, stop=10, family=0, chunks=one),
+        Holder(start=12, stop=35, family=1, chunks=one),
+        Holder(start=20, stop=30, family=0, chunks=two),
+    ]
+    assert num_remaps(holders, [h.chunks for h in holders]) == 2
+    after = retouch(holders, NUM_TICKS, cyclic=True)
+    assert num_remaps(holders, after) == 0
