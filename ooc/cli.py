@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from ooc import planning_cli
 from ooc.fragmentation import cli as fragmentation
 from ooc.html_report import cli as html_report
 from ooc.settings import SETTINGS, resolve
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return fragmentation.run(parsed)
         if parsed.command == "report":
             return html_report.run(parsed)
+        if parsed.command in planning_cli.COMMANDS:
+            return planning_cli.run(parsed)
         from ooc import demo
 
         return demo.main(
@@ -62,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_fragmentation(commands)
     _add_report(commands)
+    planning_cli.add_commands(commands)
     return top
 
 
@@ -92,7 +96,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
                 help="one line a step to stderr, on a terminal (OOC_PROGRESS=always: anywhere)",
             )
             continue
-        metavar = {"store": "DIR", "policy": "NAME", "report": "FILE"}.get(setting.name, "SIZE")
+        metavar = {"store": "DIR", "policy": "NAME", "report": "FILE", "plan": "FILE"}.get(setting.name, "SIZE")
         run.add_argument(
             f"--{setting.name}", metavar=metavar, help=f"{setting.description} (default: {setting.default})"
         )
@@ -160,7 +164,7 @@ def _run(parsed: argparse.Namespace) -> int:
         return _diagnose(parsed)
     settings = {name: found.value for name, found in resolve(vars(parsed)).items()}
     budget = settings.pop("budget")
-    if budget is None:
+    if budget is None and settings["plan"] is None:
         print("ooc run: no budget. Options: --budget SIZE, such as --budget 2GiB; OOC_BUDGET.", file=sys.stderr)
         return USAGE_EXIT_CODE
     from ooc.runner import RunError, RunOptions, run

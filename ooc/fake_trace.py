@@ -84,6 +84,7 @@ class FakeRecording:
         self._next_address = 1
         self._recorder: StepRecorder | None = None
         self._costs: list[tuple[int, int]] = []
+        self._small: list[tuple[frozenset[int], frozenset[int]]] = []  # per op: untracked storages read, and written
         self._is_in_op = False
         self._before: Observed | None = None
 
@@ -115,14 +116,15 @@ class FakeRecording:
             if before is not None and observed.trace.ops and _agree(before, observed):
                 self.trace = self._finish(close_cycle(before, observed))
         self._recorder = StepRecorder(self._by_address())
-        self._costs = []
+        self._costs, self._small = [], []
         return self.trace is not None
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One op, noted with its operands, results and work."""
         recorder = self._recorder
         occurrences = self._addresses((args, kwargs))
-        written = self._addresses(ops.written_values(func, args, dict(kwargs)))
+        changed = ops.written_values(func, args, dict(kwargs))
+        written = self._addresses(changed)
         self._is_in_op = True
         try:
             result = func(*args, **kwargs)
@@ -140,6 +142,11 @@ class FakeRecording:
         self._is_in_op = True
         results = self._addresses(result)
         self._is_in_op = False
+        if not occurrences and not results:  # as in a session, which never sees it
+            if self._small:
+                reads, writes = self._small[-1]
+                self._small[-1] = reads, writes | self._small_storages(changed)
+            return result
         recorder.ops.append(
             OpRecord(
                 func=func,
@@ -151,12 +158,15 @@ class FakeRecording:
             )
         )
         self._costs.append((flops, nbytes))
+        self._small.append((self._small_storages((args, kwargs)), self._small_storages(changed)))
         return result
 
     def _finish(self, trace: Trace) -> Trace:
         flops, nbytes = zip(*self._costs, strict=True)
+        is_replayable = self._replayable()
         return replace(
             trace,
+            ops=tuple(replace(op, replayable=is_replayable[i]) for i, op in enumerate(trace.ops)),
             metadata={
                 "recorded": "fake tensors: without the ops' internal temporaries; times by profile",
                 "times_of": self.profile.name,
@@ -166,6 +176,23 @@ class FakeRecording:
                 "costs": {"flops": list(flops), "nbytes": list(nbytes)},
             },
         )
+
+    def _replayable(self) -> list[bool]:
+        """For each op: no random numbers, no change of anything, and no untracked operand that changes later?"""
+        assert self._recorder is not None
+        found: list[bool] = []
+        changed_later: set[int] = set()
+        for op, (reads, writes) in zip(reversed(self._recorder.ops), reversed(self._small), strict=True):
+            is_random = torch.Tag.nondeterministic_seeded in op.func.tags
+            is_pure = ops.written_arguments(op.func) == ()
+            found.append(is_pure and not is_random and not (reads & changed_later))
+            changed_later |= writes
+        return found[::-1]
+
+    def _small_storages(self, values: Any) -> frozenset[int]:
+        """Storages below the threshold among `values`, by an id that a later one may take over: then no re-run."""
+        storages = [t.untyped_storage() for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
+        return frozenset(id(s) for s in storages if s.nbytes() < self.threshold_nbytes)
 
     def _by_address(self) -> Any:
         return {storage.address: storage for _, storage in self._known.values()}

@@ -110,6 +110,10 @@ class PlanCache:
                 with contextlib.suppress(OSError):
                     os.unlink(partial)
 
+    def is_fixed(self, plan: Plan) -> bool:  # noqa: ARG002 - a given plan is (`ooc.given_plan`)
+        """Whether the plan must not be replaced by a better one."""
+        return False
+
     def _path(self, trace: Trace, machine: Machine, policy: str, parameters: Mapping[str, Any]) -> Path:
         body = repr(
             (

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import ooc.session
 from ooc.errors import OocError
+from ooc.given_plan import read_plan
 from ooc.report import summary, write_json
 from vmm.driver import MemoryFault
 from vmm.machine import memory_room
@@ -61,11 +62,12 @@ class RunOptions:
     Attributes:
         budget, store, policy, window, chunk, threshold, debug, progress: As `Session`'s arguments; None: its
             default.
+        plan: File of a plan to play (`ooc.given_plan`); gives the budget and the chunk size too, where those are not.
         report: File for the JSON report, written also when the script fails.
         summary: Whether to print one line to stderr at the end; None: if stderr is a terminal.
     """
 
-    budget: int | str
+    budget: int | str | None = None
     store: str | None = None
     policy: str | None = None
     window: int | str | None = None
@@ -73,6 +75,7 @@ class RunOptions:
     threshold: int | str | None = None
     debug: bool = False
     progress: str | None = None
+    plan: str | None = None
     report: str | None = None
     summary: bool | None = None
 
@@ -109,7 +112,14 @@ def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module
     report_path = _report_path(options.report)
     try:
         program = _find_module(target) if is_module else _find_script(target)
-        session = ooc.session.Session(options.budget, step_boundary="optimizer", **options.session_arguments())
+        budget, session_arguments = options.budget, options.session_arguments()
+        if options.plan is not None:
+            plan = read_plan(options.plan)
+            budget = plan.machine.budget_nbytes if budget is None else budget
+            session_arguments = {"chunk_nbytes": plan.machine.chunk_nbytes, **session_arguments, "plan": plan}
+        if budget is None:
+            raise ValueError("no budget. Options: --budget SIZE, such as --budget 2GiB; OOC_BUDGET; --plan FILE.")
+        session = ooc.session.Session(budget, step_boundary="optimizer", **session_arguments)
     except (ValueError, TypeError, OocError, StoreError, MemoryFault, NativeBuildError) as error:
         raise RunError(str(error)) from error
     atexit.register(_end, session)  # the script's own come later, so they run earlier

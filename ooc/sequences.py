@@ -154,6 +154,8 @@ class Sequences:
         log.note(compiled.op_stop_ns - compiled.op_start_ns, store)
         if log.num_played not in _REFINE_AFTER or not compiled.plan.predicted.get("loaded_nbytes"):
             return compiled
+        if self._cache is not None and self._cache.is_fixed(compiled.plan):
+            return compiled
         key = next(key for key, plan in self._plans.items() if plan is compiled)
         started = time.monotonic()
         machine = log.machine(compiled.plan.machine, store)

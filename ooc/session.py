@@ -32,6 +32,7 @@ from ooc.errors import SessionError
 from ooc.executor import Executor
 from ooc.explain import Explanation, explain
 from ooc.forks import Forks
+from ooc.given_plan import GivenPlan
 from ooc.interrupts import CriticalLock, Interrupts
 from ooc.op_runner import OpRunner
 from ooc.outside import Outside
@@ -79,6 +80,8 @@ class Session:
         debug: Let every touch of an evicted variable fault, so that a missed use cannot pass.
         step_boundary: "explicit": by `step()`; "optimizer": when an optimizer's `step` returns.
         plan_cache: Keep plans on disk and use those of earlier runs (see `ooc.plan_cache`).
+        plan: A plan to play for the step that it was made for, at this budget and chunk size (`ooc plan`); other
+            steps are planned by `policy`.
         progress: One line a step to stderr: "never", "auto" (on a terminal), "always".
 
     Raises:
@@ -101,6 +104,7 @@ class Session:
         debug: bool = False,
         step_boundary: Literal["explicit", "optimizer"] = "explicit",
         plan_cache: bool = True,
+        plan: Plan | None = None,
         progress: str = "never",
     ) -> None:
         global _current
@@ -167,12 +171,15 @@ class Session:
             new_pool=lambda: ChunkPool(num_chunks),
         )
         self._runner.attach(dispatcher=self._dispatcher, lock=self._lock, executor=self._executor)
+        self._cache = PlanCache.default() if plan_cache else None
+        if plan is not None:
+            self._cache = GivenPlan(plan, self._cache)
         self._sequences = Sequences(
             policy=policy,
             parameters={"window_nbytes": parse_nbytes(window_nbytes)} if window_nbytes is not None else {},
             intercepts=_Intercepts(),
             view_address=self._driver.view_address,
-            cache=PlanCache.default() if plan_cache else None,
+            cache=self._cache,
             planning=lambda num_ops: self._progress.planning(num_ops),
         )
         self.steps = StepLog(self._books, self._space)
@@ -435,6 +442,7 @@ class Session:
             "planning_s": sequences.planning_s,
             "unplannable": dict(sequences.unplannable),
             "not_played": dict(self.steps.refusals),
+            **({"given_plan_refused": self._cache.refusal} if isinstance(self._cache, GivenPlan) else {}),
         }
 
     def close(self, *, bring_back: bool = True) -> None:

@@ -47,6 +47,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(name="window", default="searched", description="bytes that the policy 'window' looks ahead"),
     Setting(name="chunk", default="by budget, 64KiB to 2MiB", description="size of a piece of memory"),
     Setting(name="threshold", default="64KiB", description="smaller tensors stay in ordinary memory, not counted"),
+    Setting(name="plan", default="none", description="plan to play, as ooc plan writes it; it has its own budget"),
     Setting(name="report", default="none", description="file for the report, as JSON"),
     Setting(
         name="progress",

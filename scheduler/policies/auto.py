@@ -29,7 +29,7 @@ from scheduler.chains import Chain, Gap, chains_of, residencies_of
 from scheduler.colouring import Shortage
 from scheduler.evaluate import Evaluation, evaluate
 from scheduler.plan import Machine, Residency
-from scheduler.policies import lms, nntrainer, vdnn, window
+from scheduler.policies import lms, nntrainer, on_demand, vdnn, window
 from scheduler.policies._placement import Placement
 from scheduler.trace import Trace
 
@@ -58,7 +58,7 @@ _NO_STALL_AT_ALL = 0.00002
 
 # The others, the likely winners first, and the most ops of a step for which they are asked: they search their own
 # parameters by simulation. On recorded steps `window` was ahead by up to 0.2 % where little moves, `lms` by less.
-_OTHERS = ((window, 16_000), (lms, 4_000), (vdnn, 4_000), (nntrainer, 2_000))
+_OTHERS = ((window, 16_000), (on_demand, 4_000), (lms, 4_000), (vdnn, 4_000), (nntrainer, 2_000))
 
 # Budgets for which plans are made beside the real one: the least that works times powers of 2 ** _GRID, the next
 # _NUM_GRID below the real one. They depend on the step alone, so that a budget profits from what a smaller one found.
@@ -146,7 +146,7 @@ class _Search:
         """Look at another policy's plan."""
         own = {"wrap": wrap} if policy is not window else {}
         try:
-            found = policy.tune(self.trace, self.machine, own)
+            found = policy.tune(self.trace, self.machine, own) if policy is not on_demand else own
             self.consider(policy.schedule(self.trace, self.machine, **found))
         except BudgetTooSmall:
             return

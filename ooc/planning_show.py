@@ -1,0 +1,136 @@
+"""How `ooc plan` and `ooc fit` show what they found: tables for people, JSON for programs, a picture of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ooc.units import MIB, format_duration, format_nbytes
+from scheduler.compare import Outcome
+
+_MOVED = ("loaded_nbytes", "evicted_nbytes")
+
+Points = Sequence[tuple[int, Sequence[Outcome]]]
+
+
+def outcome_row(outcome: Outcome) -> dict[str, Any]:
+    """One outcome as plain data: bytes, nanoseconds, joules."""
+    plan = outcome.plan
+    row: dict[str, Any] = {"policy": outcome.policy, "fits": plan is not None}
+    if plan is None:
+        return {**row, "reason": outcome.reason, "smallest_budget_nbytes": outcome.smallest_budget_nbytes}
+    row |= {"budget_nbytes": plan.machine.budget_nbytes, **plan.predicted, "parameters": dict(plan.parameters)}
+    row["bound_ns"] = plan.bounds["duration_ns"]
+    row["over_bound"] = over_bound(outcome)
+    if outcome.energy_j is not None:
+        row["energy_j"] = outcome.energy_j
+    if outcome.carried_from_nbytes is not None:
+        row["carried_from_nbytes"] = outcome.carried_from_nbytes
+    return row
+
+
+def over_bound(outcome: Outcome) -> float:
+    """How much longer the step takes than any plan must, as a share of that."""
+    assert outcome.plan is not None
+    return outcome.duration_ns / max(outcome.plan.bounds["duration_ns"], 1) - 1
+
+
+def comparison_table(outcomes: Sequence[Outcome], *, title: str, chosen: Outcome | None) -> Table:
+    """Policies side by side; the chosen one is marked."""
+    has_energy = any(o.energy_j is not None for o in outcomes)
+    table = Table(title=title)
+    table.add_column("policy")
+    for heading in ("fits", "peak", "time", "stall", "over bound", "in", "out", "remaps"):
+        table.add_column(heading, justify="right")
+    if has_energy:
+        table.add_column("energy", justify="right")
+    for outcome in outcomes:
+        table.add_row(*_cells(outcome, has_energy), style="bold" if outcome is chosen else None)
+    return table
+
+
+def sweep_table(points: Points, *, chunk_nbytes: int, title: str) -> Table:
+    """A row a budget, a column a policy: time, and how far above the bound; `-` where it finds no plan."""
+    table = Table(title=title)
+    table.add_column("budget", justify="right")
+    for outcome in points[0][1] if points else ():
+        table.add_column(outcome.policy, justify="right")
+    for num_chunks, outcomes in points:
+        cells = [
+            "-" if o.plan is None else f"{format_duration(o.duration_ns / 1e9)} (+{over_bound(o):.1%})"
+            for o in outcomes
+        ]
+        table.add_row(format_nbytes(num_chunks * chunk_nbytes), *cells)
+    return table
+
+
+def print_table(table: Table) -> None:
+    """To stdout, as wide as the terminal, or wide enough for a file."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    console.print(table)
+
+
+def draw_sweep(points: Points, *, chunk_nbytes: int, path: Path, title: str) -> None:
+    """Time, bytes moved and energy (where known) against the budget, a line a policy, as PNG."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    policies = [o.policy for o in points[0][1]]
+    has_energy = any(o.energy_j is not None for _, outcomes in points for o in outcomes)
+    panels: list[tuple[str, Any]] = [
+        ("time of a step, s", lambda o: o.duration_ns / 1e9),
+        ("moved in a step, MiB", lambda o: sum(o.plan.predicted[key] for key in _MOVED) / MIB),
+    ]
+    if has_energy:
+        panels.append(("energy of a step, J", lambda o: o.energy_j))
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), layout="constrained", squeeze=False)
+    for axis, (label, value) in zip(axes[0], panels, strict=True):
+        for index, policy in enumerate(policies):
+            line = [(n * chunk_nbytes / MIB, value(o[index])) for n, o in points if o[index].plan is not None]
+            if line:
+                style = {"linewidth": 2.5, "zorder": 3} if policy == "auto" else {"linewidth": 1.2}
+                axis.plot(*zip(*line, strict=True), marker=".", label=policy, **style)
+        axis.set(xlabel="budget, MiB", ylabel=label)
+        axis.grid(alpha=0.3)
+    bound = [
+        (n * chunk_nbytes / MIB, next(o.plan.bounds["duration_ns"] for o in outcomes if o.plan is not None) / 1e9)
+        for n, outcomes in points
+        if any(o.plan is not None for o in outcomes)
+    ]
+    if bound:
+        axes[0][0].plot(*zip(*bound, strict=True), color="black", linestyle=":", label="bound")
+    axes[0][0].legend(fontsize="small")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _cells(outcome: Outcome, has_energy: bool) -> list[str]:
+    plan = outcome.plan
+    if plan is None:
+        needed = outcome.smallest_budget_nbytes
+        asks = f"needs {format_nbytes(needed)}" if needed is not None else "no plan"
+        return [outcome.policy, asks, *["-"] * (8 if has_energy else 7)]
+    p = plan.predicted
+    cells = [
+        outcome.policy,
+        "yes",
+        format_nbytes(p["peak_nbytes"]),
+        format_duration(p["duration_ns"] / 1e9),
+        f"{p['stall_ns'] / max(p['duration_ns'], 1):.1%}",
+        f"+{over_bound(outcome):.1%}",
+        format_nbytes(p["loaded_nbytes"]),
+        format_nbytes(p["evicted_nbytes"]),
+        str(p["num_remapped_chunks"]),
+    ]
+    if has_energy:
+        cells.append("-" if outcome.energy_j is None else f"{outcome.energy_j:.4g} J")
+    return cells

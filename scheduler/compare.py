@@ -1,0 +1,181 @@
+"""Policies side by side on one step: the comparison behind `ooc plan` and the planner benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from scheduler.bounds import lower_bounds
+from scheduler.budget import BudgetTooSmall, smallest_num_chunks
+from scheduler.plan import Machine, Plan, PlanError
+from scheduler.planning import make_plan
+from scheduler.profiles import Profile, energy_j
+from scheduler.trace import Trace
+
+Objective = Literal["time", "energy"]
+
+
+class DeadlineTooShort(PlanError):
+    """No plan ends in time.
+
+    Attributes:
+        deadline_ns: What was asked for.
+        fastest_ns: The fastest step that any of the policies can plan; `policy` says which.
+        bound_ns: What no plan can beat.
+    """
+
+    def __init__(self, *, deadline_ns: int, fastest_ns: int, policy: str, bound_ns: int) -> None:
+        self.deadline_ns = deadline_ns
+        self.fastest_ns = fastest_ns
+        self.policy = policy
+        self.bound_ns = bound_ns
+        super().__init__(
+            f"no plan takes at most {deadline_ns / 1e6:.3f} ms a step: the fastest takes {fastest_ns / 1e6:.3f} ms "
+            f"({policy}); no plan can take less than {bound_ns / 1e6:.3f} ms on this machine within this budget. "
+            f"Options: a deadline of at least {fastest_ns / 1e6:.3f} ms; a larger budget; a smaller batch."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one policy makes of a step.
+
+    Attributes:
+        plan: None where the policy finds none; `reason` says why.
+        smallest_budget_nbytes: Where it finds none: the budget that it asks for, if it knows.
+        energy_j: Of one step, where a profile with energy figures was given.
+        carried_from_nbytes: In a sweep: the smaller budget whose plan is the best that is known here too.
+    """
+
+    policy: str
+    plan: Plan | None
+    reason: str = ""
+    smallest_budget_nbytes: int | None = None
+    energy_j: float | None = None
+    carried_from_nbytes: int | None = None
+
+    @property
+    def duration_ns(self) -> int:
+        """The step's predicted time. The plan must exist."""
+        assert self.plan is not None
+        return self.plan.predicted["duration_ns"]
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes loaded and evicted in a step. The plan must exist."""
+        assert self.plan is not None
+        return self.plan.predicted["loaded_nbytes"] + self.plan.predicted["evicted_nbytes"]
+
+
+def compare(
+    trace: Trace,
+    machine: Machine,
+    policies: Iterable[str],
+    *,
+    profile: Profile | None = None,
+    parameters: Mapping[str, Any] | None = None,
+) -> tuple[Outcome, ...]:
+    """Plan `trace` by each of `policies`. One that finds no plan says why; that is an outcome, not an error.
+
+    Args:
+        profile: Adds the energy of each plan, if it has the figures.
+        parameters: Passed to every policy.
+    """
+    found = []
+    for policy in policies:
+        try:
+            plan = make_plan(trace, machine, policy, **(parameters or {}))
+        except BudgetTooSmall as error:
+            found.append(
+                Outcome(
+                    policy=policy,
+                    plan=None,
+                    reason=str(error),
+                    smallest_budget_nbytes=error.smallest_budget_nbytes,
+                )
+            )
+        except PlanError as error:
+            found.append(Outcome(policy=policy, plan=None, reason=str(error)))
+        else:
+            has_energy = profile is not None and profile.energy is not None
+            joules = energy_j(trace, plan.predicted, profile) if profile is not None and has_energy else None
+            found.append(Outcome(policy=policy, plan=plan, energy_j=joules))
+    return tuple(found)
+
+
+def choose(outcomes: Sequence[Outcome], *, objective: Objective = "time", deadline_ns: int | None = None) -> Outcome:
+    """The best outcome within the deadline; of equally fast ones the one that moves the fewest bytes.
+
+    Raises:
+        PlanError: No policy found a plan; with the reason of the one that asks for the least.
+        DeadlineTooShort: There are plans, but none in time.
+        ValueError: Energy is asked and not known.
+    """
+    planned = [outcome for outcome in outcomes if outcome.plan is not None]
+    if not planned:
+        least = min(outcomes, key=lambda o: o.smallest_budget_nbytes or 1 << 62)
+        raise PlanError(f"none of {', '.join(o.policy for o in outcomes)} finds a plan. {least.policy}: {least.reason}")
+    in_time = [o for o in planned if deadline_ns is None or o.duration_ns <= deadline_ns]
+    if not in_time:
+        fastest = min(planned, key=lambda o: o.duration_ns)
+        assert deadline_ns is not None
+        assert fastest.plan is not None
+        raise DeadlineTooShort(
+            deadline_ns=deadline_ns,
+            fastest_ns=fastest.duration_ns,
+            policy=fastest.policy,
+            bound_ns=fastest.plan.bounds["duration_ns"],
+        )
+    if objective == "energy":
+        if any(o.energy_j is None for o in in_time):
+            raise ValueError("energy is asked, but no profile with energy figures was given")
+        return min(in_time, key=lambda o: (o.energy_j or 0.0, o.duration_ns))
+    return min(in_time, key=lambda o: (o.duration_ns, o.moved_nbytes))
+
+
+def sweep(
+    trace: Trace,
+    machine: Machine,
+    num_chunks: Sequence[int],
+    policies: Sequence[str],
+    *,
+    profile: Profile | None = None,
+) -> tuple[tuple[int, tuple[Outcome, ...]], ...]:
+    """`compare` at each of `num_chunks` chunks, in growing order.
+
+    A plan for a smaller budget is legal in a larger one, so for `auto` the best plan so far is carried on where a
+    larger budget finds nothing better: its time never grows with the budget.
+
+    Returns:
+        `(chunks, outcomes)` for each budget.
+    """
+    points = []
+    best: Outcome | None = None
+    for count in sorted(set(num_chunks)):
+        larger = replace(machine, num_chunks=count)
+        outcomes = []
+        for outcome in compare(trace, larger, policies, profile=profile):
+            kept = outcome
+            if outcome.policy == "auto":
+                if best is not None and (outcome.plan is None or best.duration_ns < outcome.duration_ns):
+                    kept = _carried(best, trace, larger)
+                best = kept if kept.plan is not None else best
+            outcomes.append(kept)
+        points.append((count, tuple(outcomes)))
+    return tuple(points)
+
+
+def budgets_between(trace: Trace, machine: Machine, num_budgets: int) -> tuple[int, ...]:
+    """`num_budgets` budgets in chunks, evenly from the least that works to what the step needs in core."""
+    least = smallest_num_chunks(trace, machine)
+    most = max(lower_bounds(trace, machine)["in_core_nbytes"] // machine.chunk_nbytes, least)
+    steps = max(num_budgets - 1, 1)
+    return tuple(sorted({least + (most - least) * i // steps for i in range(num_budgets)}))
+
+
+def _carried(outcome: Outcome, trace: Trace, machine: Machine) -> Outcome:
+    assert outcome.plan is not None
+    origin = outcome.carried_from_nbytes or outcome.plan.machine.budget_nbytes
+    plan = replace(outcome.plan, machine=machine, bounds=lower_bounds(trace, machine))
+    return replace(outcome, plan=plan, carried_from_nbytes=origin)
