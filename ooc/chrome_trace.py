@@ -124,6 +124,9 @@ def _step_events(name: str, view: StepView, *, pid: int, offset_ns: int, order: 
             "bytes": sum(view.trace.variables[u.variable].nbytes for u in op.uses),
         }
         yield _slice(op.name, "op", pid, _OPS, at(start_ns), (stop_ns - start_ns) / 1000, arguments)
+    for rerun in view.reruns:
+        length = (rerun.stop_ns - rerun.start_ns) / 1000
+        yield _slice("run again", "recompute", pid, _OPS, at(rerun.start_ns), length, {"before op": rerun.op})
     for wait in view.waits:
         move = view.moves[wait.move]
         arguments = {"op": wait.op, "variable": move.variable}

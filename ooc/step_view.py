@@ -52,6 +52,15 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """Ops run again right before an op."""
+
+    op: int
+    start_ns: int
+    stop_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """A residency in time."""
 
@@ -86,7 +95,7 @@ class StepView:
     Attributes:
         plan: None for a step that was only traced: everything in memory, nothing moves.
         op_start_ns, op_stop_ns: Of each op of the trace.
-        moves, waits: In order of start.
+        moves, waits, reruns: In order of start. Re-runs are known of simulated steps.
         duration_ns: The step's length.
         unix_ns: When it started on the wall clock; None if it never ran.
     """
@@ -99,6 +108,7 @@ class StepView:
     moves: tuple[Move, ...]
     waits: tuple[Wait, ...]
     duration_ns: int
+    reruns: tuple[Rerun, ...] = ()
     unix_ns: int | None = None
 
     def tick_times(self) -> list[int]:
@@ -125,12 +135,19 @@ class StepView:
             return []
         times = self.tick_times()
         change: dict[int, int] = {0: 0}
-        for residency in self.plan.residencies:
-            start, stop = occupied_ticks(residency, self.trace)
-            nbytes = sum(count for _, count in residency.chunks) * self.plan.machine.chunk_nbytes
+
+        def hold(start: int, stop: int, chunks: tuple[tuple[int, int], ...]) -> None:
+            nbytes = sum(count for _, count in chunks) * chunk_nbytes
             change[start] = change.get(start, 0) + nbytes
             if stop < self.trace.num_ticks:
                 change[stop] = change.get(stop, 0) - nbytes
+
+        chunk_nbytes = self.plan.machine.chunk_nbytes
+        for residency in self.plan.residencies:
+            hold(*occupied_ticks(residency, self.trace), residency.chunks)
+        for scratch in self.plan.scratch:
+            tick = self.trace.ops[scratch.before_op].start_tick
+            hold(tick, tick + 1, scratch.chunks)
         curve, total = [], 0
         for tick in sorted(change):
             total += change[tick]
@@ -195,7 +212,23 @@ def simulated_view(trace: Trace, plan: Plan) -> StepView:
     result = simulate(plan, trace)
     starts = result.op_start_ns
     stops = tuple(start + op.duration_ns for start, op in zip(starts, trace.ops, strict=True))
-    return _view("simulated", trace, plan, starts, stops, _simulated_moves(trace, plan, result), result.duration_ns)
+    moves = _simulated_moves(trace, plan, result, stops)
+    reruns = tuple(
+        Rerun(op=entry.index, start_ns=entry.start_ns, stop_ns=entry.stop_ns)
+        for entry in result.timeline
+        if entry.kind == "recompute"
+    )
+    return StepView(
+        source="simulated",
+        trace=trace,
+        plan=plan,
+        op_start_ns=starts,
+        op_stop_ns=stops,
+        moves=moves,
+        waits=tuple(_simulated_waits(starts, stops, moves, reruns, result.duration_ns)),
+        duration_ns=result.duration_ns,
+        reruns=reruns,
+    )
 
 
 def measured_view(trace: Trace, plan: Plan, measured: Measured) -> StepView:
@@ -213,40 +246,23 @@ def measured_view(trace: Trace, plan: Plan, measured: Measured) -> StepView:
         )
         for move in measured.moves
     ]
-    return _view(
-        "measured",
-        trace,
-        plan,
-        measured.op_start_ns,
-        measured.op_stop_ns,
-        moves,
-        measured.duration_ns,
+    ordered = _ordered(moves)
+    starts, stops = measured.op_start_ns, measured.op_stop_ns
+    return StepView(
+        source="measured",
+        trace=trace,
+        plan=plan,
+        op_start_ns=starts,
+        op_stop_ns=stops,
+        moves=ordered,
+        waits=tuple(_waits(step_actions(plan, trace), starts, stops, ordered, measured.duration_ns)),
+        duration_ns=measured.duration_ns,
         unix_ns=measured.unix_ns,
     )
 
 
-def _view(
-    source: Source,
-    trace: Trace,
-    plan: Plan,
-    starts: Sequence[int],
-    stops: Sequence[int],
-    moves: Sequence[Move],
-    duration_ns: int,
-    unix_ns: int | None = None,
-) -> StepView:
-    ordered = tuple(sorted(moves, key=lambda m: (m.start_ns, m.stop_ns, m.kind, m.variable)))
-    return StepView(
-        source=source,
-        trace=trace,
-        plan=plan,
-        op_start_ns=tuple(starts),
-        op_stop_ns=tuple(stops),
-        moves=ordered,
-        waits=tuple(_waits(step_actions(plan, trace), starts, stops, ordered, duration_ns)),
-        duration_ns=duration_ns,
-        unix_ns=unix_ns,
-    )
+def _ordered(moves: Sequence[Move]) -> tuple[Move, ...]:
+    return tuple(sorted(moves, key=lambda m: (m.start_ns, m.stop_ns, m.kind, m.variable)))
 
 
 def _spread(times: list[int], first: int, stop: int, start_ns: int, stop_ns: int) -> None:
@@ -276,19 +292,16 @@ class _ResidencyIndex:
         return self._writes.get((move.variable, after if after >= 0 else self._num_ops - 1))
 
 
-def _simulated_moves(trace: Trace, plan: Plan, result: Simulation) -> list[Move]:
+def _simulated_moves(trace: Trace, plan: Plan, result: Simulation, stops: Sequence[int]) -> tuple[Move, ...]:
     """The timeline's transfers with the residencies that they belong to: each has one of each kind at most."""
     pending: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for index, residency in enumerate(plan.residencies):
         if isinstance(residency.start, Loaded):
-            op = residency.start.before_op
-            # Issued when the op before has ended, and the op's own wait begins.
-            issue_ns = result.op_start_ns[op] - result.op_stall_ns[op]
-            pending.setdefault(("load", residency.variable), []).append((issue_ns, index))
+            op = residency.start.before_op  # issued when the op before it has ended
+            pending.setdefault(("load", residency.variable), []).append((stops[op - 1] if op else 0, index))
         if isinstance(residency.stop, Evicted):
             op = residency.stop.write_op
-            issue_ns = result.op_start_ns[op] + trace.ops[op].duration_ns
-            pending.setdefault(("evict", residency.variable), []).append((issue_ns, index))
+            pending.setdefault(("evict", residency.variable), []).append((stops[op], index))
     for waiting in pending.values():
         waiting.sort(reverse=True)
     moves = []
@@ -307,7 +320,26 @@ def _simulated_moves(trace: Trace, plan: Plan, result: Simulation) -> list[Move]
                 stop_ns=entry.stop_ns,
             )
         )
-    return moves
+    return _ordered(moves)
+
+
+def _simulated_waits(
+    starts: Sequence[int], stops: Sequence[int], moves: Sequence[Move], reruns: Sequence[Rerun], duration_ns: int
+) -> Iterator[Wait]:
+    """Where the simulated compute stood still: until a transfer was done, of this step or of the one before."""
+    again = {rerun.op: rerun for rerun in reruns}
+    ends = sorted((end, i) for i, m in enumerate(moves) for end in (m.stop_ns, m.stop_ns - duration_ns))
+    for op, start_ns in enumerate(starts):
+        since_ns = stops[op - 1] if op else 0
+        rerun = again.get(op)
+        gaps = [(since_ns, start_ns)]
+        if rerun is not None:
+            gaps = [(since_ns, rerun.start_ns), (rerun.stop_ns, start_ns)]
+        for begin_ns, end_ns in gaps:
+            if begin_ns < end_ns and ends:
+                at = bisect_left(ends, (end_ns, 0))
+                _, move = min(ends[max(at - 1, 0) : at + 1], key=lambda e: abs(e[0] - end_ns))
+                yield Wait(op=op, start_ns=begin_ns, stop_ns=end_ns, move=move)
 
 
 def _waits(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,8 +55,11 @@ def recorded(**changed: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def synthetic(num_blocks: int = 6, share: float = 0.4, policy: str = "auto") -> tuple[Trace, Plan]:
-    """A step of `conv_net` and a plan for a share of its peak."""
+def synthetic(
+    num_blocks: int = 6, share: float = 0.4, policy: str = "auto", *, replayable: bool = False
+) -> tuple[Trace, Plan]:
+    """A step of `conv_net` and a plan for a share of its peak; its ops may be run again if `replayable`."""
     trace = conv_net(num_blocks=num_blocks)
+    trace = replace(trace, ops=tuple(replace(op, replayable=replayable) for op in trace.ops))
     machine = Machine(chunk_nbytes=MIB, num_chunks=int(trace.peak_nbytes() * share) // MIB, load_bytes_per_s=1e9)
     return trace, make_plan(trace, machine, policy)

@@ -64,6 +64,11 @@ def chart_data(document: Document, view: StepView | None, planned: StepView | No
             "b": [wait.stop_ns for wait in view.waits],
             "m": [wait.move for wait in view.waits],
         },
+        "reruns": {
+            "op": [rerun.op for rerun in view.reruns],
+            "a": [rerun.start_ns for rerun in view.reruns],
+            "b": [rerun.stop_ns for rerun in view.reruns],
+        },
         "live": _curve(view.live_curve()),
         "resident": _curve(view.resident_curve()),
     }

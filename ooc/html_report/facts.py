@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -73,6 +74,7 @@ class Metrics:
     bound_s: float | None = None
     compute_s: float | None = None
     stall_s: float | None = None
+    recompute_s: float | None = None
     loaded_nbytes: int | None = None
     evicted_nbytes: int | None = None
     dropped_nbytes: int | None = None
@@ -165,13 +167,15 @@ def costly_variables(view: StepView, count: int = _NUM_COSTLY) -> tuple[CostlyVa
 
 def costly_ops(view: StepView, planned: StepView | None, count: int = _NUM_COSTLY) -> tuple[CostlyOp, ...]:
     """Those that take longest, their wait for memory included."""
-    waits = {wait.op: wait.stop_ns - wait.start_ns for wait in view.waits}
+    waits: Counter[int] = Counter()
+    for wait in view.waits:
+        waits[wait.op] += wait.stop_ns - wait.start_ns
     found = [
         CostlyOp(
             index=index,
             name=f"{op.name} ({op.where})" if op.where else op.name,
             duration_ns=view.op_stop_ns[index] - view.op_start_ns[index],
-            wait_ns=waits.get(index, 0),
+            wait_ns=waits[index],
             planned_ns=None if planned is None else planned.op_stop_ns[index] - planned.op_start_ns[index],
         )
         for index, op in enumerate(view.trace.ops)
@@ -187,6 +191,7 @@ def _metrics(document: Document, view: StepView | None) -> Metrics:
         "num_ops": len(trace.ops) if trace is not None else None,
         "planned_s": _seconds(predicted, "duration_ns"),
         "bound_s": _seconds(bounds, "duration_ns"),
+        "recompute_s": _seconds(predicted, "recompute_ns"),
         "compute_s": view.compute_ns / 1e9 if view is not None else None,
     }
     if document.run is not None:
@@ -293,6 +298,9 @@ def _figures(m: Metrics, endurance_nbytes: int) -> list[Figure]:
                 is_bad=fraction > _HIGH_STALL,
             )
         )
+    if m.recompute_s:
+        share = f"{m.recompute_s / m.step_s:.1%} of the step" if m.step_s else ""
+        found.append(Figure(name="Computed again a step", value=format_duration(m.recompute_s), remark=share))
     if m.loaded_nbytes is not None and m.evicted_nbytes is not None and m.moved_nbytes is not None:
         remark = f"{format_nbytes(m.loaded_nbytes)} in, {format_nbytes(m.evicted_nbytes)} out"
         found.append(Figure(name="Moved a step", value=format_nbytes(m.moved_nbytes), remark=remark))

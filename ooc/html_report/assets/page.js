@@ -316,10 +316,16 @@ const memory = {
 // -- schedule
 
 const LANES = [["ops", "op"], ["waits", "stall"], ["loads", "load"], ["evictions", "evict"]];
+const RECOMPUTED = ["run again", "optimizer_state"];
+
+function lanes() {
+  return data.reruns.op.length ? [...LANES, RECOMPUTED] : LANES;
+}
 
 function laneItems(lane) {
   if (lane === 0) return {a: data.ops.a, b: data.ops.b, all: null};
   if (lane === 1) return {a: data.waits.a, b: data.waits.b, all: null};
+  if (lane === 4) return {a: data.reruns.a, b: data.reruns.b, all: null};
   const letter = lane === 2 ? "l" : "e", all = [];
   for (let i = 0; i < data.moves.v.length; i++) if (data.moves.k[i] === letter) all.push(i);
   return {a: data.moves.a, b: data.moves.b, all};
@@ -328,11 +334,11 @@ function laneItems(lane) {
 const schedule = {
   zooms: true,
   shown: hasStep,
-  legend: () => LANES.map(([text, colour]) => [colour, text]),
-  limits: () => ({...stepRange(), y: [LANES.length, 0], yMarks: LANES.map(([text], i) => [i + 0.5, text])}),
+  legend: () => lanes().map(([text, colour]) => [colour, text]),
+  limits: () => ({...stepRange(), y: [lanes().length, 0], yMarks: lanes().map(([text], i) => [i + 0.5, text])}),
   draw(chart) {
     const pen = chart.pen;
-    LANES.forEach(([, colour], lane) => {
+    lanes().forEach(([, colour], lane) => {
       const {a, b, all} = laneItems(lane), top = chart.y(lane) + 4, height = chart.y(lane + 1) - chart.y(lane) - 8;
       pen.fillStyle = colours[colour];
       const count = all ? all.length : a.length, wide = range[1] - range[0];
@@ -356,7 +362,7 @@ const schedule = {
     });
   },
   point(chart, t, level) {
-    const lane = clamp(Math.floor(level), 0, LANES.length - 1), {a, b, all} = laneItems(lane);
+    const lane = clamp(Math.floor(level), 0, lanes().length - 1), {a, b, all} = laneItems(lane);
     const slack = (range[1] - range[0]) * 2 / chart.width;
     const hits = (all || a.map((_, i) => i)).filter((i) => a[i] - slack <= t && t <= b[i] + slack).slice(0, 4);
     if (!hits.length) element("div", time(t) + ": nothing here", chart.readout);
@@ -368,7 +374,8 @@ const schedule = {
         text = opName(data.waits.op[i]) + " waits " + length + " for the " +
           (data.moves.k[move] === "l" ? "load" : "eviction") + " of " + nameOf(data.moves.v[move]);
       }
-      if (lane > 1) text = (lane === 2 ? "load " : "evict ") + nameOf(data.moves.v[i]) + ", " + bytes(data.moves.n[i]) +
+      if (lane === 4) text = "ops run again before " + opName(data.reruns.op[i]) + ", " + length;
+      if (lane === 2 || lane === 3) text = (lane === 2 ? "load " : "evict ") + nameOf(data.moves.v[i]) + ", " + bytes(data.moves.n[i]) +
         " in " + length;
       element("div", time(a[i]) + ": " + text, chart.readout);
     }
