@@ -142,7 +142,8 @@ class Counters:
 class Books:
     """Records of all live variables, and loads and evictions on demand.
 
-    `moves` are the transfers begun since it was last emptied (by `ooc.timeline`).
+    `moves` are the transfers begun since it was last emptied (by `ooc.timeline`); `stalls`, when the
+    session's thread waited for transfers, as `(start, stop)` of the monotonic clock.
 
     Owns none of what it is given; the session does. One thread at a time (the session's lock).
     """
@@ -158,6 +159,7 @@ class Books:
         self.children = Children(store)
         self.ended_exports: deque[VariableRecord] = deque()
         self.moves: deque[Move] = deque(maxlen=_NUM_MOVES_KEPT)
+        self.stalls: deque[tuple[int, int]] = deque(maxlen=_NUM_MOVES_KEPT)
         self.peak_chunks = 0
         self._next_serial = 0
         self._by_use: OrderedDict[int, VariableRecord] = OrderedDict()  # resident, least recently used first
@@ -200,6 +202,12 @@ class Books:
             found.append((view + first * chunk, length))
             left -= length
         return found
+
+    def note_stall(self, start_ns: int) -> None:
+        """The session's thread waited for transfers from `start_ns` until now."""
+        stop_ns = time.monotonic_ns()
+        self.counters.stall_ns += stop_ns - start_ns
+        self.stalls.append((start_ns, stop_ns))
 
     # -- life of a record
 
@@ -311,7 +319,7 @@ class Books:
             self._by_use.pop(record.address, None)
             self.pool.give(record.runs)
             self.hide(record)
-        self.counters.stall_ns += time.monotonic_ns() - started
+        self.note_stall(started)
         if failure is not None:
             raise failure
 
@@ -371,7 +379,7 @@ class Books:
             self.space.map(record.reservation, runs)
             self._by_use[record.address] = record
         self.peak_chunks = max(self.peak_chunks, self.pool.num_chunks - self.pool.num_free)
-        self.counters.stall_ns += time.monotonic_ns() - started
+        self.note_stall(started)
         if failure is not None:
             raise failure
 

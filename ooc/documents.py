@@ -233,6 +233,7 @@ def _timeline(data: Any) -> tuple[Trace, Plan, Measured]:
             op_start_ns=starts,
             op_stop_ns=stops,
             moves=tuple(_moves(data.get("transfers"), trace)),
+            stalls=tuple(_stalls(data.get("stalls"))),
             num_moves_lost=int(_number(data, "num_transfers_lost", "timeline")),
         ),
     )
@@ -263,6 +264,14 @@ def _moves(columns: Any, trace: Trace) -> list[Move]:
                 )
             )
     return found
+
+
+def _stalls(columns: Any) -> list[tuple[int, int]]:
+    if not isinstance(columns, dict) or not isinstance(columns.get("start_ns"), list):
+        raise BadDocument("timeline: 'stalls' has no columns")
+    count = len(columns["start_ns"])
+    found = zip(_integers(columns, "start_ns", count), _integers(columns, "stop_ns", count), strict=True)
+    return [(start, stop) for start, stop in found if start <= stop]
 
 
 def _number(data: Mapping[str, Any], key: str, where: str) -> float:

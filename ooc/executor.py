@@ -247,7 +247,7 @@ class Executor:
                     self._await(other)  # also when it is over: a write that failed must let nobody in
             self._prepare_birth(stay)
         if started:
-            self._books.counters.stall_ns += time.monotonic_ns() - started
+            self._books.note_stall(started)
         return True
 
     def _check_deaths(self, compiled: Compiled, tick: int) -> bool:
@@ -554,7 +554,7 @@ class Executor:
         # Else `before` loads it, after it has released who holds the chunks until this very op.
         if compiled.is_written_from(role, index):
             record.stored = False  # the op that was to note the first write may have been another's
-        self._books.counters.stall_ns += time.monotonic_ns() - started
+        self._books.note_stall(started)
         return True
 
     def _take_pool(self, compiled: Compiled) -> None:

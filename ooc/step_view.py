@@ -77,6 +77,7 @@ class Measured:
     Attributes:
         unix_ns: When the step started, on the wall clock.
         moves: With `residency` not known yet.
+        stalls: When it waited for transfers: `(start, stop)`.
     """
 
     step_index: int
@@ -85,6 +86,7 @@ class Measured:
     op_start_ns: tuple[int, ...]
     op_stop_ns: tuple[int, ...]
     moves: tuple[Move, ...]
+    stalls: tuple[tuple[int, int], ...] = ()
     num_moves_lost: int = 0
 
 
@@ -255,7 +257,7 @@ def measured_view(trace: Trace, plan: Plan, measured: Measured) -> StepView:
         op_start_ns=starts,
         op_stop_ns=stops,
         moves=ordered,
-        waits=tuple(_waits(step_actions(plan, trace), starts, stops, ordered, measured.duration_ns)),
+        waits=tuple(_measured_waits(step_actions(plan, trace), measured, ordered)),
         duration_ns=measured.duration_ns,
         unix_ns=measured.unix_ns,
     )
@@ -342,25 +344,24 @@ def _simulated_waits(
                 yield Wait(op=op, start_ns=begin_ns, stop_ns=end_ns, move=move)
 
 
-def _waits(
-    actions: StepActions, starts: Sequence[int], stops: Sequence[int], moves: Sequence[Move], duration_ns: int
-) -> Iterator[Wait]:
-    """Where an op began only when a transfer that it needs was done.
+def _measured_waits(actions: StepActions, measured: Measured, moves: Sequence[Move]) -> Iterator[Wait]:
+    """The stalls, each before an op, with the transfer that it was for: the last to be done of those that the op needs.
 
     A transfer that was issued after the op is the one of the step before, at the same place of the cycle.
     """
+    starts, duration_ns = measured.op_start_ns, measured.duration_ns
     loads = {m.residency: i for i, m in enumerate(moves) if m.kind == "load" and m.residency is not None}
     writes = {m.residency: i for i, m in enumerate(moves) if m.kind == "evict" and m.residency is not None}
-    for op, start_ns in enumerate(starts):
-        awaited = [loads.get(r, loads.get(actions.kept_from.get(r))) for r in actions.uses[op]]
+    for begin_ns, end_ns in measured.stalls:
+        op = bisect_left(starts, end_ns)
+        if op == len(starts):
+            continue  # between the last op and the next step: no op waited
+        awaited = [loads.get(r, loads.get(actions.kept_from.get(r, -1))) for r in actions.uses[op]]
         awaited += [writes.get(before) for r in actions.births[op] for before in actions.waits_for[r]]
-        before_ns = stops[op - 1] if op else 0
-        last: tuple[int, int] | None = None
-        for index in awaited:
-            if index is None:
-                continue
-            stop_ns = moves[index].stop_ns - (duration_ns if moves[index].issue_ns > start_ns else 0)
-            if stop_ns > before_ns and (last is None or stop_ns > last[0]):
-                last = (stop_ns, index)
-        if last is not None and start_ns > before_ns:
-            yield Wait(op=op, start_ns=before_ns, stop_ns=min(last[0], start_ns), move=last[1])
+        done = [
+            (moves[index].stop_ns - (duration_ns if moves[index].issue_ns > end_ns else 0), index)
+            for index in awaited
+            if index is not None
+        ]
+        if done:
+            yield Wait(op=op, start_ns=begin_ns, stop_ns=end_ns, move=max(done)[1])

@@ -52,6 +52,7 @@ class _Played:
         role_address: Of each variable of the trace; 0 where it has none now.
         names: What people call variables, by index.
         moves: Transfers begun in it.
+        stalls: When it waited for transfers: `(start, stop)`.
     """
 
     step_index: int
@@ -64,6 +65,7 @@ class _Played:
     role_address: npt.NDArray[np.uint64]
     names: Mapping[int, TensorName]
     moves: tuple[Move, ...]
+    stalls: tuple[tuple[int, int], ...]
 
     def role_at(self, address: int, time_ns: int) -> int:
         """The variable at `address` then; -1 if the plan has none. A variable and its heir may take turns there."""
@@ -106,6 +108,8 @@ class Timeline:
         self._played = played
         moves = tuple(self._books.moves)
         self._books.moves.clear()
+        stalls = tuple(self._books.stalls)
+        self._books.stalls.clear()
         if played is not None:
             self._newest = _Played(
                 step_index=step_index,
@@ -118,6 +122,7 @@ class Timeline:
                 role_address=played.role_address.copy(),
                 names=self._names(played),
                 moves=moves,
+                stalls=stalls,
             )
             self._records.clear()
 
@@ -125,6 +130,7 @@ class Timeline:
         """What lay between two steps (learning, planning) is over: the step's time counts from here."""
         self._start_ns = time.monotonic_ns()
         if active is not self._played:
+            self._books.stalls.clear()
             self._books.moves.clear()  # they took everything to where the plan starts; the step is not to blame
 
     def _names(self, played: Compiled) -> dict[int, TensorName]:
@@ -173,6 +179,10 @@ class Timeline:
             "op_start_ns": (played.op_start_ns[:num_ops] - start_ns).tolist(),
             "op_stop_ns": (played.op_stop_ns[:num_ops] - start_ns).tolist(),
             "transfers": columns,
+            "stalls": {
+                "start_ns": [start - start_ns for start, _ in played.stalls],
+                "stop_ns": [stop - start_ns for _, stop in played.stalls],
+            },
             "num_transfers_lost": len(played.moves) - len(found),
             "trace": _as_data(_with_names(played.trace, played.names).to_json()),
             "plan": _as_data(played.plan.to_json()),

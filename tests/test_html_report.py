@@ -59,7 +59,7 @@ def test_a_real_run_records_its_last_planned_step_whole(run: Document) -> None:
     assert all(m.residency is not None for m in view.moves)
     assert all(run.plan.residencies[m.residency].variable == m.variable for m in view.moves if m.residency is not None)
     assert view.duration_ns >= row["duration_s"] * 1e9 * 0.5  # the period holds the step, and what follows it
-    assert view.stall_ns <= row["stall_s"] * 1e9 + 1e6
+    assert view.stall_ns <= round(row["stall_s"] * 1e9)  # what was waited for after the last op is no op's
 
 
 def test_measured_transfers_follow_the_plans_order(run: Document) -> None:
@@ -93,7 +93,9 @@ def test_facts_of_a_run(run: Document) -> None:
     assert m.peak_nbytes is not None
     assert m.peak_nbytes <= 6 * MIB < (m.in_core_peak_nbytes or 0)
     assert m.bound_s is not None
-    assert m.bound_s > 0
+    assert run.measured is not None
+    assert m.compute_s is not None
+    assert m.compute_s <= m.bound_s <= run.measured.duration_ns / 1e9
     assert m.moved_nbytes == (m.loaded_nbytes or 0) + (m.evicted_nbytes or 0) > 0
     assert len(facts.variables) == len(facts.ops) == 10
     costs = [op.duration_ns + op.wait_ns for op in facts.ops]
@@ -313,6 +315,7 @@ def _from_text(text: str) -> Document:
         (("budget_nbytes",), True, "'budget_nbytes' is True"),
         (("timeline", "schema_version"), 7, "schema version 7"),
         (("timeline", "op_start_ns"), [1], "not a list of"),
+        (("timeline", "stalls"), [], "'stalls' has no columns"),
         (("timeline", "clock"), None, "'clock' is None"),
         (("timeline", "transfers", "kind", 0), "move", "neither 'load' nor 'evict'"),
         (("timeline", "transfers", "variable", 0), 10**6, "unknown variable 1000000"),
@@ -392,8 +395,12 @@ def point_at(browser: Browser, chart: str, x: float, y: float) -> str:
         f"(() => {{ const b = document.querySelector('#{chart} canvas').getBoundingClientRect();"
         "return [b.x, b.y, b.width, b.height]; })()"
     )
-    browser.mouse("mouseMoved", box[0] + x * box[2], box[1] + y * box[3])
-    return str(browser.evaluate(f"document.querySelector('#{chart} .readout').innerText"))
+    for nudge in range(5):  # a page that has just scrolled may send the pointer away once more
+        browser.mouse("mouseMoved", box[0] + x * box[2] + 0.01 * nudge, box[1] + y * box[3])
+        text = str(browser.evaluate(f"document.querySelector('#{chart} .readout').innerText"))
+        if text:
+            return text
+    pytest.fail(f"nothing is shown for a place of {chart}")
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -423,9 +430,14 @@ def test_pointing_says_what_is_there(browser: Browser, run: Document, tmp_path: 
     assert any("The same chunk is mapped for #" in text for text in texts)
     assert "planned" in point_at(browser, "drift", 0.5, 0.5)
     assert "step " in point_at(browser, "steps", 0.5, 0.5)
-    # Evictions: the fourth lane. Somewhere along it there is one, and it says what it moves.
-    texts = {point_at(browser, "schedule", x / 100, 0.8) for x in range(8, 98, 3)}
-    assert any(re.search(r"evict #\d+", text) for text in texts)
+    view = run.view()
+    assert view is not None
+    inside = [move for move in view.moves if move.start_ns > 0 and move.stop_ns < view.duration_ns]
+    for move in (max((m for m in inside if m.kind == kind), key=lambda m: m.nbytes) for kind in ("load", "evict")):
+        left, right, width = 64, 10, browser.evaluate("document.querySelector('#schedule canvas').clientWidth")
+        at = left + (move.start_ns + move.stop_ns) / 2 / view.duration_ns * (width - left - right)
+        text = point_at(browser, "schedule", at / width, 0.55 if move.kind == "load" else 0.8)
+        assert f"{move.kind} #{move.variable} " in text
     assert browser.complaints == []
 
 

@@ -398,7 +398,7 @@ const chunks = {
   shown: hasPlan,
   legend: () => KINDS.filter((kind) => data.spans.v.some((v) => kindOf(v) === kind))
     .map((kind) => [kind, kind.replace("_", " ")]),
-  limits: () => ({...stepRange(), y: [data.chunks, 0], yMarks: marks(data.chunks, (n) => "chunk " + n)}),
+  limits: () => ({...stepRange(), y: [data.chunks, 0], yMarks: marks(data.chunks, (n) => "# " + n)}),
   draw(chart) {
     const pen = chart.pen, {a, b, v, c} = data.spans;
     const chosen = chart.at ? spanAt(chart.valueAt(chart.at.x), Math.floor(chart.levelAt(chart.at.y))) : -1;
