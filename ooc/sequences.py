@@ -14,6 +14,7 @@ from ooc.plan_cache import PlanCache
 from ooc.recorder import Observed, close_cycle
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
+from scheduler.policies import POLICIES
 from scheduler.simulate import simulate
 from scheduler.trace import Trace
 from vmm.store import FileStore
@@ -26,6 +27,8 @@ _REFINE_AFTER = (3, 8)
 """Steps played from a plan after which it is made anew: early, and once more with a better minimum."""
 _WORTHWHILE = 0.995
 """A new plan must be predicted to take at most this part of the old one's time: a change is not free."""
+_WORTHWHILE_STALL = 0.005
+"""Below this part of the step, a stall is no reason to plan anew."""
 
 
 class Sequences:
@@ -52,6 +55,8 @@ class Sequences:
         self._cache = cache
         self._planning = planning
         self._parameters = dict(parameters)
+        if "thorough" in POLICIES[policy].parameters:
+            self._parameters.setdefault("thorough", False)  # training waits for the plan
         self._intercepts = intercepts
         self._view_address = view_address
         self._seen: dict[str, Observed] = {}
@@ -161,6 +166,8 @@ class Sequences:
         machine = log.machine(compiled.plan.machine, store)
         trace = log.timed(compiled.trace)
         old = simulate(replace(compiled.plan, machine=machine), trace, with_timeline=False)
+        if old.stall_ns < _WORTHWHILE_STALL * old.duration_ns and not compiled.plan.predicted["num_remapped_chunks"]:
+            return compiled
         try:
             with self._planning(len(trace.ops)):
                 plan = make_plan(trace, machine, policy=self._policy, **self._parameters)

@@ -96,22 +96,23 @@ def colour(
         A colouring; or a `Shortage`, where variables that can never be away block.
     """
     written = _written_ticks(residencies, trace, machine)
-    best: tuple[tuple[int, int], Colouring] | None = None
+    best: tuple[tuple[int, int], _Painter] | None = None
     for give_way in (False, True) if trace.cyclic else (False,):
         for best_fit in (False,) if quick or len(residencies) > _MANY else (True, False):
             arcs = _from_the_cut(_arcs(residencies, written, trace, machine), trace, at_boundary=give_way)
             painter = _Painter(residencies, trace, machine, arcs, give_way=give_way, best_fit=best_fit)
-            outcome = painter.paint(retouches=retouches)
-            if isinstance(outcome, Shortage):
+            shortage = painter.paint()
+            if shortage is not None:
                 break
-            rank = outcome.num_remapped_chunks + painter.num_late, outcome.num_runs
+            rank = painter.num_remapped_chunks() + painter.num_late, painter.num_runs()
             if best is None or rank < best[0]:
-                best = rank, outcome
+                best = rank, painter
             if rank[0] == 0:
                 break
         if best is not None:
-            return best[1]
-    return outcome
+            return best[1].result(retouches=retouches)
+    assert shortage is not None
+    return shortage
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -168,7 +169,8 @@ class _Painter:
         self.claims_changed = True
         self.next_claim = self.hard_from
 
-    def paint(self, *, retouches: bool) -> Colouring | Shortage:
+    def paint(self) -> Shortage | None:
+        """Give every arc its chunks, or say what is missing."""
         shortage = self._paint_crossing()
         if shortage is not None:
             return shortage
@@ -188,9 +190,7 @@ class _Painter:
             if missing > 0:
                 return self._shortage(missing, arc)
             self._assign(index, self._choose(index))
-        if retouches:
-            self._retouch()
-        return self._result()
+        return None
 
     def _retouch(self) -> None:
         """Exchange chunks for fewer remaps; a chunk that is not late stays so."""
@@ -360,7 +360,10 @@ class _Painter:
             conflicts += self.hard_from < self.arcs[later].stop
         return conflicts
 
-    def _result(self) -> Colouring:
+    def result(self, *, retouches: bool) -> Colouring:
+        """The colouring, improved by exchanges or as it was painted."""
+        if retouches and self.num_remapped_chunks():
+            self._retouch()
         chunks: list[IntArray] = [np.empty(0, dtype=np.int64)] * len(self.residencies)
         for arc in self.arcs:
             assert arc.chunks is not None
@@ -369,9 +372,22 @@ class _Painter:
         coloured = tuple(replace(r, chunks=_runs(own)) for r, own in zip(self.residencies, chunks, strict=True))
         return Colouring(
             residencies=not_kept(coloured, self.given_up, self.trace) if self.given_up else coloured,
-            num_remapped_chunks=sum(self._num_remapped(own) for own in self.members.values()),
-            num_runs=sum(len(_runs(chunks[self.arcs[own[0]].residencies[0]])) for own in self.members.values()),
+            num_remapped_chunks=self.num_remapped_chunks(),
+            num_runs=self.num_runs(),
         )
+
+    def num_runs(self) -> int:
+        """Mappings of the step-start layout."""
+        return sum(len(_runs(self._chunks(own[0]))) for own in self.members.values())
+
+    def num_remapped_chunks(self) -> int:
+        """Chunk mappings that change within a step."""
+        return sum(self._num_remapped(own) for own in self.members.values())
+
+    def _chunks(self, index: int) -> IntArray:
+        chunks = self.arcs[index].chunks
+        assert chunks is not None
+        return chunks
 
     def _num_remapped(self, own: list[int]) -> int:
         """Chunk mappings that change from each of a family's arcs to the next, around the circle."""

@@ -10,9 +10,11 @@ from scheduler.scratch import colour_with_scratch
 from scheduler.simulate import Simulation, simulate
 from scheduler.trace import Trace
 
-# Mapping existing pages with their page table entries, as measured for the design (DESIGN.md section 7). The
-# final colouring has about a third of the remaps of the one that candidates are compared by.
-_REMAP_BYTES_PER_S = 9.2e9 * 3
+# Mapping existing pages with their page table entries, as measured for the design (DESIGN.md section 7).
+_REMAP_BYTES_PER_S = 9.2e9
+
+# What exchanges leave of a colouring's remaps, about.
+_LEFT_BY_EXCHANGES = 1 / 3
 
 
 # From this many residencies on, candidates are compared by the quicker colouring: planning stays within seconds.
@@ -21,24 +23,38 @@ _MANY = 700
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What a proposal (uncoloured residencies) costs, and the plan that was simulated to know it."""
+    """What a proposal (uncoloured residencies) costs, and the plan that was simulated to know it.
+
+    Attributes:
+        is_final: Whether its remaps are those that the finished plan will have.
+    """
 
     proposal: tuple[Residency, ...]
     plan: Plan
     simulation: Simulation
     num_remapped_chunks: int
+    is_final: bool
 
     @property
     def rank(self) -> tuple[int, int, int]:
         """Smaller is better: time, a remap's time included; then bytes moved, then remaps."""
         s = self.simulation
-        remap_ns = int(self.num_remapped_chunks * self.plan.machine.chunk_nbytes / _REMAP_BYTES_PER_S * 1e9)
+        remapped_nbytes = self.num_remapped_chunks * self.plan.machine.chunk_nbytes
+        if not self.is_final:
+            remapped_nbytes = int(remapped_nbytes * _LEFT_BY_EXCHANGES)
+        remap_ns = int(remapped_nbytes / _REMAP_BYTES_PER_S * 1e9)
         return s.duration_ns + remap_ns, s.loaded_nbytes + s.evicted_nbytes, self.num_remapped_chunks
 
 
-def evaluate(residencies: tuple[Residency, ...], trace: Trace, machine: Machine) -> Evaluation | Shortage:
-    """Colour `residencies` and simulate the result. A `Shortage` means that they do not colour."""
-    outcome = colour_with_scratch(residencies, trace, machine, quick=len(residencies) > _MANY, retouches=False)
+def evaluate(
+    residencies: tuple[Residency, ...], trace: Trace, machine: Machine, *, is_final: bool = False
+) -> Evaluation | Shortage:
+    """Colour `residencies`, if `is_final` as well as it can be done, and simulate the result.
+
+    A `Shortage` means that they do not colour.
+    """
+    quick = len(residencies) > _MANY and not is_final
+    outcome = colour_with_scratch(residencies, trace, machine, quick=quick, retouches=is_final)
     if isinstance(outcome, Shortage):
         return outcome
     colouring = outcome.colouring
@@ -51,5 +67,9 @@ def evaluate(residencies: tuple[Residency, ...], trace: Trace, machine: Machine)
     )
     simulation = simulate(plan, trace, with_timeline=False)
     return Evaluation(
-        proposal=residencies, plan=plan, simulation=simulation, num_remapped_chunks=colouring.num_remapped_chunks
+        proposal=residencies,
+        plan=plan,
+        simulation=simulation,
+        num_remapped_chunks=colouring.num_remapped_chunks,
+        is_final=is_final,
     )

@@ -25,6 +25,7 @@ __all__ = ["PosixDriver", "Syscalls"]
 
 _PROT_NONE = 0
 _NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+_CHUNKS = mmap.MAP_SHARED | MAP_FIXED
 
 _MAX_ARENA_NBYTES = 16 << 40
 _ARENA_ALIGNMENT = 2 << 20  # so that a reservation can be backed by a huge page where the kernel has them
@@ -477,7 +478,8 @@ class PosixDriver:
             return
         delta, access = piece.value
         offset = (piece.start + delta) * self._chunk_nbytes
-        self._sys.mmap(address, nbytes, _prot(access), mmap.MAP_SHARED | MAP_FIXED, self._descriptor, offset)
+        flags = _CHUNKS | mmap.MAP_POPULATE if access is Access.READ_WRITE else _CHUNKS
+        self._sys.mmap(address, nbytes, _prot(access), flags, self._descriptor, offset)
 
     def _keep_from_children(self, start: int, stop: int) -> None:
         if self._dontfork:
