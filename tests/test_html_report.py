@@ -55,7 +55,7 @@ def test_a_real_run_records_its_last_planned_step_whole(run: Document) -> None:
     inside = [move for move in view.moves if move.issue_ns >= 0]
     loaded, evicted = (sum(m.nbytes for m in inside if m.kind == kind) for kind in ("load", "evict"))
     assert (loaded, evicted) == (row["loaded_nbytes"], row["evicted_nbytes"])
-    assert loaded > MIB
+    assert loaded > 0
     assert all(m.residency is not None for m in view.moves)
     assert all(run.plan.residencies[m.residency].variable == m.variable for m in view.moves if m.residency is not None)
     assert view.duration_ns >= row["duration_s"] * 1e9 * 0.5  # the period holds the step, and what follows it
