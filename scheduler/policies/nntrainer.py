@@ -5,7 +5,8 @@ gradient), one execution order (EO) each; ops that neither make nor change anyth
 follows. Weights and tensors are swapped alike. Three modes:
 
 * `on_demand`: what a procedure used goes out after it, what the next one needs comes in before it;
-* `reduced`: what the next procedure uses again stays;
+* `reduced`: what the next procedure uses again stays (in a plan an absence has a length, so that `on_demand` differs
+  only where ops lie between; in the paper, too, the two perform the same: caption of figure 12);
 * `proactive`: at order n, what order n + lookahead needs comes in, and what order n - 1 used goes out.
 
 The lookahead is a number in the paper (1 by default), "determined statically"; the paper leaves a lookahead per

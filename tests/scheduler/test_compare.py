@@ -1,0 +1,132 @@
+"""Policies side by side: what a comparison, a choice and a sweep promise, also on recorded steps."""
+
+from __future__ import annotations
+
+import gzip
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from model_traces import conv_net
+from random_traces import random_machine, random_trace
+
+from scheduler.compare import DeadlineTooShort, Outcome, budgets_between, choose, compare, sweep
+from scheduler.plan import Machine, PlanError
+from scheduler.profiles import load_profile
+from scheduler.trace import Trace
+from scheduler.verify import verify
+
+STEPS = sorted((Path(__file__).parent.parent / "data" / "steps").glob("*.json.gz"))
+SWAPPING = ("auto", "lms", "nntrainer", "on_demand", "vdnn", "window")
+MIB = 1 << 20
+
+
+def recorded(path: Path) -> Trace:
+    return Trace.from_json(gzip.decompress(path.read_bytes()).decode())
+
+
+def machine(num_chunks: int) -> Machine:
+    return Machine(chunk_nbytes=MIB, num_chunks=num_chunks, load_bytes_per_s=3e9, evict_bytes_per_s=3e9)
+
+
+def test_the_steps_of_eight_models_are_there() -> None:
+    assert {path.name.split(".")[0] for path in STEPS} == {
+        "vgg16",
+        "resnet18",
+        "resnet50",
+        "mobilenet_v2",
+        "unet",
+        "bert",
+        "gpt",
+        "lstm",
+    }
+
+
+@pytest.mark.parametrize("name", ["lstm", "unet"])
+def test_on_recorded_steps_plans_are_legal_above_the_bounds_and_auto_leads(name: str) -> None:
+    trace = recorded(next(path for path in STEPS if path.name == f"{name}.json.gz"))
+    device = replace(load_profile("desktop").machine(chunk_nbytes=1 << 14, num_chunks=0), latency_ns=1000)
+    for count in budgets_between(trace, device, 3)[:2]:
+        outcomes = compare(trace, replace(device, num_chunks=count), SWAPPING)
+        by_name = {o.policy: o for o in outcomes}
+        auto = by_name["auto"].plan
+        assert auto is not None
+        for outcome in outcomes:
+            if outcome.plan is None:
+                assert outcome.smallest_budget_nbytes is not None
+                assert outcome.smallest_budget_nbytes > count * device.chunk_nbytes
+                continue
+            verify(outcome.plan, trace)
+            assert outcome.plan.predicted["peak_nbytes"] <= outcome.plan.machine.budget_nbytes
+            for bounded in ("duration_ns", "loaded_nbytes", "evicted_nbytes"):
+                assert outcome.plan.predicted[bounded] >= outcome.plan.bounds[bounded]
+            assert auto.predicted["duration_ns"] <= outcome.duration_ns * 1.02
+
+
+def test_a_sweeps_auto_is_never_slower_with_more_memory() -> None:
+    for seed in range(12):
+        trace = random_trace(seed, num_ops=14)
+        device = random_machine(seed, 0)
+        points = sweep(trace, device, budgets_between(trace, device, 5), ("auto", "window"))
+        times = [outcomes[0].duration_ns for _, outcomes in points]
+        assert times == sorted(times, reverse=True)
+        for count, outcomes in points:
+            assert outcomes[0].plan is not None
+            assert outcomes[0].plan.machine.num_chunks == count
+            verify(outcomes[0].plan, trace)
+
+
+def test_budgets_reach_from_the_least_that_works_to_where_nothing_moves() -> None:
+    trace = conv_net(num_blocks=4)
+    counts = budgets_between(trace, machine(0), 5)
+    assert len(counts) == 5
+    (least,) = compare(trace, machine(counts[0]), ("auto",))
+    (below,) = compare(trace, machine(counts[0] - 1), ("auto",))
+    (most,) = compare(trace, machine(counts[-1]), ("auto",))
+    assert least.plan is not None
+    assert below.plan is None
+    assert below.smallest_budget_nbytes == counts[0] * MIB
+    assert most.plan is not None
+    assert most.moved_nbytes == 0
+
+
+def test_choose_takes_the_fastest_or_the_thriftiest_in_time() -> None:
+    trace = conv_net(num_blocks=4)
+    outcomes = list(compare(trace, machine(140), ("auto", "on_demand")))
+    fast, slow = outcomes[0].duration_ns, outcomes[1].duration_ns
+    assert fast < slow
+    assert choose(outcomes).policy == "auto"
+    priced = [replace(outcomes[0], energy_j=5.0), replace(outcomes[1], energy_j=4.0)]
+    assert choose(priced, objective="energy").policy == "on_demand"
+    assert choose(priced, objective="energy", deadline_ns=fast).policy == "auto"
+    with pytest.raises(ValueError, match="no profile with energy figures"):
+        choose(outcomes, objective="energy")
+
+
+def test_an_impossible_deadline_says_the_fastest_possible() -> None:
+    trace = conv_net(num_blocks=4)
+    outcomes = compare(trace, machine(140), ("on_demand", "window"))
+    with pytest.raises(DeadlineTooShort) as caught:
+        choose(outcomes, deadline_ns=1000)
+    fastest = min(o.duration_ns for o in outcomes)
+    assert caught.value.fastest_ns == fastest
+    assert caught.value.bound_ns <= fastest
+    assert f"{fastest / 1e6:.3f} ms" in str(caught.value)
+    assert choose(outcomes, deadline_ns=fastest).duration_ns == fastest
+
+
+def test_where_nobody_finds_a_plan_the_error_is_that_of_the_least_demanding() -> None:
+    outcomes = compare(conv_net(num_blocks=4), machine(3), ("vdnn", "auto", "lms"))
+    assert all(o.plan is None for o in outcomes)
+    least = min(o.smallest_budget_nbytes or 0 for o in outcomes)
+    with pytest.raises(PlanError, match=r"none of vdnn, auto, lms finds a plan. auto: op \d+ ") as caught:
+        choose(outcomes)
+    assert f"({least} bytes)" in str(caught.value)
+
+
+def test_energy_comes_with_a_profile_that_has_it() -> None:
+    trace = conv_net(num_blocks=2)
+    with_it = compare(trace, machine(5000), ("auto",), profile=load_profile("rpi4"))
+    without = compare(trace, machine(5000), ("auto",), profile=load_profile("desktop"))
+    assert with_it[0].energy_j == pytest.approx(trace.duration_ns / 1e9 * 3.0)  # rpi4's 3 W; nothing moves
+    assert without == (Outcome(policy="auto", plan=without[0].plan),)
