@@ -7,7 +7,7 @@ first time, and changes nothing that anybody else sees:
 - each of its ops is `replayable`, and makes no memory that can never be away (a library's workspace
   would be made twice);
 - what an op reads is either made by the re-run, by exactly the writes that had happened to it when
-  the op first ran, or resident, and not written by any op between then and `i`;
+  the op first ran (then that copy is read), or resident, and not written by any op between then and `i`;
 - what an op writes is fresh: allocated by the op itself, or earlier in the re-run. An in-place op can
   therefore run again, but only together with the op that allocates what it changes.
 
@@ -158,18 +158,15 @@ class ReplayGraph:
             The ops in order; None if it cannot be done (or takes more than `most_ops`).
         """
         ops: set[int] = set()
-        needed_until: dict[int, int] = {}  # the ops before this one must have written the variable
-        remade: set[int] = set()
+        needed_until: dict[int, int] = {}  # variable to make again -> all its writes before this op are needed
         waiting: list[tuple[int, int, bool]] = [(v, before_op, True) for v in variables]
         while waiting:
             v, until, must_remake = waiting.pop()
-            unchanged = not self.is_written(v, until, before_op)
-            needed_until[v] = max(needed_until.get(v, 0), until)
-            if v not in remade and not must_remake and unchanged and is_resident(v):
+            if not must_remake and is_resident(v) and not self.is_written(v, until, before_op):
                 continue
             if self.maker[v] is None:
                 return None
-            remade.add(v)
+            needed_until[v] = max(needed_until.get(v, 0), until)
             for op in self.writers[v]:
                 if op >= needed_until[v] or op in ops:
                     continue
@@ -185,7 +182,7 @@ class ReplayGraph:
         """The re-run of `ops` that keeps `kept`."""
         made = set(kept)
         born = {v for op in ops for v in self.births[op]}
-        sources = {use.variable for op in ops for use in self.trace.ops[op].uses} - born
+        sources = self._read_from_pool(ops)
         return Rerun(
             before_op=before_op,
             ops=tuple(ops),
@@ -194,6 +191,21 @@ class ReplayGraph:
             duration_ns=sum(self.trace.ops[op].duration_ns for op in ops),
             num_scratch_chunks=self._scratch_chunks(ops, born - made, machine),
         )
+
+    def _read_from_pool(self, ops: Sequence[int]) -> set[int]:
+        """What a re-run of `ops` reads that it does not make in the state in which the op saw it."""
+        found: set[int] = set()
+        num_writes: dict[int, int] = {}
+        for op in ops:
+            for use in self.trace.ops[op].uses:
+                v, own = use.variable, self.writers[use.variable]
+                if self.maker[v] != op and num_writes.get(v) != bisect_left(own, op):
+                    found.add(v)
+                elif use.writes:
+                    num_writes[v] = bisect_right(own, op)
+            for v in self.births[op]:
+                num_writes[v] = 1
+        return found
 
     def _scratch_chunks(self, ops: Sequence[int], transient: set[int], machine: Machine) -> int:
         """The most chunks that `transient` variables hold at once.

@@ -1,6 +1,7 @@
 """POET's mixed-integer program (Patil et al. 2022, Algorithm 1), and Checkmate's as its case without paging.
 
-Stage `t` computes node `t` for the first time, and may compute earlier nodes again before it. Per stage
+Stage `t` computes node `t` for the first time (or a run of nodes, see `Graph.stage_of`), and may compute nodes of
+earlier stages again, all in the order of the graph. Per stage
 and node: `again` (computed again), `kept` (in memory at the stage's start), `stored` (on flash at its
 start), `load` and `evict` (paged within it). The rules, in the paper's order: what a node reads is
 computed in its stage or kept; what is kept was kept, computed or loaded in the stage before; what is stored
@@ -72,7 +73,7 @@ class Schedule:
     """What each stage does; boolean matrices, stage by node.
 
     Attributes:
-        computed: Computed in the stage; the diagonal is all true.
+        computed: Computed in the stage, for the first time or again.
         kept: In memory at the stage's start.
         stored: On flash at its start.
         load, evict: Paged in (there from the next stage on) and out.
@@ -147,15 +148,15 @@ class Program:
         self.graph = graph
         self.request = request
         self.size = len(graph.nodes)
+        self.num_stages = graph.num_stages
         self.columns = _Columns()
         self.rows = _Rows()
-        size = self.size
         self.again = self._lower(whole=True)
         self.kept = self._lower(whole=True)
         self.stored = self._lower() if request.paging else None
         self.load = self._lower() if request.paging else None
         self.evict = self._lower(whole=request.charge_paging) if request.paging else None
-        self.stage = self.columns.add(size, upper=np.inf) if request.charge_paging else None
+        self.stage = self.columns.add(self.num_stages, upper=np.inf) if request.charge_paging else None
         self._forbid()
         self._write_computability()
         self._write_residency()
@@ -164,49 +165,55 @@ class Program:
         self.objective_unit = self._write_objective()
 
     def _lower(self, *, whole: bool = False) -> npt.NDArray[np.int64]:
-        """A column for each stage and earlier node; -1 elsewhere."""
-        found = np.full((self.size, self.size), -1, dtype=np.int64)
-        below = np.tril_indices(self.size, -1)
+        """A column for each stage and node of an earlier stage; -1 elsewhere."""
+        found = np.full((self.num_stages, self.size), -1, dtype=np.int64)
+        below = np.nonzero(self.graph.earlier)
         found[below] = self.columns.add(len(below[0]), whole=whole)
         return found
 
     def _forbid(self) -> None:
         """Fix at zero what a node, or the request, does not allow."""
         for index, node in enumerate(self.graph.nodes):
+            first = self.graph.stage_of[index] + 1
             if not (node.may_recompute and self.request.recompute):
-                self.columns.fix(self.again[index + 1 :, index], 0.0)
+                self.columns.fix(self.again[first:, index], 0.0)
+            elif node.recompute_until is not None:
+                self.columns.fix(self.again[max(node.recompute_until + 1, first) :, index], 0.0)
             if not node.may_page and self.load is not None and self.evict is not None:
-                self.columns.fix(self.load[index + 1 :, index], 0.0)
-                self.columns.fix(self.evict[index + 1 :, index], 0.0)
+                self.columns.fix(self.load[first:, index], 0.0)
+                self.columns.fix(self.evict[first:, index], 0.0)
 
     def _write_computability(self) -> None:
         """What a node reads is computed in the same stage or kept."""
+        stage_of = self.graph.stage_of
         for node, of in enumerate(self.graph.nodes):
             for dep in of.deps:
-                self.rows.add([(self.again[node, dep], -1.0), (self.kept[node, dep], -1.0)], upper=-1.0)
-                for t in range(node + 1, self.size):
+                first = stage_of[node]
+                if stage_of[dep] < first:
+                    self.rows.add([(self.again[first, dep], -1.0), (self.kept[first, dep], -1.0)], upper=-1.0)
+                for t in range(first + 1, self.num_stages):
                     own = [(self.again[t, node], 1.0), (self.again[t, dep], -1.0), (self.kept[t, dep], -1.0)]
                     self.rows.add(own, upper=0.0)
 
     def _write_residency(self) -> None:
         """What is kept or stored was so before, or came in the stage before."""
-        for t in range(self.size - 1):
-            for i in range(t + 1):
-                own = [(self.kept[t + 1, i], 1.0)]
-                if i < t:  # node t itself is computed in stage t
-                    own += [(self.kept[t, i], -1.0), (self.again[t, i], -1.0)]
+        for t in range(self.num_stages - 1):
+            for i in np.flatnonzero(self.graph.earlier[t + 1]).tolist():
+                is_old = bool(self.graph.earlier[t, i])  # else it was computed in stage t
+                if is_old:
+                    own = [(self.kept[t + 1, i], 1.0), (self.kept[t, i], -1.0), (self.again[t, i], -1.0)]
                     if self.load is not None:
                         own.append((self.load[t, i], -1.0))
                     self.rows.add(own, upper=0.0)
                 if self.stored is None or self.evict is None:
                     continue
                 own = [(self.stored[t + 1, i], 1.0)]
-                if i < t:
+                if is_old:
                     own += [(self.stored[t, i], -1.0), (self.evict[t, i], -1.0)]
                 self.rows.add(own, upper=0.0)
         if self.stored is None or self.load is None or self.evict is None:
             return
-        for t, i in zip(*(half.tolist() for half in np.tril_indices(self.size, -1)), strict=True):
+        for t, i in zip(*(half.tolist() for half in np.nonzero(self.graph.earlier)), strict=True):
             self.rows.add([(self.load[t, i], 1.0), (self.stored[t, i], -1.0)], upper=0.0)
             self.rows.add([(self.evict[t, i], 1.0), (self.kept[t, i], -1.0)], upper=0.0)
 
@@ -214,32 +221,43 @@ class Program:
         """`held` after each computation of each stage, in budgets."""
         unit = max(self.request.budget_nbytes, 1.0)
         nbytes = [node.nbytes / unit for node in self.graph.nodes]
-        for t in range(self.size):
-            held = self.columns.add(t + 1, upper=self.request.budget_nbytes / unit)
-            for k in range(t + 1):
+        works = [node.work_nbytes / unit for node in self.graph.nodes]
+        for t in range(self.num_stages):
+            limit = (self.request.budget_nbytes - self.graph.reserved[t]) / unit
+            present = np.flatnonzero(self.graph.earlier[t] | self.graph.own[t]).tolist()
+            held = self.columns.add(len(present), upper=limit)
+            for k in present:
+                is_own = bool(self.graph.own[t, k])
                 own = [(held[k], 1.0)]
                 if k:
                     own += [(held[k - 1], -1.0)]
                     freed = self.graph.nodes[k - 1].deps
                     own += [(self._free(t, dep, k - 1), nbytes[dep]) for dep in freed if nbytes[dep]]
                 else:
-                    own += [(self.kept[t, i], -nbytes[i]) for i in range(t) if nbytes[i]]
-                if k == t:
+                    own += [(self.kept[t, i], -nbytes[i]) for i in present if self.graph.earlier[t, i] and nbytes[i]]
+                if is_own:
                     self.rows.add(own, lower=nbytes[k], upper=nbytes[k])
-                else:
-                    own.append((self.again[t, k], -nbytes[k]))
-                    self.rows.add(own, lower=0.0, upper=0.0)
+                    if works[k]:
+                        self.rows.add([(held[k], 1.0)], upper=limit - works[k])
+                    continue
+                own.append((self.again[t, k], -nbytes[k]))
+                self.rows.add(own, lower=0.0, upper=0.0)
+                if works[k]:
+                    self.rows.add([(held[k], 1.0), (self.again[t, k], works[k])], upper=limit)
 
     def _free(self, t: int, dep: int, user: int) -> int:
         """A column: in stage t, `dep` is given up right after `user` was computed."""
         column = int(self.columns.add(1)[0])
-        self.rows.add([(column, 1.0), (self.again[t, user], -1.0)], upper=0.0)
-        if t + 1 < self.size:
+        if self.graph.earlier[t, user]:
+            self.rows.add([(column, 1.0), (self.again[t, user], -1.0)], upper=0.0)
+        if t + 1 < self.num_stages:
             self.rows.add([(column, 1.0), (self.kept[t + 1, dep], 1.0)], upper=1.0)
         for later in self.graph.users[dep]:
-            if later == t:
+            if later <= user:
+                continue
+            if self.graph.own[t, later]:
                 self.columns.fix(np.array([column]), 0.0)
-            elif user < later < t:
+            elif self.graph.earlier[t, later]:
                 self.rows.add([(column, 1.0), (self.again[t, later], 1.0)], upper=1.0)
         return column
 
@@ -248,20 +266,22 @@ class Program:
         nodes, deadline = self.graph.nodes, self.request.deadline_s
         unit = max(self.graph.compute_s, 1e-12)
         if self.stage is not None:
-            for t in range(self.size):
+            for t in range(self.num_stages):
+                old = np.flatnonzero(self.graph.earlier[t]).tolist()
+                first_s = sum(nodes[i].once_s for i in np.flatnonzero(self.graph.own[t]).tolist())
                 own = [(self.stage[t], 1.0)]
-                own += [(self.again[t, i], -nodes[i].compute_s / unit) for i in range(t)]
-                self.rows.add(own, lower=nodes[t].compute_s / unit)
+                own += [(self.again[t, i], -nodes[i].compute_s / unit) for i in old]
+                self.rows.add(own, lower=first_s / unit)
                 if self.load is not None and self.evict is not None:
                     own = [(self.stage[t], 1.0)]
-                    own += [(self.load[t, i], -nodes[i].load_s / unit) for i in range(t)]
-                    own += [(self.evict[t, i], -nodes[i].evict_s / unit) for i in range(t)]
+                    own += [(self.load[t, i], -nodes[i].load_s / unit) for i in old]
+                    own += [(self.evict[t, i], -nodes[i].evict_s / unit) for i in old]
                     self.rows.add(own, lower=0.0)
             if deadline is not None:
                 self.rows.add([(column, 1.0) for column in self.stage], upper=deadline / unit)
         elif deadline is not None:
-            below = zip(*np.tril_indices(self.size, -1), strict=True)
-            own = [(self.again[t, i], nodes[i].compute_s / unit) for t, i in below]
+            old_pairs = zip(*(half.tolist() for half in np.nonzero(self.graph.earlier)), strict=True)
+            own = [(self.again[t, i], nodes[i].compute_s / unit) for t, i in old_pairs]
             self.rows.add(own, upper=(deadline - self.graph.compute_s) / unit)
 
     def _write_objective(self) -> float:
@@ -273,16 +293,18 @@ class Program:
                 return unit
             self.columns.constant = self.graph.compute_s / unit
             for i, node in enumerate(nodes):
-                self.columns.set_cost(self.again[i + 1 :, i], node.compute_s / unit)
+                later = slice(self.graph.stage_of[i] + 1, None)
+                self.columns.set_cost(self.again[later, i], node.compute_s / unit)
             return unit
-        total = sum(node.compute_j for node in nodes)
+        total = sum(node.once_j for node in nodes)
         unit = max(total, 1e-12)
         self.columns.constant = total / unit
         for i, node in enumerate(nodes):
-            self.columns.set_cost(self.again[i + 1 :, i], node.compute_j / unit)
+            later = slice(self.graph.stage_of[i] + 1, None)
+            self.columns.set_cost(self.again[later, i], node.compute_j / unit)
             if self.load is not None and self.evict is not None:
-                self.columns.set_cost(self.load[i + 1 :, i], node.load_j / unit)
-                self.columns.set_cost(self.evict[i + 1 :, i], node.evict_j / unit)
+                self.columns.set_cost(self.load[later, i], node.load_j / unit)
+                self.columns.set_cost(self.evict[later, i], node.evict_j / unit)
         return unit
 
     def run_solver(self, *, relaxed: bool) -> Any:
@@ -312,7 +334,7 @@ class Program:
     def schedule_of(self, values: npt.NDArray[np.float64]) -> Schedule:
         """The schedule in a solution's values, with paging made whole."""
         again, kept = (self._matrix(columns, values) > 0.5 for columns in (self.again, self.kept))
-        computed = again | np.eye(self.size, dtype=np.bool_)
+        computed = again | self.graph.own
         schedule = completed(computed, kept, self.graph, paging=self.request.paging)
         if self.request.charge_paging and self.evict is not None:
             schedule = replace(schedule, evict=_first_of(self._matrix(self.evict, values) > 0.5, schedule.evict))
@@ -365,13 +387,14 @@ def _stored_after(evict: Matrix) -> Matrix:
 
 def peak_of(schedule: Schedule, graph: Graph) -> float:
     """Most bytes in memory: each stage's start, then each computation, less what no later one needs."""
-    size, peak = len(graph.nodes), 0.0
-    for t in range(size):
-        next_kept = schedule.kept[t + 1] if t + 1 < size else np.zeros(size, dtype=np.bool_)
-        held = sum(graph.nodes[i].nbytes for i in np.flatnonzero(schedule.kept[t]).tolist())
+    peak, nothing = 0.0, np.zeros(len(graph.nodes), dtype=np.bool_)
+    for t in range(graph.num_stages):
+        next_kept = schedule.kept[t + 1] if t + 1 < graph.num_stages else nothing
+        held = graph.reserved[t]
+        held += sum(graph.nodes[i].nbytes for i in np.flatnonzero(schedule.kept[t]).tolist())
         for k in np.flatnonzero(schedule.computed[t]).tolist():
             held += graph.nodes[k].nbytes
-            peak = max(peak, held)
+            peak = max(peak, held + graph.nodes[k].work_nbytes)
             for dep in graph.nodes[k].deps:
                 needed = next_kept[dep] or any(schedule.computed[t, later] for later in graph.users[dep] if later > k)
                 if not needed:
@@ -382,7 +405,8 @@ def peak_of(schedule: Schedule, graph: Graph) -> float:
 def duration_of(schedule: Schedule, graph: Graph, *, charge_paging: bool) -> float:
     """Seconds: compute alone, or stage by stage the longer of compute and transfers."""
     nodes = graph.nodes
-    compute = schedule.computed @ np.array([node.compute_s for node in nodes])
+    compute = (schedule.computed & graph.earlier) @ np.array([node.compute_s for node in nodes])
+    compute += graph.own @ np.array([node.once_s for node in nodes])
     if not charge_paging:
         return float(compute.sum())
     moving = schedule.load @ np.array([node.load_s for node in nodes])
@@ -395,7 +419,8 @@ def cost_of(schedule: Schedule, graph: Graph, request: Request) -> float:
     if request.objective == "time":
         return duration_of(schedule, graph, charge_paging=request.charge_paging)
     nodes = graph.nodes
-    joules = schedule.computed @ np.array([node.compute_j for node in nodes])
+    joules = (schedule.computed & graph.earlier) @ np.array([node.compute_j for node in nodes])
+    joules += graph.own @ np.array([node.once_j for node in nodes])
     joules += schedule.load @ np.array([node.load_j for node in nodes])
     joules += schedule.evict @ np.array([node.evict_j for node in nodes])
     return float(joules.sum())

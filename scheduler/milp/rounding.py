@@ -75,23 +75,29 @@ def _judge(schedule: Schedule, graph: Graph, request: Request) -> float | None:
 
 def schedule_keeping(kept: Matrix, graph: Graph, request: Request) -> Schedule:
     """The schedule that keeps `kept` where it is of use, and computes or pages no more than that takes."""
-    size = len(graph.nodes)
-    kept = kept & np.tri(size, k=-1, dtype=np.bool_)
-    computed = np.eye(size, dtype=np.bool_)
-    was_kept = np.zeros(size, dtype=np.bool_)
-    for t in range(size):
-        missing = kept[t + 1] & ~kept[t] if t + 1 < size else np.zeros(size, dtype=np.bool_)
-        wanted = []
-        for i in np.flatnonzero(missing[:t]).tolist():
+    kept = kept & graph.earlier
+    computed = graph.own.copy()
+    was_kept = np.zeros(len(graph.nodes), dtype=np.bool_)
+    nothing = np.zeros(len(graph.nodes), dtype=np.bool_)
+    for t in range(graph.num_stages):
+        wanted = np.flatnonzero(graph.own[t]).tolist()
+        missing = kept[t + 1] & ~kept[t] & graph.earlier[t] if t + 1 < graph.num_stages else nothing
+        for i in np.flatnonzero(missing).tolist():
             node = graph.nodes[i]
             pages = request.paging and node.may_page and was_kept[i]
-            recomputes = request.recompute and node.may_recompute
+            recomputes = _may_compute(t, i, graph, request)
             if not pages or (recomputes and _is_cheaper_again(node.compute_s, node.load_s, request)):
                 wanted.append(i)
-        _compute(t, [t, *wanted], computed, kept, graph, request)
+        _compute(t, wanted, computed, kept, graph, request)
         was_kept |= kept[t]
     _forget_useless(kept, computed, graph)
     return completed(computed, kept, graph, paging=request.paging)
+
+
+def _may_compute(t: int, node: int, graph: Graph, request: Request) -> bool:
+    """Whether the node may be computed again in stage t."""
+    until = graph.nodes[node].recompute_until
+    return request.recompute and graph.nodes[node].may_recompute and (until is None or t <= until)
 
 
 def _is_cheaper_again(compute_s: float, load_s: float, request: Request) -> bool:
@@ -103,8 +109,8 @@ def _compute(t: int, wanted: list[int], computed: Matrix, kept: Matrix, graph: G
     waiting = list(wanted)
     while waiting:
         node = waiting.pop()
-        if node != t and not (request.recompute and graph.nodes[node].may_recompute):
-            kept[node + 1 : t + 1, node] = True
+        if not graph.own[t, node] and not _may_compute(t, node, graph, request):
+            kept[graph.stage_of[node] + 1 : t + 1, node] = True
             continue
         computed[t, node] = True
         waiting.extend(dep for dep in graph.nodes[node].deps if not kept[t, dep] and not computed[t, dep])
@@ -112,10 +118,9 @@ def _compute(t: int, wanted: list[int], computed: Matrix, kept: Matrix, graph: G
 
 def _forget_useless(kept: Matrix, computed: Matrix, graph: Graph) -> None:
     """Keep nothing over a stage's start that no computation reads before it is made anew."""
-    size = len(graph.nodes)
-    useful = np.zeros(size, dtype=np.bool_)
-    for t in range(size - 1, -1, -1):
-        read = np.zeros(size, dtype=np.bool_)
+    useful = np.zeros(len(graph.nodes), dtype=np.bool_)
+    for t in range(graph.num_stages - 1, -1, -1):
+        read = np.zeros(len(graph.nodes), dtype=np.bool_)
         for node in np.flatnonzero(computed[t]).tolist():
             read[list(graph.nodes[node].deps)] = True
         useful = (useful & ~computed[t]) | (read & ~computed[t])

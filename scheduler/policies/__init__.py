@@ -12,7 +12,20 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from scheduler.plan import Machine, Residency
-from scheduler.policies import auto, capuchin, dtr, lms, melon, nntrainer, on_demand, sublinear, vdnn, window
+from scheduler.policies import (
+    auto,
+    capuchin,
+    checkmate,
+    dtr,
+    lms,
+    melon,
+    nntrainer,
+    on_demand,
+    poet,
+    sublinear,
+    vdnn,
+    window,
+)
 from scheduler.trace import Trace
 
 Schedule: TypeAlias = Callable[..., tuple[Residency, ...]]
@@ -45,11 +58,13 @@ POLICIES: dict[str, Policy] = {
     for policy in (
         Policy(name="auto", schedule=auto.schedule),
         Policy(name="capuchin", schedule=capuchin.schedule),
+        Policy(name="checkmate", schedule=checkmate.schedule),
         Policy(name="dtr", schedule=dtr.schedule),
         Policy(name="lms", schedule=lms.schedule, tune=lms.tune),
         Policy(name="melon", schedule=melon.schedule),
         Policy(name="nntrainer", schedule=nntrainer.schedule, tune=nntrainer.tune),
         Policy(name="on_demand", schedule=on_demand.schedule),
+        Policy(name="poet", schedule=poet.schedule),
         Policy(name="sublinear", schedule=sublinear.schedule, tune=sublinear.tune),
         Policy(name="vdnn", schedule=vdnn.schedule, tune=vdnn.tune),
         Policy(name="window", schedule=window.schedule, tune=window.tune),

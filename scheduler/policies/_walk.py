@@ -168,6 +168,12 @@ class Walk:
         ops = self.facts.graph.ops_for([variable], op_index, is_there, most_ops=_MOST_OPS_COMPARED)
         return float("inf") if ops is None else float(sum(self.trace.ops[op].duration_ns for op in ops))
 
+    def triangle_per_s(self, variable: int, op_index: int) -> float:
+        """Melon's TPS of discarding the variable now: chunks x time until its next use / time to make it again."""
+        last = min(self.next_use(variable, op_index), self.facts.last_op[variable] + 1)
+        freed_ns = self.facts.start_ns[last] - self.facts.start_ns[op_index]
+        return self.facts.chunks[variable] * max(freed_ns, 1) / max(self.remake_ns(variable, op_index), 1)
+
     def dependents_ns(self, variable: int) -> float:
         """Time of the ops that would make the discarded variables which need this one, directly or through others."""
         graph = self.facts.graph

@@ -43,11 +43,5 @@ def schedule(trace: Trace, machine: Machine, *, wrap: bool = True) -> tuple[Resi
 class _ByTriangle(Advice):
     def victims(self, walk: Walk, op_index: int, candidates: Sequence[int]) -> Iterable[Victim]:
         """One victim, the one of largest TPS."""
-        scores = [(-self._tps(walk, op_index, v), v) for v in candidates if walk.may_discard(v, op_index)]
+        scores = [(-walk.triangle_per_s(v, op_index), v) for v in candidates if walk.may_discard(v, op_index)]
         return [Victim(min(scores)[1], True)] if scores else []
-
-    def _tps(self, walk: Walk, op_index: int, variable: int) -> float:
-        facts = walk.facts
-        last = min(walk.next_use(variable, op_index), facts.last_op[variable] + 1)
-        freed_ns = facts.start_ns[last] - facts.start_ns[op_index]
-        return facts.chunks[variable] * max(freed_ns, 1) / max(walk.remake_ns(variable, op_index), 1)

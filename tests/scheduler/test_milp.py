@@ -229,6 +229,34 @@ def test_rounded_schedules_keep_the_rules_and_the_bound_holds(seed: int, paging:
     assert rounded.objective >= best.objective * (1 - 1e-3)
 
 
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_fewer_stages_are_never_cheaper_and_keep_the_budget(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = tiny_graph(seed, rng.randint(1, 7))
+    stage, stages = 0, []
+    for _ in graph.nodes:
+        stages.append(stage)
+        stage += rng.random() < 0.6
+    request = Request(budget_nbytes=some_budget(graph, rng), relative_gap=0.0)
+    every, few = solve(graph, request), solve(Graph(nodes=graph.nodes, stage_of=tuple(stages)), request)
+    if few.objective is not None:
+        assert every.objective is not None
+        assert few.objective >= every.objective * (1 - 1e-9)
+        assert few.peak_nbytes is not None
+        assert few.peak_nbytes <= request.budget_nbytes * (1 + 1e-9)
+
+
+def test_refuses_stages_that_do_not_ascend() -> None:
+    node = Node(name="n", deps=(), nbytes=1, compute_s=1, compute_j=1)
+    with pytest.raises(ValueError, match="do not ascend from 0"):
+        Graph(nodes=(node, node), stage_of=(0, 2))
+    with pytest.raises(ValueError, match="negative size or cost"):
+        Node(name="n", deps=(), nbytes=-1, compute_s=1, compute_j=1)
+    with pytest.raises(ValueError, match="not only on earlier nodes"):
+        Graph(nodes=(Node(name="n", deps=(0,), nbytes=1, compute_s=1, compute_j=1),))
+
+
 def test_rounds_a_network_on_a_board() -> None:
     graph = poet_graph("linear", "m4")
     rounded = solve_by_rounding(graph, Request(budget_nbytes=4065.6))

@@ -21,8 +21,8 @@ from scheduler.reruns import ReplayGraph
 from scheduler.trace import Op, Trace, Use, Variable
 
 MIB = 1 << 20
-SWAPPING = ("capuchin",)
-POLICIES = ("capuchin", "dtr", "melon", "sublinear")
+SWAPPING = ("capuchin", "poet")
+POLICIES = ("capuchin", "checkmate", "dtr", "melon", "poet", "sublinear")
 policies = pytest.mark.parametrize("policy", POLICIES)
 seeds = st.integers(min_value=0, max_value=2**32 - 1)
 
@@ -59,7 +59,7 @@ def plan_or_none(trace: Trace, machine: Machine, policy: str) -> Plan | None:
 
 
 @policies
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=seeds)
 def test_every_plan_is_legal_within_budget_and_above_the_bounds(policy: str, seed: int) -> None:
     trace, machine = some_case(seed)
@@ -84,7 +84,7 @@ def test_nothing_is_run_again_unless_the_trace_allows_it(policy: str, seed: int)
     assert plan is None or not plan.recomputes
 
 
-@pytest.mark.parametrize("policy", ["dtr", "melon", "sublinear"])
+@pytest.mark.parametrize("policy", ["checkmate", "dtr", "melon", "sublinear"])
 @settings(max_examples=30, deadline=None)
 @given(seed=seeds)
 def test_recomputation_alone_moves_nothing_that_need_not_move(policy: str, seed: int) -> None:
@@ -204,7 +204,8 @@ def test_recomputing_plans_of_models(policy: str, make: Callable[[], Trace]) -> 
     machine = Machine(chunk_nbytes=2 * MIB, num_chunks=1)
     in_core = lower_bounds(trace, machine)["in_core_nbytes"]
     half = replace(machine, num_chunks=in_core // 2 // machine.chunk_nbytes)
-    plan = make_plan(trace, half, policy)
+    coarse = {"num_nodes": 60, "num_stages": 10, "time_limit_s": 3.0} if policy in ("checkmate", "poet") else {}
+    plan = make_plan(trace, half, policy, **coarse)
     assert plan.predicted["peak_nbytes"] <= half.budget_nbytes
     if policy in SWAPPING:
         assert plan.predicted["duration_ns"] < 1.1 * trace.duration_ns
@@ -221,3 +222,33 @@ def test_the_error_names_a_budget_that_works() -> None:
             make_plan(trace, machine, policy, **({"segment_num_ops": 6} if policy == "sublinear" else {}))
         works = replace(machine, num_chunks=caught.value.smallest_budget_nbytes // machine.chunk_nbytes)
         make_plan(trace, works, policy, **({"segment_num_ops": 6} if policy == "sublinear" else {}))
+
+
+def test_checkmate_recomputes_no_more_than_the_greedy_policies() -> None:
+    trace, machine = line(num_forward=8), machine_of(4)
+    least = make_plan(trace, machine, "checkmate").predicted["recompute_ns"]
+    assert 0 < least <= make_plan(trace, machine, "melon").predicted["recompute_ns"]
+    assert least <= make_plan(trace, machine, "dtr").predicted["recompute_ns"]
+
+
+def test_poet_pages_or_recomputes_whichever_its_objective_asks_for() -> None:
+    trace = line(num_forward=6, durations=[10_000_000] * 6)
+    machine = machine_of(4, load_bytes_per_s=1e9, evict_bytes_per_s=1e9)  # a transfer takes a tenth of an op
+    cheap_compute = make_plan(trace, machine, "poet", objective="energy", compute_w=0.001, load_w=50.0, evict_w=50.0)
+    assert cheap_compute.recomputes
+    assert cheap_compute.predicted["evicted_nbytes"] == 0
+    cheap_paging = make_plan(trace, machine, "poet", objective="energy", compute_w=50.0, load_w=0.001, evict_w=0.001)
+    assert not cheap_paging.recomputes
+    assert cheap_paging.predicted["evicted_nbytes"] > 0
+    fast = make_plan(trace, machine, "poet")
+    assert not fast.recomputes
+
+
+def test_poet_says_what_is_wrong_with_its_parameters() -> None:
+    trace, machine = line(num_forward=3), machine_of(4)
+    with pytest.raises(ValueError, match="there are 'time' and 'energy'"):
+        make_plan(trace, machine, "poet", objective="money")
+    with pytest.raises(ValueError, match="needs compute_w, load_w and evict_w"):
+        make_plan(trace, machine, "poet", objective="energy")
+    with pytest.raises(ValueError, match="num_nodes is 0"):
+        make_plan(trace, machine, "poet", num_nodes=0)

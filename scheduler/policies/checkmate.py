@@ -1,0 +1,53 @@
+"""`checkmate`: optimal rematerialisation by mixed-integer programming (Jain et al., MLSys 2020).
+
+POET's program without paging (`scheduler.milp.program`), over nodes of ops: the least extra compute under
+the budget, nodes computed as often as it pays. Solved by HiGHS; rounded where there are too many nodes. Nothing
+is swapped, so what cannot be made again stays in memory all its life.
+"""
+
+from __future__ import annotations
+
+from scheduler.milp.from_trace import Power
+from scheduler.milp.program import Request
+from scheduler.plan import Machine, Residency
+from scheduler.policies._program import plan_by_program
+from scheduler.policies._rerun_policies import or_too_small
+from scheduler.trace import Trace
+
+
+def schedule(
+    trace: Trace,
+    machine: Machine,
+    *,
+    num_nodes: int = 120,
+    num_stages: int = 24,
+    time_limit_s: float = 10.0,
+    wrap: bool = True,
+) -> tuple[Residency, ...]:
+    """The least recomputation.
+
+    Args:
+        trace: The step.
+        machine: The budget; rates do not matter, because nothing is swapped.
+        num_nodes, num_stages: Most nodes that the ops are merged into, and most stages of these.
+        time_limit_s: The solver's time for one solve. A plan made under a limit that strikes depends on the
+            machine's speed; all others are the same everywhere.
+        wrap: Whether variables may stay in memory over the boundary of a cyclic step.
+
+    Raises:
+        BudgetTooSmall: Recomputation alone does not fit the budget.
+    """
+
+    def attempt(within: Machine) -> tuple[Residency, ...]:
+        request = Request(
+            budget_nbytes=within.budget_nbytes,
+            paging=False,
+            objective="time",
+            time_limit_s=time_limit_s,
+            relative_gap=1e-3,
+        )
+        return plan_by_program(
+            trace, within, request=request, num_nodes=num_nodes, num_stages=num_stages, power=Power(), wrap=wrap
+        )
+
+    return or_too_small(attempt, trace, machine)
