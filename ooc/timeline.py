@@ -27,6 +27,9 @@ from vmm.store import FileStore
 from vmm.transfers import TransferRecord
 
 TIMELINE_SCHEMA_VERSION = 1
+_NUM_SHAPES_KEPT = 64
+_LOOKUP_FRACTION = 0.02
+"""Looking names up may take 2 % of the time: it took 70 ms, and many plans may take turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,9 @@ class Timeline:
         self._books = books
         self._store = store
         self._address_of = address_of
-        self._named: tuple[Compiled, dict[int, TensorName]] | None = None
+        self._named: dict[int, dict[int, TensorName]] = {}  # by the shape of a trace
+        self._shape: tuple[Compiled, int] | None = None
+        self._next_lookup_s = 0.0
         self._start_ns = time.monotonic_ns()
         self._played: Compiled | None = None  # in the period that ended last
         self._newest: _Played | None = None
@@ -133,19 +138,28 @@ class Timeline:
             self._books.stalls.clear()
             self._books.moves.clear()  # they took everything to where the plan starts; the step is not to blame
 
-    def _names(self, played: Compiled) -> dict[int, TensorName]:
-        """Names of the plan's variables, looked up when it is played for the first time."""
-        if self._named is None or self._named[0] is not played:
-            by_address = names_by_address(self._address_of())
-            found = {}
-            for role in played.roles:
-                record = role.record
-                if record is not None and played.role_alive[role.index] and record.address in by_address:
-                    found[role.index] = by_address[record.address]
-                    if role.predecessor is not None:  # the same thing a step later: a gradient, mostly
-                        found.setdefault(role.predecessor.index, by_address[record.address])
-            self._named = (played, found)
-        return self._named[1]
+    def _names(self, played: Compiled) -> Mapping[int, TensorName]:
+        """Names of the plan's variables, looked up when its sequence is played for the first time, or soon after."""
+        if self._shape is None or self._shape[0] is not played:
+            self._shape = (played, _shape(played.trace))
+        shape = self._shape[1]
+        started = time.monotonic()
+        if shape in self._named or started < self._next_lookup_s:
+            return self._named.get(shape, {})
+        by_address = names_by_address(self._address_of())
+        now = time.monotonic()
+        self._next_lookup_s = now + (now - started) / _LOOKUP_FRACTION
+        found = {}
+        for role in played.roles:
+            record = role.record
+            if record is not None and played.role_alive[role.index] and record.address in by_address:
+                found[role.index] = by_address[record.address]
+                if role.predecessor is not None:  # the same thing a step later: a gradient, mostly
+                    found.setdefault(role.predecessor.index, by_address[record.address])
+        if len(self._named) >= _NUM_SHAPES_KEPT:
+            self._named.clear()
+        self._named[shape] = found
+        return found
 
     def document(self) -> dict[str, Any] | None:
         """The newest step with its trace and its plan, as JSON-able data. None before the first.
@@ -202,6 +216,11 @@ class Timeline:
         for record in self._store.engine.take_records():
             if record.ticket in wanted:
                 self._records[record.ticket] = record
+
+
+def _shape(trace: Trace) -> int:
+    """The same for traces whose variables have the same places: a plan made anew need not be named anew."""
+    return hash((trace.num_ticks, tuple(op.name for op in trace.ops), tuple(v.nbytes for v in trace.variables)))
 
 
 def _with_names(trace: Trace, names: Mapping[int, TensorName]) -> Trace:
