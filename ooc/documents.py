@@ -20,8 +20,9 @@ from scheduler.plan import Plan, PlanError
 from scheduler.trace import Trace, TraceError
 from scheduler.verify import verify
 
-MAX_DOCUMENT_NBYTES = 512 * MIB
-"""A step of 65,536 ops (the most that is recorded) with its plan has some 40 MB as JSON."""
+MAX_DOCUMENT_NBYTES = 256 * MIB
+"""A step of 65,536 ops (the most that is recorded) with its plan has some 40 MB as JSON; reading takes
+about ten times a file's size in memory."""
 
 _KNOWN = "Read are: reports of `ooc run --report`, traces of a step, and plans, all JSON."
 _NUMBERS_OF_A_STEP = ("duration_s", "stall_s", "loaded_nbytes", "evicted_nbytes", "dropped_nbytes")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,7 +20,9 @@ from ooc.html_report.page import make_page
 from scheduler.verify import verify
 from tests.browser import Browser, find_browser
 from tests.report_cases import MIB, recorded, recorded_text, synthetic
+from tests.test_run import environment
 
+TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
 CHARTS = ("steps", "memory", "schedule", "chunks", "drift")
 
 
@@ -359,6 +363,22 @@ def test_the_command_line(files: dict[str, Path], tmp_path: Path, capsys: pytest
         assert main(["report", str(files["run"]), *arguments]) == 2
         assert message in capsys.readouterr().err
     assert main(["report", *[str(files["run"])] * 3]) == 2
+
+
+def test_from_a_script_to_its_page(tmp_path: Path) -> None:
+    """`ooc run --report`, then `ooc report`: of a run that ends well, and of one that does not fit."""
+    verdicts = {}
+    for budget in ("6MiB", "512KiB"):
+        report = tmp_path / f"{budget}.json"
+        command = [sys.executable, "-m", "ooc.cli", "run", "--budget", budget, "--report", str(report), TRAIN]
+        subprocess.run(command, env=environment(), capture_output=True, timeout=240, check=False)
+        assert main(["report", str(report), "-o", str(tmp_path / "page.html")]) == 0
+        found = re.search(r'data-fits="(\w+)".*?</span>(.*?)</p>', (tmp_path / "page.html").read_text(), re.DOTALL)
+        assert found is not None
+        verdicts[budget] = found[1], found[2]
+    assert verdicts["6MiB"] == ("yes", " Fits")
+    assert verdicts["512KiB"][0] == "no"
+    assert "the budget is 512.0 KiB" in verdicts["512KiB"][1]
 
 
 # -- in a real browser

@@ -71,6 +71,7 @@ class Metrics:
     process_peak_nbytes: int | None = None
     step_s: float | None = None
     planned_s: float | None = None
+    planning_s: float | None = None
     bound_s: float | None = None
     compute_s: float | None = None
     stall_s: float | None = None
@@ -235,6 +236,7 @@ def _run_metrics(run: Mapping[str, Any]) -> dict[str, Any]:
         "peak_nbytes": int(run["peak_nbytes"]),
         "in_core_peak_nbytes": int(run["in_core_peak_nbytes"]) or None,
         "process_peak_nbytes": _integer(run, "process_peak_nbytes"),
+        "planning_s": run["planning_s"] if isinstance(run.get("planning_s"), float) else None,
         "num_steps": len(steps),
         "num_planned_steps": len(planned),
         "num_off_plan_steps": sum(step["mode"] == "off_plan" for step in steps),
@@ -298,6 +300,9 @@ def _figures(m: Metrics, endurance_nbytes: int) -> list[Figure]:
         share = m.budget_nbytes / m.in_core_peak_nbytes if m.budget_nbytes is not None else None
         remark = f"the budget is {share:.0%} of it" if share is not None else "all variables alive at once"
         found.append(Figure(name="In core it needs", value=format_nbytes(m.in_core_peak_nbytes), remark=remark))
+    if m.process_peak_nbytes is not None:
+        remark = "as the kernel counts it, interpreter and libraries included"
+        found.append(Figure(name="The whole process", value=format_nbytes(m.process_peak_nbytes), remark=remark))
     if m.step_s is not None:
         bound = f"{m.step_s / m.bound_s:.2f} x the bound of {format_duration(m.bound_s)}" if m.bound_s else ""
         found.append(Figure(name="Time a step", value=format_duration(m.step_s), remark=bound))
@@ -318,6 +323,14 @@ def _figures(m: Metrics, endurance_nbytes: int) -> list[Figure]:
         remark = f"{format_nbytes(m.loaded_nbytes)} in, {format_nbytes(m.evicted_nbytes)} out"
         found.append(Figure(name="Moved a step", value=format_nbytes(m.moved_nbytes), remark=remark))
         found.extend(_wear(m, endurance_nbytes))
+    if m.planning_s is not None:
+        found.append(
+            Figure(
+                name="Planning took",
+                value=format_duration(m.planning_s),
+                remark="once, before the steps that it is for",
+            )
+        )
     return found
 
 

@@ -236,7 +236,13 @@ const stepRange = () => ({x: range, xText: time});
 const hasStep = () => data.ops !== undefined && data.ops.a.length > 0;
 const hasPlan = () => hasStep() && data.resident.t.length > 0;
 
-function stairs(chart, curve, fill) {
+// The other document of a comparison, if it has memory over a step, too.
+function rival() {
+  const other = documents[1 - current];
+  return documents.length > 1 && other.resident && other.resident.t.length ? other : null;
+}
+
+function stairs(chart, curve, fill, duration = data.duration) {
   const pen = chart.pen;
   pen.beginPath();
   const first = Math.max(last(curve.t, range[0]), 0);
@@ -247,9 +253,9 @@ function stairs(chart, curve, fill) {
     pen.lineTo(x, chart.y(curve.n[i]));
     if (curve.t[i] > range[1]) break;
   }
-  pen.lineTo(chart.x(data.duration), chart.y(curve.n[curve.n.length - 1] || 0));
+  pen.lineTo(chart.x(duration), chart.y(curve.n[curve.n.length - 1] || 0));
   if (fill) {
-    pen.lineTo(chart.x(data.duration), chart.y(0));
+    pen.lineTo(chart.x(duration), chart.y(0));
     pen.fill();
   } else pen.stroke();
 }
@@ -271,9 +277,11 @@ const memory = {
   zooms: true,
   shown: hasStep,
   legend: () => [["live", "live (needed in core)"],
-                 ...(hasPlan() ? [["resident", "resident"]] : []), ...(data.budget ? [["bad", "budget"]] : [])],
+                 ...(hasPlan() ? [["resident", "resident"]] : []), ...(data.budget ? [["bad", "budget"]] : []),
+                 ...(rival() ? [["gradient", "resident in " + rival().name]] : [])],
   limits() {
-    const high = 1.06 * data.live.n.concat(data.resident.n).reduce((one, other) => Math.max(one, other), data.budget || 1);
+    const others = rival() ? rival().resident.n : [];
+    const high = 1.06 * data.live.n.concat(data.resident.n, others).reduce((one, other) => Math.max(one, other), data.budget || 1);
     return {...stepRange(), y: [0, high], yMarks: byteMarks(high)};
   },
   draw(chart) {
@@ -285,6 +293,10 @@ const memory = {
     pen.strokeStyle = colours.live;
     pen.lineWidth = 1.5;
     stairs(chart, data.live, false);
+    if (rival()) {
+      pen.strokeStyle = colours.gradient;
+      stairs(chart, rival().resident, false, rival().duration);
+    }
     if (!data.budget) return;
     pen.strokeStyle = colours.bad;
     pen.setLineDash([6, 4]);
