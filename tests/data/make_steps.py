@@ -1,4 +1,4 @@
-"""Record the steps in `steps/`: `python -m tests.data.make_steps`. Small models on fake tensors, with op times of `desktop`."""
+"""Record the steps in `steps/`: `python -m tests.data.make_steps`. Small models on fake tensors, times of `desktop`."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_energy_by_hand() -> None:
 
 
 def test_energy_without_figures_names_profiles_that_have_them() -> None:
-    with pytest.raises(ProfileError, match="'toy' has no energy figures.*rpi4"):
+    with pytest.raises(ProfileError, match=r"'toy' has no energy figures.*rpi4"):
         energy_j(one_op(), {}, profile(energy=None))
 
 
@@ -163,7 +163,7 @@ def test_a_missing_field_not_json_no_file_and_no_such_name(tmp_path: Path) -> No
         load_profile(str(path))
     with pytest.raises(ProfileError, match="cannot read the profile"):
         load_profile(str(tmp_path / "none.json"))
-    with pytest.raises(ProfileError, match="there is no profile 'rpi5'. Options: desktop, jetson_tx2"):
+    with pytest.raises(ProfileError, match=r"there is no profile 'rpi5'\. Options: desktop, jetson_tx2"):
         load_profile("rpi5")
 
 
