@@ -116,6 +116,19 @@ def _step_events(name: str, view: StepView, *, pid: int, offset_ns: int, order: 
     for (kind, lane), tid in tids.items():
         title = "loads" if kind == "load" else "evictions"
         yield _meta("thread_name", pid, tid, name=title if lane == 0 else f"{title} {lane + 1}")
+    yield from _compute_slices(view, pid, at)
+    yield from _move_slices(view, [tids[lane] for lane in lanes], pid, at)
+    yield from _flows(view, [tids[lane] for lane in lanes], pid, at)
+    yield from _counter("live bytes", pid, ((at(time), n) for time, n in view.live_curve()))
+    yield from _counter("resident bytes", pid, ((at(time), n) for time, n in view.resident_curve()))
+    if view.plan is not None:
+        budget = view.plan.machine.budget_nbytes
+        yield from _counter("budget", pid, [(at(0), budget), (at(view.duration_ns), budget)])
+        yield from _counter("bytes in flight", pid, ((at(time), n) for time, n in _in_flight(view)))
+
+
+def _compute_slices(view: StepView, pid: int, at: Callable[[int], float]) -> Iterator[dict[str, Any]]:
+    """Ops, what is run again, and waits."""
     for index, op in enumerate(view.trace.ops):
         start_ns, stop_ns = view.op_start_ns[index], view.op_stop_ns[index]
         arguments = {
@@ -129,27 +142,24 @@ def _step_events(name: str, view: StepView, *, pid: int, offset_ns: int, order: 
         yield _slice("run again", "recompute", pid, _OPS, at(rerun.start_ns), length, {"before op": rerun.op})
     for wait in view.waits:
         move = view.moves[wait.move]
-        arguments = {"op": wait.op, "variable": move.variable}
+        asked = {"op": wait.op, "variable": move.variable}
         length = (wait.stop_ns - wait.start_ns) / 1000
-        yield _slice(f"wait for {move.kind}", "wait", pid, _WAITS, at(wait.start_ns), length, arguments)
-    for move, lane in zip(view.moves, lanes, strict=True):
+        yield _slice(f"wait for {move.kind}", "wait", pid, _WAITS, at(wait.start_ns), length, asked)
+
+
+def _move_slices(view: StepView, tids: Sequence[int], pid: int, at: Callable[[int], float]) -> Iterator[dict[str, Any]]:
+    """Transfers on their tracks, and what the disk does meanwhile."""
+    for move, tid in zip(view.moves, tids, strict=True):
         variable = view.trace.variables[move.variable]
         title = f"{move.kind} {variable.label or variable.kind} ({format_nbytes(move.nbytes)})"
-        arguments = {"variable": move.variable, "bytes": move.nbytes, "asked for (us)": at(move.issue_ns)}
+        about: dict[str, Any] = {"variable": move.variable, "bytes": move.nbytes, "asked for (us)": at(move.issue_ns)}
         length = (move.stop_ns - move.start_ns) / 1000
-        yield _slice(title, move.kind, pid, tids[lane], at(move.start_ns), length, arguments)
+        yield _slice(title, move.kind, pid, tid, at(move.start_ns), length, about)
     for start_ns, stop_ns, reads, writes in _busy(view):
         title = "read and write" if reads and writes else "read" if reads else "write"
         yield _slice(
             title, "disk", pid, _DISK, at(start_ns), (stop_ns - start_ns) / 1000, {"reads": reads, "writes": writes}
         )
-    yield from _flows(view, [tids[lane] for lane in lanes], pid, at)
-    yield from _counter("live bytes", pid, ((at(time), n) for time, n in view.live_curve()))
-    yield from _counter("resident bytes", pid, ((at(time), n) for time, n in view.resident_curve()))
-    if view.plan is not None:
-        budget = view.plan.machine.budget_nbytes
-        yield from _counter("budget", pid, [(at(0), budget), (at(view.duration_ns), budget)])
-        yield from _counter("bytes in flight", pid, ((at(time), n) for time, n in _in_flight(view)))
 
 
 def _flows(view: StepView, tids: Sequence[int], pid: int, at: Callable[[int], float]) -> Iterator[dict[str, Any]]:
@@ -165,7 +175,7 @@ def _flows(view: StepView, tids: Sequence[int], pid: int, at: Callable[[int], fl
 def _lanes(view: StepView) -> list[_Lane]:
     """For each transfer its kind and lane: those in one lane do not overlap."""
     free: dict[str, list[int]] = {"load": [], "evict": []}
-    found = []
+    found: list[_Lane] = []
     for move in view.moves:
         ends = free[move.kind]
         lane = next((i for i, end in enumerate(ends) if end <= move.start_ns), len(ends))

@@ -10,7 +10,8 @@ from typing import Any
 
 from ooc.documents import Document
 from ooc.html_report.charts import chart_data
-from ooc.html_report.facts import DEFAULT_ENDURANCE_NBYTES, Facts, Metrics, make_facts
+from ooc.html_report.facts import DEFAULT_ENDURANCE_NBYTES, Facts, make_facts
+from ooc.html_report.metrics import Metrics
 from ooc.report import versions
 from ooc.units import format_duration, format_nbytes
 
