@@ -31,6 +31,7 @@ from scheduler.evaluate import Evaluation, evaluate
 from scheduler.plan import Machine, Residency
 from scheduler.policies import lms, nntrainer, on_demand, vdnn, window
 from scheduler.policies._placement import Placement
+from scheduler.policies._recompute import with_reruns
 from scheduler.trace import Trace
 
 FloatArray = npt.NDArray[np.float64]
@@ -70,7 +71,9 @@ _NUM_GRID = 2
 _MOST_OPS_FOR_GRID = 4_000
 
 
-def schedule(trace: Trace, machine: Machine, *, wrap: bool = True, thorough: bool = True) -> tuple[Residency, ...]:
+def schedule(
+    trace: Trace, machine: Machine, *, wrap: bool = True, thorough: bool = True, recompute: bool = False
+) -> tuple[Residency, ...]:
     """Keep what fits, move what does not, and hide the moves.
 
     Args:
@@ -79,10 +82,17 @@ def schedule(trace: Trace, machine: Machine, *, wrap: bool = True, thorough: boo
         wrap: Whether variables may stay in memory over the boundary of a cyclic step.
         thorough: Whether to look at other policies' plans, too, and at plans for much less memory. It
             takes several times as long; while a training run waits, it is not worth that.
+        recompute: Whether ops may be run again where that pays. Off, because the executor does not play
+            such plans yet.
 
     Raises:
         BudgetTooSmall: An op needs more at once than the budget.
     """
+    proposal = _moves_only(trace, machine, wrap=wrap, thorough=thorough)
+    return with_reruns(proposal, trace, machine, wrap=wrap) if recompute else proposal
+
+
+def _moves_only(trace: Trace, machine: Machine, *, wrap: bool, thorough: bool) -> tuple[Residency, ...]:
     pins = pins_of(trace)
     require_budget(trace, machine, pins)
     chains = chains_of(trace, machine, wrap=wrap)

@@ -252,3 +252,37 @@ def test_poet_says_what_is_wrong_with_its_parameters() -> None:
         make_plan(trace, machine, "poet", objective="energy")
     with pytest.raises(ValueError, match="num_nodes is 0"):
         make_plan(trace, machine, "poet", num_nodes=0)
+
+
+# -- auto ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=seeds)
+def test_auto_recomputes_only_where_it_is_told_to_and_never_gets_slower_by_it(seed: int) -> None:
+    trace, machine = some_case(seed)
+    moving = make_plan(trace, machine, "auto", thorough=False)
+    assert not moving.recomputes
+    mixed = make_plan(trace, machine, "auto", thorough=False, recompute=True)  # verifies
+    assert mixed.predicted["peak_nbytes"] <= machine.budget_nbytes
+    for bounded in ("duration_ns", "loaded_nbytes", "evicted_nbytes"):
+        assert mixed.predicted[bounded] >= mixed.bounds[bounded]
+    is_faster = mixed.predicted["duration_ns"] <= moving.predicted["duration_ns"]
+    assert is_faster or mixed.predicted["num_remapped_chunks"] < moving.predicted["num_remapped_chunks"]
+    unmarked = make_plan(replayable(trace, share=0.0), machine, "auto", thorough=False, recompute=True)
+    assert unmarked.residencies == moving.residencies
+
+
+@pytest.mark.parametrize("make", [conv_net, transformer])
+def test_auto_recomputes_where_the_links_are_slow(make: Callable[[], Trace]) -> None:
+    trace = replayable(make())
+    slow = Machine(chunk_nbytes=2 * MIB, num_chunks=1, load_bytes_per_s=5e8, evict_bytes_per_s=5e8)
+    half = replace(slow, num_chunks=lower_bounds(trace, slow)["in_core_nbytes"] // 2 // slow.chunk_nbytes)
+    moving = make_plan(trace, half, "auto", thorough=False)
+    mixed = make_plan(trace, half, "auto", thorough=False, recompute=True)
+    assert mixed.predicted["recompute_ns"] > 0
+    assert mixed.predicted["duration_ns"] < 0.97 * moving.predicted["duration_ns"]
+    for policy in ("capuchin", "melon", "dtr"):
+        assert mixed.predicted["duration_ns"] <= make_plan(trace, half, policy).predicted["duration_ns"]
+    fast = replace(half, load_bytes_per_s=5e10, evict_bytes_per_s=5e10)
+    assert not make_plan(trace, fast, "auto", thorough=False, recompute=True).recomputes

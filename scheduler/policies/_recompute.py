@@ -1,0 +1,230 @@
+"""Recomputation where it pays: the last step of `auto`, on top of a plan that only moves bytes.
+
+A gap whose bytes are written out and loaded again may instead be discarded and recomputed. That takes compute
+and relieves both links; so it pays where ops wait for transfers and the op that makes the bytes is quick for their
+size. Gaps are exchanged in the order of bytes kept off the links per nanosecond of compute, many at first and fewer
+and fewer while the simulation does not agree, and only what makes the simulated step faster stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from scheduler.budget import BudgetTooSmall
+from scheduler.colouring import Shortage
+from scheduler.evaluate import Evaluation, evaluate
+from scheduler.plan import Discarded, Dropped, Evicted, Loaded, Machine, Recomputed, Residency, occupied_ticks
+from scheduler.reruns import ReplayGraph
+from scheduler.stays import ordered
+from scheduler.trace import Trace
+
+# A re-run of more ops than this costs more than the transfers of any one variable.
+_MOST_OPS = 16
+
+# A bound on the search, in ops simulated, and in candidate plans.
+_MOST_OPS_SIMULATED = 40_000
+_MOST_TRIED = 24
+
+# Stalls below this share of the step are not worth a search.
+_NO_STALL = 0.00002
+
+# The most ops of a step for which the plans of the recomputing policies are looked at, too.
+_MOST_OPS_FOR_OTHERS = 2_000
+
+
+def with_reruns(
+    proposal: tuple[Residency, ...], trace: Trace, machine: Machine, *, wrap: bool
+) -> tuple[Residency, ...]:
+    """The fastest of: `proposal`, with some of its gaps recomputed, or what a recomputing policy proposes."""
+    best = evaluate(proposal, trace, machine)
+    if isinstance(best, Shortage) or not any(op.replayable for op in trace.ops) or _is_perfect(best, trace):
+        return proposal
+    exchange = _Exchange(trace, machine, best)
+    exchange.search()
+    best = exchange.best
+    for other in _others(trace, machine, wrap=wrap) if len(trace.ops) <= _MOST_OPS_FOR_OTHERS else ():
+        outcome = evaluate(other, trace, machine)
+        if not isinstance(outcome, Shortage) and outcome.rank < best.rank:
+            best = outcome
+    return best.proposal
+
+
+def _is_perfect(outcome: Evaluation, trace: Trace) -> bool:
+    return outcome.rank[0] <= (1 + _NO_STALL) * trace.duration_ns
+
+
+def _others(trace: Trace, machine: Machine, *, wrap: bool) -> list[tuple[Residency, ...]]:
+    """What `capuchin`, `melon` and `dtr` propose, where they find something."""
+    from scheduler.policies import capuchin, dtr, melon  # at the top it would be a circle: capuchin uses auto's choice
+
+    found = []
+    for policy in (capuchin, melon, dtr):
+        try:
+            found.append(policy.schedule(trace, machine, wrap=wrap))
+        except BudgetTooSmall:
+            continue
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """The last gaps of a variable's life, from residency `position` of its own on."""
+
+    variable: int
+    position: int
+    moved_nbytes: int
+    recompute_ns: int
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        return -self.moved_nbytes / max(self.recompute_ns, 1), self.variable, self.position
+
+
+class _Exchange:
+    """A proposal, and what of it has been exchanged.
+
+    Attributes:
+        best: The best evaluation so far.
+        claimed: For each variable, ticks at which a re-run reads it from the pool.
+    """
+
+    def __init__(self, trace: Trace, machine: Machine, best: Evaluation) -> None:
+        self.trace = trace
+        self.machine = machine
+        self.best = best
+        self.graph = ReplayGraph(trace)
+        self.use_ops = [[op for op, _ in uses] for uses in trace.uses_by_variable()]
+        self.claimed: dict[int, set[int]] = {}
+
+    def search(self) -> None:
+        """Exchange as much as pays."""
+        waiting = sorted(self._candidates(), key=lambda c: c.order)
+        size = len(waiting)
+        tries = min(_MOST_TRIED, max(_MOST_OPS_SIMULATED // max(len(self.trace.ops), 1), 2))
+        while waiting and tries and not _is_perfect(self.best, self.trace):
+            tries -= 1
+            size = min(size, len(waiting))
+            if self._try(waiting[:size]):
+                done = {c.variable for c in waiting[:size]}
+                waiting = [c for c in waiting[size:] if c.variable not in done]
+            elif size > 1:
+                size //= 2
+            else:
+                waiting = waiting[1:]
+
+    def _stays(self) -> dict[int, list[Residency]]:
+        found: dict[int, list[Residency]] = {}
+        for r in self.best.proposal:
+            found.setdefault(r.variable, []).append(r)
+        return found
+
+    def _candidates(self) -> list[_Candidate]:
+        found = []
+        for v, stays in self._stays().items():
+            variable = self.trace.variables[v]
+            if variable.birth_tick is None or variable.death_tick is None or not self.graph.may_ever_return(v):
+                continue
+            for position in range(len(stays) - 1):
+                loads = sum(isinstance(r.start, Loaded) for r in stays[position + 1 :])
+                writes = sum(isinstance(r.stop, Evicted) for r in stays[position:])
+                own_ns = sum(self.trace.ops[op].duration_ns for op in self.graph.writers[v])
+                if loads:
+                    found.append(
+                        _Candidate(
+                            variable=v,
+                            position=position,
+                            moved_nbytes=variable.nbytes * (loads + writes),
+                            recompute_ns=own_ns * loads,
+                        )
+                    )
+        return found
+
+    def _try(self, candidates: Sequence[_Candidate]) -> bool:
+        """Exchange all of these that can be, if that is faster."""
+        claimed = {v: set(ticks) for v, ticks in self.claimed.items()}
+        stays = self._stays()
+        changed = False
+        for candidate in sorted(candidates, key=lambda c: (c.order, c.position)):
+            new = self._exchanged(stays[candidate.variable], candidate.position, stays, claimed)
+            if new is not None:
+                stays[candidate.variable] = new
+                changed = True
+        if not changed:
+            return False
+        outcome = evaluate(ordered((r for own in stays.values() for r in own), self.trace), self.trace, self.machine)
+        if isinstance(outcome, Shortage) or outcome.rank >= self.best.rank:
+            return False
+        self.best, self.claimed = outcome, claimed
+        return True
+
+    def _exchanged(
+        self,
+        own: list[Residency],
+        position: int,
+        stays: dict[int, list[Residency]],
+        claimed: dict[int, set[int]],
+    ) -> list[Residency] | None:
+        """The variable's stays with all gaps after `position` recomputed; None if that cannot be."""
+        v, found = own[0].variable, own[:position]
+        last = own[position]
+        reads: dict[int, set[int]] = {}
+        for following in own[position + 1 :]:
+            uses = self._uses_in(following)
+            if not isinstance(following.start, Loaded) or not uses or not isinstance(last.stop, Evicted | Dropped):
+                return None
+            ops = self.graph.ops_for([v], uses[0], _Residents(stays, self.trace, v, uses[0]), most_ops=_MOST_OPS)
+            if ops is None:
+                return None
+            rerun = self.graph.rerun(uses[0], ops, [v], self.machine)
+            for source in rerun.sources:
+                reads.setdefault(source, set()).add(self.trace.ops[uses[0]].start_tick)
+            stop = self._discarded(last) if isinstance(last.stop, Evicted) or _lacks_copy(last) else last.stop
+            if stop is None:
+                return None
+            found.append(replace(last, stop=stop))
+            last = replace(following, start=Recomputed(uses[0], ops))
+        if isinstance(last.stop, Evicted | Dropped):
+            return None
+        found.append(last)
+        spans = [occupied_ticks(r, self.trace) for r in found]
+        if any(not any(a <= tick < b for a, b in spans) for tick in claimed.get(v, ())):
+            return None
+        for source, ticks in reads.items():
+            claimed.setdefault(source, set()).update(ticks)
+        return found
+
+    def _uses_in(self, stay: Residency) -> list[int]:
+        start, stop = occupied_ticks(stay, self.trace)
+        ops = self.trace.ops
+        return [op for op in self.use_ops[stay.variable] if ops[op].stop_tick > start and ops[op].start_tick < stop]
+
+    def _discarded(self, stay: Residency) -> Discarded | None:
+        """The stop without a write, right after the stay's last use."""
+        uses = self._uses_in(stay)
+        return Discarded(after_op=uses[-1]) if uses else None
+
+
+def _lacks_copy(stay: Residency) -> bool:
+    """Whether a stay that was to be dropped began with a re-run, so that the store has no copy to count on."""
+    return isinstance(stay.start, Recomputed)
+
+
+class _Residents:
+    """Whether a variable is in the pool when an op starts, under a proposal."""
+
+    def __init__(self, stays: dict[int, list[Residency]], trace: Trace, wanted: int, before_op: int) -> None:
+        self.stays = stays
+        self.trace = trace
+        self.wanted = wanted
+        self.tick = trace.ops[before_op].start_tick
+
+    def __call__(self, variable: int) -> bool:
+        if variable == self.wanted:
+            return False
+        for stay in self.stays.get(variable, ()):
+            start, stop = occupied_ticks(stay, self.trace)
+            if start <= self.tick < stop:
+                same_rerun = isinstance(stay.start, Recomputed) and start == self.tick
+                return not same_rerun
+        return False
