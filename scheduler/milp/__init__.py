@@ -1,5 +1,6 @@
 """Rematerialisation and paging as a mixed-integer program: Checkmate's and POET's planners.
 
-Read `graph.py` (what is planned), `program.py` (the program and its solver), and `rounding.py` (when it is
-too large to solve).
+Read `graph.py` (what is planned), `program.py` (the program and its solver), `rounding.py` (when it is too
+large to solve), `transfers.py` (when to page, and the execution plan), then `from_trace.py` (from an `ooc` trace to
+a graph). `scheduler.policies.checkmate` and `poet` play the answer on a trace.
 """

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from scheduler.milp.graph import Graph, Node, read_poet_csv
 from scheduler.milp.program import Request, Schedule, Status, peak_of, solve
 from scheduler.milp.rounding import solve_by_rounding
+from scheduler.milp.transfers import execution_plan, without_contention
 
 INSTANCES = Path(__file__).parent / "instances" / "poet"
 CHIPS = json.loads((INSTANCES / "chipsets.json").read_text())
@@ -271,3 +273,80 @@ def test_a_solver_without_time_says_so() -> None:
     assert solution.status is Status.NONE
     assert solution.schedule is None
     assert solution.gap is None
+
+
+# -- the transfer planner --------------------------------------------------------------------------
+
+
+def check_acts(schedule: Schedule, graph: Graph) -> float:
+    """Play an execution plan act by act: everything read is there, the bus and the processor do one thing at a time."""
+    plan = execution_plan(schedule, graph)
+    there_s: dict[int, float] = {}
+    flash_s: dict[int, float] = {}
+    clocks = {"bus": 0.0, "compute": 0.0}
+    for act in plan.acts:
+        node = graph.nodes[act.node]
+        if act.kind == "free":
+            assert act.start_s >= there_s.pop(act.node)
+            continue
+        clock = "compute" if act.kind == "compute" else "bus"
+        assert act.start_s >= clocks[clock] - 1e-9
+        clocks[clock] = act.stop_s
+        if act.kind == "compute":
+            assert all(there_s[dep] <= act.start_s + 1e-9 for dep in node.deps)
+            there_s[act.node] = act.stop_s
+        elif act.kind == "evict":
+            assert there_s[act.node] <= act.start_s + 1e-9
+            flash_s[act.node] = act.stop_s
+        else:
+            assert flash_s[act.node] <= act.start_s + 1e-9
+            there_s[act.node] = act.stop_s
+    assert plan.duration_s == pytest.approx(max(clocks.values()))
+    assert plan.stall_s >= -1e-9
+    return plan.duration_s
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_execution_plans_can_be_executed_and_moving_loads_keeps_the_rules(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = tiny_graph(seed, rng.randint(2, 8))
+    request = Request(budget_nbytes=some_budget(graph, rng), recompute=rng.random() < 0.5, relative_gap=0.0)
+    schedule = solve(graph, request).schedule
+    if schedule is None:
+        return
+    check_acts(schedule, graph)
+    moved = without_contention(schedule, graph, budget_nbytes=request.budget_nbytes)
+    check_rules(moved, graph, request)
+    check_acts(moved, graph)
+    assert moved.load.sum() == schedule.load.sum()
+
+
+def test_a_load_moves_out_of_a_crowded_stage() -> None:
+    """Two outputs are paged; both are needed at the end, and both loads are asked for in one short stage."""
+    costs: dict[str, Any] = {"nbytes": 1, "compute_j": 1, "load_j": 1, "evict_j": 1, "evict_s": 1, "load_s": 2}
+    deps = [(), (), (), (), (), (0, 1, 4)]
+    graph = Graph(nodes=tuple(Node(name=f"n{i}", deps=d, compute_s=2, **costs) for i, d in enumerate(deps)))
+    kept = np.zeros((6, 6), dtype=bool)
+    kept[1:3, 0] = kept[2, 1] = kept[5, (0, 1, 4)] = True
+    load = np.zeros((6, 6), dtype=bool)
+    load[4, (0, 1)] = True
+    evict = np.zeros((6, 6), dtype=bool)
+    evict[1, 0] = evict[2, 1] = True
+    stored = np.zeros((6, 6), dtype=bool)
+    stored[2:, 0] = stored[3:, 1] = True
+    crowded = Schedule(computed=np.eye(6, dtype=bool), kept=kept, stored=stored, load=load, evict=evict)
+    assert check_acts(crowded, graph) == pytest.approx(14.0)  # 4 seconds of loads beside 2 of compute
+    eased = without_contention(crowded, graph, budget_nbytes=4)
+    assert [tuple(np.flatnonzero(row)) for row in eased.load] == [(), (), (), (0,), (1,), ()]
+    assert check_acts(eased, graph) == pytest.approx(12.0)
+    tight = without_contention(crowded, graph, budget_nbytes=1)
+    assert (tight.load == crowded.load).all()
+
+
+def test_plans_of_a_network_on_a_board_can_be_executed() -> None:
+    graph = poet_graph("linear", "m4")
+    schedule = solve(graph, Request(budget_nbytes=3388.0, recompute=False)).schedule
+    assert schedule is not None
+    eased = without_contention(schedule, graph, budget_nbytes=3388.0)
+    assert check_acts(eased, graph) <= check_acts(schedule, graph) * (1 + 1e-9)
