@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -379,6 +380,27 @@ def test_from_a_script_to_its_page(tmp_path: Path) -> None:
     assert verdicts["6MiB"] == ("yes", " Fits")
     assert verdicts["512KiB"][0] == "no"
     assert "the budget is 512.0 KiB" in verdicts["512KiB"][1]
+
+
+# -- its script without a browser
+
+
+def test_the_pages_script_draws_only_finite_numbers(run: Document, tmp_path: Path) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node found (apt install nodejs)")
+    trace, plan = synthetic(num_blocks=8, share=0.5, policy="sublinear", replayable=True)
+    planned = Document(name="plan.json", kind="plan", trace=trace, plan=plan)
+    for documents, charts in (([run], list(CHARTS)), ([planned, run], ["memory", "schedule", "chunks"])):
+        path = tmp_path / "page.html"
+        path.write_text(make_page(documents), encoding="utf-8")
+        command = [node, str(Path(__file__).parent / "page_in_node.js"), str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["shown"] == charts
+        assert all(found["calls"][chart] > 50 for chart in charts)
+        assert all(text for texts in found["readouts"].values() for text in texts)
 
 
 # -- in a real browser
