@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 _ROUNDS = 16
+_MOST_IDLE = 3
+_MOST_UNITS = 200
 _MAX_TRIALS = 30_000
 """A trial takes 50 to 100 us."""
 
@@ -101,56 +103,63 @@ class _Table:
         return [u for u, other in enumerate(self.after) if other >= 0 and self.row[u] != self.row[other]]
 
     def improve(self) -> None:
-        num_trials = 0
+        """Exchange until it no longer helps, or has taken long enough. Every other round also takes even exchanges."""
+        num_trials = num_idle = 0
+        found = self.broken()
         for round_index in range(_ROUNDS):
-            found = self.broken()
-            num_joined = 0
             for unit in found:
-                other = self.after[unit]
-                if self.row[unit] == self.row[other]:
-                    continue
-                num_trials += 1
-                num_joined += self._try(unit, other, allows_even=round_index % 2 == 1)
-            if not found or num_trials > _MAX_TRIALS or (num_joined == 0 and round_index % 2 == 1):
+                if self.row[unit] != self.row[self.after[unit]]:
+                    num_trials += 1
+                    self._try(unit, self.after[unit], allows_even=round_index % 2 == 1)
+            before, found = len(found), self.broken()
+            num_idle = 0 if len(found) < before else num_idle + 1
+            if not found or num_idle == _MOST_IDLE or num_trials > _MAX_TRIALS:
                 return
 
-    def _try(self, unit: int, other: int, *, allows_even: bool) -> bool:
+    def _try(self, unit: int, other: int, *, allows_even: bool) -> None:
         """Make the better of the two exchanges that join a unit and its successor, if it is good enough."""
         rows = self.row[unit], self.row[other]
         best: tuple[int, set[int]] | None = None
         for moved, stays in ((other, unit), (unit, other)):
             cluster = self._cluster(rows, moved)
-            if stays in cluster:
+            if cluster is None or stays in cluster:
                 continue
             gain = self._gain(cluster, rows)
             if best is None or gain > best[0]:
                 best = gain, cluster
-        if best is None or best[0] < (0 if allows_even else 1):
-            return False
-        self._exchange(best[1], rows)
-        return True
+        if best is not None and best[0] >= (0 if allows_even else 1):
+            self._exchange(best[1], rows)
 
-    def _cluster(self, rows: tuple[int, int], unit: int) -> set[int]:
-        """The units of two rows that must change rows together with `unit`."""
+    def _cluster(self, rows: tuple[int, int], unit: int) -> set[int] | None:
+        """The units of two rows that must change rows together with `unit`; None if they are many."""
         found = {unit}
         todo = list(self._pieces(unit))
         while todo:
             first, last, _ = todo.pop()  # a stretch that grows until nothing of either row reaches over its ends
+            ends = [(self._rows[row], i, i) for row in rows for i in (bisect_left(self._rows[row], (first,)),)]
             grows = True
             while grows:
                 grows = False
-                for row in rows:
-                    pieces = self._rows[row]
-                    index = bisect_left(pieces, (last,)) - 1
-                    while index >= 0 and pieces[index][1] > first:
-                        start, stop, who = pieces[index]
-                        index -= 1
-                        if start < first or stop > last:
-                            first, last, grows = min(first, start), max(last, stop), True
+                for which, (pieces, low, high) in enumerate(ends):
+                    start, stop = low, high
+                    while low > 0 and pieces[low - 1][1] > first:
+                        low -= 1
+                        first = min(first, pieces[low][0])
+                    while high < len(pieces) and pieces[high][0] < last:
+                        last = max(last, pieces[high][1])
+                        high += 1
+                    if (low, high) == (start, stop):
+                        continue
+                    grows = True
+                    ends[which] = pieces, low, high
+                    for _, reach, who in (*pieces[low:start], *pieces[stop:high]):
+                        last = max(last, reach)
                         if who not in found:
                             found.add(who)
                             if self.stop[who] > self._num_ticks:
                                 todo.extend(self._pieces(who))
+            if len(found) > _MOST_UNITS:
+                return None
         return found
 
     def _gain(self, cluster: set[int], rows: tuple[int, int]) -> int:
