@@ -61,6 +61,10 @@ _NO_STALL_AT_ALL = 0.00002
 # parameters by simulation. On recorded steps `window` was ahead by up to 0.2 % where little moves, `lms` by less.
 _OTHERS = ((window, 16_000), (on_demand, 4_000), (lms, 4_000), (vdnn, 4_000), (nntrainer, 2_000))
 
+# Of the fastest candidates so many are coloured for good, as long as they are within this factor of the fastest.
+_MOST_FINALS = 4
+_CLOSE = 1.005
+
 # Recorded steps of ResNet-50 and GPT need no remaps when planned for this share of the pool, and hardly stall for it.
 _SLACK = 0.92
 
@@ -114,7 +118,7 @@ def _moves_only(trace: Trace, machine: Machine, *, wrap: bool, thorough: bool) -
         if search.is_perfect or len(trace.ops) > most_ops:
             break
         search.try_other(policy, wrap=wrap)
-    return search.best_proposal
+    return search.fastest_proposal
 
 
 def _best_with_slack(search: _Search) -> tuple[Residency, ...]:
@@ -150,6 +154,7 @@ class _Search:
         self.pinned = pinned
         self.best: Evaluation | None = None
         self.fallback: tuple[Residency, ...] = ()
+        self.considered: list[Evaluation] = []
         self.num_tried = 0
         self.num_in_vain = 0  # choices in a row that did not improve on the best
         self.most_tried = max(_MOST_OPS_SIMULATED // len(trace.ops), _ROUNDS)
@@ -164,7 +169,32 @@ class _Search:
     @property
     def is_perfect(self) -> bool:
         """Whether no other plan could be faster by anything that counts."""
-        return self.best is not None and self.best.rank[0] <= (1 + _NO_STALL_AT_ALL) * self.trace.duration_ns
+        return any(
+            found.simulation.duration_ns <= (1 + _NO_STALL_AT_ALL) * self.trace.duration_ns
+            for found in self._candidates
+        )
+
+    @property
+    def _candidates(self) -> list[Evaluation]:
+        return self.considered if self.best is None else [self.best, *self.considered]
+
+    @property
+    def fastest_proposal(self) -> tuple[Residency, ...]:
+        """The fastest of the best choice and of what was considered; remaps decide between equals.
+
+        The first few are coloured as the finished plan will be: that can change their order by a little.
+        """
+        first = sorted(self._candidates, key=lambda found: found.simulation.duration_ns)[:_MOST_FINALS]
+        limit_ns = first[0].simulation.duration_ns * _CLOSE if first else 0
+        close = [found.proposal for found in first if found.simulation.duration_ns <= limit_ns]
+        if len(close) < 2:
+            return close[0] if close else self.fallback
+        finals = [evaluate(proposal, self.trace, self.machine, is_final=True) for proposal in close]
+        coloured = [found for found in finals if not isinstance(found, Shortage)]
+        fastest = min(
+            coloured, key=lambda found: (found.simulation.duration_ns, found.num_remapped_chunks), default=first[0]
+        )
+        return fastest.proposal
 
     def try_choices(self) -> None:
         """Our own candidates, until another one is not worth its time."""
@@ -183,10 +213,10 @@ class _Search:
             return
 
     def consider(self, proposal: tuple[Residency, ...]) -> None:
-        """Take a proposal if it is better than the best so far."""
+        """Note a proposal that is not one of ours for this budget."""
         outcome = evaluate(proposal, self.trace, self.machine)
-        if not isinstance(outcome, Shortage) and (self.best is None or outcome.rank < self.best.rank):
-            self.best = outcome
+        if not isinstance(outcome, Shortage):
+            self.considered.append(outcome)
 
     def _is_good(self, outcome: Evaluation) -> bool:
         no_stall = outcome.simulation.stall_ns <= _NO_STALL * self.trace.duration_ns
