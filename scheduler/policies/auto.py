@@ -65,6 +65,10 @@ _OTHERS = ((window, 16_000), (on_demand, 4_000), (lms, 4_000), (vdnn, 4_000), (n
 _MOST_FINALS = 4
 _CLOSE = 1.005
 
+# Times that differ by a smaller share are the same, and fewer remaps decide; a plan without any may be slower by
+# _NO_STALL.
+_SAME = 0.0001
+
 # Recorded steps of ResNet-50 and GPT need no remaps when planned for this share of the pool, and hardly stall for it.
 _SLACK = 0.92
 
@@ -169,10 +173,8 @@ class _Search:
     @property
     def is_perfect(self) -> bool:
         """Whether no other plan could be faster by anything that counts."""
-        return any(
-            found.simulation.duration_ns <= (1 + _NO_STALL_AT_ALL) * self.trace.duration_ns
-            for found in self._candidates
-        )
+        limit_ns = (1 + _NO_STALL_AT_ALL) * self.trace.duration_ns
+        return any(found.rank[0] <= limit_ns for found in self._candidates)  # remaps count, too
 
     @property
     def _candidates(self) -> list[Evaluation]:
@@ -186,15 +188,21 @@ class _Search:
         """
         first = sorted(self._candidates, key=lambda found: found.simulation.duration_ns)[:_MOST_FINALS]
         limit_ns = first[0].simulation.duration_ns * _CLOSE if first else 0
+        first += [min(self._candidates, key=lambda found: found.rank)] if first else []
         close = [found.proposal for found in first if found.simulation.duration_ns <= limit_ns]
         if len(close) < 2:
             return close[0] if close else self.fallback
         finals = [evaluate(proposal, self.trace, self.machine, is_final=True) for proposal in close]
         coloured = [found for found in finals if not isinstance(found, Shortage)]
-        fastest = min(
-            coloured, key=lambda found: (found.simulation.duration_ns, found.num_remapped_chunks), default=first[0]
-        )
-        return fastest.proposal
+        if not coloured:
+            return first[0].proposal
+        fastest_ns = min(found.simulation.duration_ns for found in coloured)
+        same = [
+            found
+            for found in coloured
+            if found.simulation.duration_ns <= fastest_ns * (1 + (_SAME if found.num_remapped_chunks else _NO_STALL))
+        ]
+        return min(same, key=lambda found: (found.num_remapped_chunks, found.simulation.duration_ns)).proposal
 
     def try_choices(self) -> None:
         """Our own candidates, until another one is not worth its time."""
