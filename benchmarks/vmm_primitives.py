@@ -83,7 +83,6 @@ def measure_mappings(sample: Sample, chunk_nbytes: int, *, is_huge: bool) -> Non
         driver.protect(address, num_chunks, Access.READ_WRITE)
         note("unmap", "us/MiB", timed(lambda: driver.unmap(address, num_chunks)) / POOL_NBYTES * MIB * 1e6)
         driver.map(address, runs)
-        note("populate", "GB/s", POOL_NBYTES / timed(lambda: driver.populate(address, num_chunks)) / 1e9)
         assert ctypes.string_at(address, 1) == b"\3"
 
 

@@ -49,7 +49,7 @@ class CudaDriver:
     - A place that shows the wanted chunk already is left alone, so it may be in use.
     - After a failed call whose undo fails too, the books still say what each place shows, and the
       next call starts from there.
-    - `populate` does nothing: a mapped range needs no first touch. There is no limit on mappings.
+    - There is no limit on mappings.
     - Files cannot be mapped (`map_file`, `note_file`, `note_guards` raise MemoryFault).
     - In a forked child every call raises, and `close` does nothing: CUDA does not survive a fork.
 
@@ -215,16 +215,6 @@ class CudaDriver:
                 )
             wanted.append(Piece(start, stop, value._replace(access=access)))
         self._change(wanted, f"protect({address:#x}, {num_chunks} chunks, {access.value})")
-
-    def populate(self, address: int, num_chunks: int) -> None:
-        """Check that the range is mapped and accessible. The device's page tables are made by `map`."""
-        self._check_usable()
-        place = self._places.inside(address, num_chunks)
-        for start, _, value in self._layout.pieces(place, place + num_chunks):
-            if value is None or value.access is not Access.READ_WRITE:
-                raise ValueError(
-                    f"populate({address:#x}, {num_chunks} chunks): a touch of {self._address(start):#x} would fault"
-                )
 
     def close(self) -> None:
         """Unmap everything, release every chunk, free the addresses, in this order. Idempotent.

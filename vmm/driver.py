@@ -73,7 +73,8 @@ class Driver(Protocol):
 
         Replaces what was mapped there; other mappings of the chunks stay. One call for a whole
         contiguous range, so that a driver pays only once for what it does per range (access
-        rights on CUDA, keeping the range from forked children on POSIX).
+        rights on CUDA, keeping the range from forked children on POSIX). The page tables of the
+        range are made at once, so that the first touch costs nothing.
         """
 
     def unmap(self, address: int, num_chunks: int) -> None:
@@ -90,9 +91,6 @@ class Driver(Protocol):
 
     def protect(self, address: int, num_chunks: int, access: Access) -> None:
         """Change what a touch of a mapped range does, keeping the mapping."""
-
-    def populate(self, address: int, num_chunks: int) -> None:
-        """Make the page tables of a mapped range now, so that the first touch costs nothing."""
 
     def close(self) -> None:
         """Release everything. Idempotent."""

@@ -6,7 +6,6 @@ See DESIGN.md, "OS and driver behaviour we rely on", for the facts behind each c
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import mmap
 import os
@@ -304,24 +303,6 @@ class PosixDriver:
                 raise
             raise self._fault(f"protect({address:#x}, {num_chunks} chunks, {access.value})", error) from error
         self._layout.assign(after)
-
-    def populate(self, address: int, num_chunks: int) -> None:
-        """Make the page tables of a mapped, accessible range now."""
-        self._check_usable()
-        place = self._place_in_reservation(address, num_chunks)
-        for start, _, value in self._layout.pieces(place, place + num_chunks):
-            if value is None or isinstance(value, _File) or value[1] is not Access.READ_WRITE:
-                raise ValueError(
-                    f"populate({address:#x}, {num_chunks} chunks): a touch of {self._address(start):#x} would fault"
-                )
-        nbytes = num_chunks * self._chunk_nbytes
-        try:
-            self._sys.madvise(address, nbytes, MADV_POPULATE_WRITE)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise self._fault(f"populate({address:#x}, {num_chunks} chunks)", error) from error
-            for page in range(address, address + nbytes, self._granularity):  # Linux before 5.14
-                ctypes.string_at(page, 1)
 
     def disown(self, address: int, num_chunks: int) -> None:
         """Forget a reservation of a lent arena, which keeps what is mapped there after `close`."""

@@ -64,7 +64,6 @@ class DriverCase:
         injected: Text of every failure that `failing` makes.
         num_calls_to_make: Calls that make a driver with an arena of given size, wishes not counted.
         num_calls_to_replace: Calls that let one run show another chunk.
-        without_calls: Operations that need no call.
     """
 
     name: str
@@ -73,7 +72,6 @@ class DriverCase:
     injected: str
     num_calls_to_make: int
     num_calls_to_replace: int
-    without_calls: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -155,7 +153,6 @@ class CudaCase(DriverCase):
     injected = "CUDA_ERROR_UNKNOWN"
     num_calls_to_make = 5 + 16 + 1 + 16 + 1  # find the device, create, reserve, map the view, set its access
     num_calls_to_replace = 3  # cuMemUnmap, cuMemMap, cuMemSetAccess
-    without_calls = frozenset({"populate"})
 
     def __init__(self) -> None:
         super().__init__()

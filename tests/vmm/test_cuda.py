@@ -43,7 +43,6 @@ def test_one_call_for_each_contiguous_range(case: CudaCase) -> None:
         address = driver.reserve(8)
         assert mapping_calls(fake, lambda: driver.map(address, [(9, 2), (1, 1), (12, 3)])) == (0, 6, 1)
         assert mapping_calls(fake, lambda: driver.map(address, [(9, 2), (1, 1), (12, 3)])) == (0, 0, 0)
-        assert mapping_calls(fake, lambda: driver.populate(address, 6)) == (0, 0, 0)
         assert mapping_calls(fake, lambda: driver.map(address, [(9, 1), (2, 3)])) == (1, 3, 1)
         assert mapping_calls(fake, lambda: driver.map(address, [(0, 1), (2, 1), (0, 1)])) == (
             2,
