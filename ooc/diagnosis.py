@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +17,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ooc.books import Books, NoRoom, State, VariableRecord
 from ooc.errors import BudgetTooSmall
 from ooc.recorder import OpRecord
-
-_CALL_IMPL = nn.Module._call_impl.__code__
 
 
 def budget_too_small(
@@ -34,6 +31,7 @@ def budget_too_small(
     earlier_ops: Sequence[OpRecord],
     address_of: Callable[[Any], int],
     threshold_nbytes: int,
+    place: str,
 ) -> BudgetTooSmall:
     """The error for an op that could not have its operands, or an allocation of `new_nbytes`.
 
@@ -49,6 +47,7 @@ def budget_too_small(
         earlier_ops: Of the step so far; their number is the op's index.
         address_of: A tensor's storage address in the arena, else 0.
         threshold_nbytes: Smaller storages are not counted.
+        place: Where in the program the op is (`ooc.places`).
     """
     names = _names(address_of)
     tensors = _operand_tensors(func, args, kwargs, address_of)
@@ -71,7 +70,7 @@ def budget_too_small(
     return BudgetTooSmall(
         op_index=len(earlier_ops),
         op_name=str(func),
-        where=_where(tensors, names),
+        where=_where(place, tensors, names),
         needed_nbytes=max(together, at_its_end) * books.chunk_nbytes,
         budget_nbytes=books.pool.num_chunks * books.chunk_nbytes,
         operands=listed,
@@ -106,7 +105,7 @@ def _label(
         for index in range(len(earlier_ops) - 1, -1, -1):
             op = earlier_ops[index]
             if record.address in op.results and record.address not in op.occurrences:
-                name = f"made by op {index}, {op.func}"
+                name = f"made by op {index}, {op.func}{f', {op.where}' if op.where else ''}"
                 break
     if record.address not in tensors:
         return name or record.label or "memory given out or in use"
@@ -170,20 +169,10 @@ def _roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if id(module) not in children]
 
 
-def _where(tensors: Mapping[int, tuple[str, torch.Tensor]], names: Mapping[int, str]) -> str:
-    """The module whose forward pass is running; in a backward pass or an update, the owner of a parameter used."""
-    running: list[nn.Module] = []
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _CALL_IMPL:
-            running.append(frame.f_locals["self"])
-        frame = frame.f_back  # type: ignore[assignment]
-    if running:
-        inner, outer = running[0], running[-1]
-        path = next((name for name, module in outer.named_modules() if module is inner), "")
-        return path or type(inner).__name__
-    for address in tensors:
-        name = names.get(address, "").rpartition(" of ")[2]
-        if "." in name:
-            return name.rpartition(".")[0]
-    return ""
+def _where(place: str, tensors: Mapping[int, tuple[str, torch.Tensor]], names: Mapping[int, str]) -> str:
+    """The op's place; where that names no module, with the module that owns one of the op's parameters."""
+    owners = (names.get(address, "").rpartition(" of ")[2].rpartition(".")[0] for address in tensors)
+    owner = next((owner for owner in owners if owner), "")
+    if not owner or ("(" in place and not place.startswith("backward (")):
+        return place
+    return f"{owner}, {place}" if place else owner

@@ -21,7 +21,7 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):
 
     Attributes:
         op_index: Position of the op in the step, or None outside a step.
-        op_name, where: The op, and the module that called it.
+        op_name, where: The op, and its place: module and line.
         needed_nbytes: What the op needs at once, in whole chunks: the smallest budget that gets
             past this op as far as can be told (its temporaries after the point of failure are
             not known, and a later op may need more).

@@ -173,7 +173,8 @@ def _stop(stop: Stop, trace: Trace) -> str:
 
 
 def _op(index: int, trace: Trace) -> str:
-    return f"op {index} ({trace.ops[index].name})"
+    op = trace.ops[index]
+    return f"op {index} ({op.name}, {op.where})" if op.where else f"op {index} ({op.name})"
 
 
 def _reasons(variable: int, stays: list[Residency], trace: Trace, plan: Plan, policy: str) -> list[str]:

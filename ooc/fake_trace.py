@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ooc import ops
+from ooc.places import Places
 from ooc.recorder import Observed, OpRecord, StepRecorder, close_cycle
 from scheduler.profiles import Profile
 from scheduler.trace import Trace
@@ -85,6 +86,7 @@ class FakeRecording:
         self._recorder: StepRecorder | None = None
         self._costs: list[tuple[int, int]] = []
         self._small: list[tuple[frozenset[int], frozenset[int]]] = []  # per op: untracked storages read, and written
+        self._places = Places()
         self._is_in_op = False
         self._before: Observed | None = None
 
@@ -116,6 +118,7 @@ class FakeRecording:
             if before is not None and observed.trace.ops and _agree(before, observed):
                 self.trace = self._finish(close_cycle(before, observed))
         self._recorder = StepRecorder(self._by_address())
+        self._places.clear()
         self._costs, self._small = [], []
         return self.trace is not None
 
@@ -124,6 +127,7 @@ class FakeRecording:
         recorder = self._recorder
         occurrences = self._addresses((args, kwargs))
         changed = ops.written_values(func, args, dict(kwargs))
+        where = self._places.of_this_op() if recorder is not None else ""
         written = self._addresses(changed)
         self._is_in_op = True
         try:
@@ -150,7 +154,7 @@ class FakeRecording:
         recorder.ops.append(
             OpRecord(
                 func=func,
-                where="",
+                where=where,
                 occurrences=occurrences,
                 written=written,
                 results=results,

@@ -20,6 +20,7 @@ from ooc.diagnosis import budget_too_small
 from ooc.errors import BudgetTooSmall, OocError
 from ooc.executor import Executor
 from ooc.interrupts import CriticalLock
+from ooc.places import Places
 from ooc.recorder import OpRecord, StepRecorder
 from vmm.torch_cpu import CpuAllocator
 
@@ -61,6 +62,7 @@ class OpRunner:
         self._is_mode_on = is_mode_on
         self._thread = threading.get_ident()
         self._pending: BaseException | None = None
+        self._places = Places()
         self.recorder: StepRecorder | None = StepRecorder({})
         self._dispatcher: Any = None
         self._lock: CriticalLock
@@ -79,6 +81,7 @@ class OpRunner:
     def start_recording(self) -> None:
         """A period begins on demand."""
         self.recorder = StepRecorder(self._books.records)
+        self._places.clear()
         self._allocator.state.position = 0
 
     def leave(self, reason: str) -> None:
@@ -86,6 +89,7 @@ class OpRunner:
 
     def note_leave(self, recorder: StepRecorder) -> None:
         self.recorder = recorder
+        self._places.clear()
 
     # -- ops; called by the native dispatcher
 
@@ -105,7 +109,7 @@ class OpRunner:
             occurrences = self._dispatcher.occurrences(args, kwargs or {})
             record = OpRecord(
                 func=func,
-                where="",
+                where=self._places.of_this_op(),
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs or {})),
             )
@@ -206,7 +210,7 @@ class OpRunner:
                 self._books.touch(record)
             op = OpRecord(
                 func=func,
-                where="",
+                where=self._places.of_this_op(),
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs)),
             )
@@ -260,6 +264,7 @@ class OpRunner:
         if self.recorder is not None and not self.recorder.is_cut:
             _log.warning("no step ended in %d ops: they are not planned (is there an optimizer?)", MAX_PERIOD_OPS)
         self.recorder = StepRecorder(self._books.records, is_cut=True)
+        self._places.clear()
         self._allocator.state.position = 0
 
     def _note_failed_op(self, func: Any) -> None:
@@ -322,6 +327,8 @@ class OpRunner:
 
     def too_small(self, call: _Call, records: list[VariableRecord], no_room: NoRoom, nbytes: int) -> BudgetTooSmall:
         func, args, kwargs = call
+        active, cursor = self._executor.active, self._dispatcher.cursor
+        is_planned = active is not None and cursor < active.num_ops and active.funcs[cursor] is func
         return budget_too_small(
             func=func,
             args=args,
@@ -333,6 +340,7 @@ class OpRunner:
             earlier_ops=self.recorder.ops if self.recorder is not None else (),
             address_of=self._dispatcher.address,
             threshold_nbytes=self._threshold_nbytes,
+            place=active.trace.ops[cursor].where if active is not None and is_planned else self._places.of_this_op(),
         )
 
 

@@ -43,7 +43,7 @@ class Op:
 
     Attributes:
         name: The operator, e.g. `"aten.convolution_backward.default"`.
-        where: The module that called it, e.g. `"layers.17"`; empty when unknown.
+        where: Module and line that called it, e.g. `"layers.17 (model.py:41)"`; empty when unknown.
         start_tick: The tick of the op's own start.
         stop_tick: One past the op's last event. Events in `[start_tick + 1, stop_tick)` happened
             inside the op; those between one op's `stop_tick` and the next op's `start_tick`

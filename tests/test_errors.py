@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import re
 import resource
@@ -78,13 +79,17 @@ def test_forward_op_larger_than_the_budget() -> None:
         assert part in text
 
 
-def test_place_is_the_module() -> None:
+def test_place_is_the_module_and_the_line() -> None:
     """Its first convolution fits 9 MiB, its second has oneDNN's copies beside operand and result."""
     with pytest.raises(ooc.BudgetTooSmall) as caught:
         run_net("9MiB")
-    assert caught.value.where == "body.1"
-    assert "body.1" in str(caught.value)
-    assert any("made by op" in label for label, _ in caught.value.operands)
+    line = inspect.getsourcelines(Net.forward)[1] + 1
+    assert caught.value.where == f"body.1 (tests/test_errors.py:{line})"
+    assert caught.value.where in str(caught.value)
+    assert any(
+        re.fullmatch(r"input \(made by op \d+, .*, body\.0 \(.*:\d+\)\) .*", label)
+        for label, _ in caught.value.operands
+    )
 
 
 def test_advised_budget_gets_past_the_op() -> None:
@@ -126,7 +131,8 @@ def test_optimizer_state_is_named() -> None:
     labels = " ".join(label for label, _ in caught.value.operands)
     assert "(0.weight) float32[1024, 1024]" in labels
     assert "exp_avg of 0.weight" in labels
-    assert caught.value.where == "0"
+    line = inspect.getsourcelines(train_two_layers)[1] + 7
+    assert caught.value.where == f"0, tests/test_errors.py:{line}"
     assert caught.value.needed_nbytes == 12 * MIB
 
 
