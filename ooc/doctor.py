@@ -7,6 +7,7 @@ opens a real session and moves bytes out and in: when that works, training works
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import time
@@ -22,6 +23,7 @@ from rich.table import Table
 from ooc.settings import Resolved, resolve
 from ooc.units import GIB, MIB, format_duration, format_nbytes, format_rate
 from vmm.files import default_directory, directory_facts
+from vmm.huge_pages import open_huge_file
 from vmm.machine import MachineFacts, machine_facts
 from vmm.native_build import cache_directory, find_compiler
 from vmm.store import FileStore
@@ -146,7 +148,7 @@ def _machine(facts: MachineFacts) -> Iterator[Finding]:
         value=f"{format_nbytes(facts.available_nbytes)} available of {format_nbytes(facts.total_nbytes)}",
     )
     yield Finding(name="swap", value=format_nbytes(facts.swap_nbytes) if facts.swap_nbytes else "none")
-    yield Finding(name="huge pages in shared memory", value=facts.shmem_huge_pages)
+    yield Finding(name="huge pages for the pool", value=_huge_pages(facts.shmem_huge_pages))
     if facts.cgroup is None:
         yield Finding(name="control group", value="none")
     elif facts.cgroup.limit_nbytes is None:
@@ -157,6 +159,14 @@ def _machine(facts: MachineFacts) -> Iterator[Finding]:
             name="control group",
             value=f"version {facts.cgroup.version}, {used} of {limit} used, {facts.cgroup.directory}",
         )
+
+
+def _huge_pages(setting: str) -> str:
+    try:
+        os.close(open_huge_file("probe"))
+    except OSError as error:
+        return f"as shmem_enabled says: {setting} (no tmpfs of our own: {error})"
+    return "yes, on a tmpfs of our own"
 
 
 def _store(store: str | None) -> Iterator[Finding]:

@@ -229,6 +229,6 @@ def test_nothing_is_left_by_a_process(tmp_path: Path, way: str) -> None:
 
 def _holds_pool(pid: int) -> bool:
     try:
-        return "memfd:ooc-chunks" in Path(f"/proc/{pid}/maps").read_text()
+        return "ooc-chunks" in Path(f"/proc/{pid}/maps").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False

@@ -1,4 +1,4 @@
-"""The POSIX driver: chunks are offsets in one memfd, reservations are PROT_NONE addresses.
+"""The POSIX driver: chunks are offsets in one file in memory, reservations are PROT_NONE addresses.
 
 See DESIGN.md, "OS and driver behaviour we rely on", for the facts behind each choice.
 """
@@ -29,6 +29,7 @@ _CHUNKS = mmap.MAP_SHARED | MAP_FIXED
 _MAX_ARENA_NBYTES = 16 << 40
 _ARENA_ALIGNMENT = 2 << 20  # so that a reservation can be backed by a huge page where the kernel has them
 _COMMIT_STEP_NBYTES = 64 << 20  # older kernels undo a fallocate that a signal interrupts: steps keep what is done
+_FILE_NAME = "ooc-chunks"
 _HUGE_SETTINGS = frozenset({"always", "within_size", "advise", "force"})
 _MAPPINGS_LEFT_TO_OTHERS = 512
 """Mappings that we leave to the rest of the process: threads and malloc need some at any time."""
@@ -61,7 +62,8 @@ class PosixDriver:
         occupied: `(address, nbytes)` of the lent arena that must not be handed out.
         dontfork: A forked child does not see the pool: its touch faults (SIGSEGV). If False the
             child shares the chunks with this process, which may reuse them at any time.
-        huge_pages: Back the pool with huge pages if the kernel's shmem_enabled setting allows it.
+        huge_pages: Back the pool with huge pages, on a tmpfs of our own; where we may not have one, if the
+            kernel's shmem_enabled setting allows it. Transfers then take a fifth of the CPU time.
         max_map_count: The kernel's limit on mappings; read from the kernel by default.
         syscalls: What makes the system calls.
 
@@ -94,6 +96,7 @@ class PosixDriver:
         self._granularity = granularity
         self._dontfork = dontfork
         self._huge_pages = huge_pages
+        self._has_huge_file = False
         self._sys = syscalls if syscalls is not None else Syscalls()
         self._max_map_count = max_map_count if max_map_count is not None else machine.max_map_count()
         self._num_mappings_unchecked = 0  # up to here we may grow before the process's mappings are counted again
@@ -346,13 +349,21 @@ class PosixDriver:
             )
         descriptor = -1
         try:
-            descriptor = self._sys.memfd_create("ooc-chunks")
+            descriptor = self._open_file()
             self._sys.ftruncate(descriptor, nbytes)
         except OSError as error:
             if descriptor >= 0:
                 self._sys.close(descriptor)
             raise MemoryFault(f"{self._what()}: {error}.") from error
         return descriptor
+
+    def _open_file(self) -> int:
+        if self._huge_pages:
+            with contextlib.suppress(OSError):  # a wish: small pages do as well
+                descriptor = self._sys.open_huge_file(_FILE_NAME)
+                self._has_huge_file = True
+                return descriptor
+        return self._sys.memfd_create(_FILE_NAME)
 
     def _hold_addresses(self, arena_nbytes: int | None) -> None:
         """One range for the view and, after it, the arena: as large as the machine gives."""
@@ -397,10 +408,11 @@ class PosixDriver:
     def _commit(self) -> None:
         """Give the file all its pages, huge ones where the kernel lets us ask for them.
 
-        fallocate alone would make small pages, since it knows nothing of the mapping's advice.
+        For a memfd, fallocate alone would make small pages, since it knows nothing of the mapping's advice.
         """
         nbytes = self._num_chunks * self._chunk_nbytes
-        asks_for_huge = self._huge_pages and machine.shmem_huge_pages() in _HUGE_SETTINGS
+        is_wish = self._huge_pages and not self._has_huge_file
+        asks_for_huge = is_wish and machine.shmem_huge_pages() in _HUGE_SETTINGS
         if asks_for_huge:
             with contextlib.suppress(OSError):  # a wish: small pages do as well
                 self._sys.madvise(self._view_address, nbytes, mmap.MADV_HUGEPAGE)

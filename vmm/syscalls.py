@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 
+from vmm.huge_pages import open_huge_file
+
 __all__ = ["MADV_POPULATE_WRITE", "MAP_FIXED", "MAP_NORESERVE", "Syscalls"]
 
 # Not in the mmap module of Python 3.11; the same on all of Linux's architectures that PyTorch runs on.
@@ -34,6 +36,10 @@ class Syscalls:
     def memfd_create(self, name: str) -> int:
         """A new file in memory, closed on exec."""
         return os.memfd_create(name, os.MFD_CLOEXEC)
+
+    def open_huge_file(self, name: str) -> int:
+        """A new file in memory, closed on exec, with huge pages whatever the kernel's setting for memfds is."""
+        return open_huge_file(name)
 
     def ftruncate(self, descriptor: int, nbytes: int) -> None:
         """Set the file's length."""
