@@ -112,6 +112,7 @@ class Sequences:
         try:
             with self._planning(len(trace.ops)):
                 plan = self._plan(trace, machine)
+            compiled = self._compile(trace, plan, observed)
         except PlanError as error:
             self._unplannable[key] = str(error)
             _log.warning("this sequence stays on demand: %s", error)
@@ -120,7 +121,7 @@ class Sequences:
             self._unplannable[key] = f"a fault in the planner: {error!r}"
             _log.exception("a fault in the planner; this sequence stays on demand. Please report it")
             return key
-        self._plans[key] = self._compile(trace, plan, observed)
+        self._plans[key] = compiled
         self.last_trace, self.last_plan = trace, plan
         self.planning_s += time.monotonic() - started
         _log.info("planned %d ops in %.2f s: %s", len(trace.ops), time.monotonic() - started, dict(plan.predicted))
@@ -171,19 +172,22 @@ class Sequences:
         try:
             with self._planning(len(trace.ops)):
                 plan = make_plan(trace, machine, policy=self._policy, **self._parameters)
+            new_ns = plan.predicted["duration_ns"]
+            _log.info("planned anew: %.4f s a step instead of %.4f s", new_ns / 1e9, old.duration_ns / 1e9)
+            if new_ns > old.duration_ns * _WORTHWHILE:
+                return compiled
+            better = self._compile(trace, plan, self._seen[key])
         except PlanError as error:
             _log.warning("cannot plan anew: %s", error)
             return compiled
+        except Exception:  # noqa: BLE001 - as in learn()
+            _log.exception("a fault in the planner; the plan so far stays. Please report it")
+            return compiled
         finally:
             self.planning_s += time.monotonic() - started
-        new_ns = plan.predicted["duration_ns"]
-        _log.info("planned anew: %.4f s a step instead of %.4f s", new_ns / 1e9, old.duration_ns / 1e9)
-        if new_ns > old.duration_ns * _WORTHWHILE:
-            return compiled
         if self._cache is not None:
             # For the next run to find: it will ask with what it measures when it begins.
             self._cache.save(replace(plan, machine=self._asked[key]), trace, self._parameters)
-        better = self._compile(trace, plan, self._seen[key])
         better.play_log = log
         self._plans[key] = better
         self.retired.append(compiled)
