@@ -50,7 +50,7 @@ def smallest_budget(trace: Trace, machine: Machine, policy: str, *, slowdown: fl
             plan = make_plan(trace, replace(machine, num_chunks=num_chunks), policy)
         except PlanError:
             return None
-        return plan if limit_ns is None or plan.predicted["duration_ns"] <= limit_ns else None
+        return plan if limit_ns is None or plan.step_ns <= limit_ns else None
 
     low = max(smallest_num_chunks(trace, machine), 1)
     high = max(lower_bounds(trace, machine)["in_core_nbytes"] // machine.chunk_nbytes, low)
@@ -60,7 +60,7 @@ def smallest_budget(trace: Trace, machine: Machine, policy: str, *, slowdown: fl
         assert limit_ns is not None
         raise DeadlineTooShort(
             deadline_ns=limit_ns,
-            fastest_ns=plan.predicted["duration_ns"],
+            fastest_ns=plan.step_ns,
             policy=policy,
             bound_ns=plan.bounds["duration_ns"],
         )
@@ -98,7 +98,7 @@ def _smallest_budget(parsed: argparse.Namespace) -> int:
     body = {
         "budget_nbytes": plan.machine.budget_nbytes,
         "in_core_nbytes": plan.bounds["in_core_nbytes"],
-        "duration_ns": plan.predicted["duration_ns"],
+        "duration_ns": plan.step_ns,
         "ops_ns": trace.duration_ns,
         "policy": parsed.policy,
     }
@@ -108,8 +108,8 @@ def _smallest_budget(parsed: argparse.Namespace) -> int:
         print(
             f"smallest budget: {format_nbytes(plan.machine.budget_nbytes)} ({plan.machine.budget_nbytes} bytes), "
             f"{plan.machine.budget_nbytes / max(plan.bounds['in_core_nbytes'], 1):.0%} of what it needs in core; "
-            f"a step then takes {format_duration(plan.predicted['duration_ns'] / 1e9)} "
-            f"({plan.predicted['duration_ns'] / max(trace.duration_ns, 1):.2f} x its ops), by {parsed.policy}"
+            f"a step then takes {format_duration(plan.step_ns / 1e9)} "
+            f"({plan.step_ns / max(trace.duration_ns, 1):.2f} x its ops), by {parsed.policy}"
         )
     return 0
 
@@ -135,7 +135,7 @@ def _largest_batch(parsed: argparse.Namespace) -> int:
             reasons[batch] = str(error)
             print(f"batch {batch}: does not fit", file=sys.stderr)
             return False
-        times = plan.predicted["duration_ns"] / max(timed.duration_ns, 1)
+        times = plan.step_ns / max(timed.duration_ns, 1)
         in_time = parsed.slowdown is None or times <= parsed.slowdown
         reasons[batch] = f"a step takes {times:.2f} x its ops' own time; --slowdown allows {parsed.slowdown}"
         print(f"batch {batch}: {'fits' if in_time else 'too slow'}, {times:.2f} x its ops", file=sys.stderr)

@@ -10,6 +10,7 @@ from scheduler.bounds import lower_bounds
 from scheduler.budget import BudgetTooSmall, smallest_num_chunks
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
+from scheduler.policies import POLICIES
 from scheduler.profiles import Profile, energy_j
 from scheduler.trace import Trace
 
@@ -57,9 +58,9 @@ class Outcome:
 
     @property
     def duration_ns(self) -> int:
-        """The step's predicted time. The plan must exist."""
+        """The step's predicted time, with that of its remaps. The plan must exist."""
         assert self.plan is not None
-        return self.plan.predicted["duration_ns"]
+        return self.plan.step_ns
 
     @property
     def moved_nbytes(self) -> int:
@@ -75,17 +76,23 @@ def compare(
     *,
     profile: Profile | None = None,
     parameters: Mapping[str, Any] | None = None,
+    recompute: bool = True,
 ) -> tuple[Outcome, ...]:
     """Plan `trace` by each of `policies`. One that finds no plan says why; that is an outcome, not an error.
 
     Args:
         profile: Adds the energy of each plan, if it has the figures.
         parameters: Passed to every policy.
+        recompute: Whether a policy that can do both, moving and running ops again, may do both. Others do what
+            they are for.
     """
     found = []
     for policy in policies:
+        own = dict(parameters or {})
+        if "recompute" in POLICIES[policy].parameters:
+            own.setdefault("recompute", recompute)
         try:
-            plan = make_plan(trace, machine, policy, **(parameters or {}))
+            plan = make_plan(trace, machine, policy, **own)
         except BudgetTooSmall as error:
             found.append(
                 Outcome(
@@ -141,6 +148,7 @@ def sweep(
     policies: Sequence[str],
     *,
     profile: Profile | None = None,
+    recompute: bool = True,
 ) -> tuple[tuple[int, tuple[Outcome, ...]], ...]:
     """`compare` at each of `num_chunks` chunks, in growing order.
 
@@ -155,7 +163,7 @@ def sweep(
     for count in sorted(set(num_chunks)):
         larger = replace(machine, num_chunks=count)
         outcomes = []
-        for outcome in compare(trace, larger, policies, profile=profile):
+        for outcome in compare(trace, larger, policies, profile=profile, recompute=recompute):
             kept = outcome
             if outcome.policy == "auto":
                 if best is not None and (outcome.plan is None or best.duration_ns < outcome.duration_ns):
@@ -177,5 +185,6 @@ def budgets_between(trace: Trace, machine: Machine, num_budgets: int) -> tuple[i
 def _carried(outcome: Outcome, trace: Trace, machine: Machine) -> Outcome:
     assert outcome.plan is not None
     origin = outcome.carried_from_nbytes or outcome.plan.machine.budget_nbytes
-    plan = replace(outcome.plan, machine=machine, bounds=lower_bounds(trace, machine))
+    bounds = lower_bounds(trace, machine, recompute=outcome.plan.recomputes)
+    plan = replace(outcome.plan, machine=machine, bounds=bounds)
     return replace(outcome, plan=plan, carried_from_nbytes=origin)

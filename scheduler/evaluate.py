@@ -36,14 +36,21 @@ class Evaluation:
     is_final: bool
 
     @property
+    def duration_ns(self) -> int:
+        """The step's time, with that of its remaps; an estimate of theirs unless `is_final`."""
+        num_chunks = self.num_remapped_chunks if self.is_final else int(self.num_remapped_chunks * _LEFT_BY_EXCHANGES)
+        return self.simulation.duration_ns + remap_ns(num_chunks, self.plan.machine)
+
+    @property
     def rank(self) -> tuple[int, int, int]:
-        """Smaller is better: time, a remap's time included; then bytes moved, then remaps."""
+        """Smaller is better: time, then bytes moved, then remaps."""
         s = self.simulation
-        remapped_nbytes = self.num_remapped_chunks * self.plan.machine.chunk_nbytes
-        if not self.is_final:
-            remapped_nbytes = int(remapped_nbytes * _LEFT_BY_EXCHANGES)
-        remap_ns = int(remapped_nbytes / _REMAP_BYTES_PER_S * 1e9)
-        return s.duration_ns + remap_ns, s.loaded_nbytes + s.evicted_nbytes, self.num_remapped_chunks
+        return self.duration_ns, s.loaded_nbytes + s.evicted_nbytes, self.num_remapped_chunks
+
+
+def remap_ns(num_chunks: int, machine: Machine) -> int:
+    """Time to map so many chunks elsewhere. The thread that computes does it, so it adds to the step."""
+    return int(num_chunks * machine.chunk_nbytes / _REMAP_BYTES_PER_S * 1e9)
 
 
 def evaluate(

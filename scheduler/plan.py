@@ -205,8 +205,8 @@ class Plan:
         policy, parameters: Who made it, and how.
         residencies: Ordered by start (op, tick), then variable.
         predicted: What the simulator says of it (`duration_ns`, `stall_ns`, `peak_nbytes`,
-            `loaded_nbytes`, `evicted_nbytes`, `dropped_nbytes`, `num_remapped_chunks`; with re-runs
-            also `recompute_ns`, `discarded_nbytes`).
+            `loaded_nbytes`, `evicted_nbytes`, `dropped_nbytes`, `num_remapped_chunks`, `remap_ns`; with
+            re-runs also `recompute_ns`, `discarded_nbytes`). See `step_ns`.
         bounds: Lower bounds for any plan of this trace on this machine.
         scratch: Room for re-runs that need some, in order of op.
     """
@@ -224,6 +224,11 @@ class Plan:
     def recomputes(self) -> bool:
         """Whether some op is run again."""
         return any(isinstance(r.start, Recomputed) or isinstance(r.stop, Discarded) for r in self.residencies)
+
+    @property
+    def step_ns(self) -> int:
+        """The step's predicted time, with that of its remaps."""
+        return self.predicted["duration_ns"] + self.predicted.get("remap_ns", 0)
 
     def to_json(self) -> str:
         """The plan as JSON text with a schema version; `from_json` reads it back equal."""

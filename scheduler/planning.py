@@ -12,6 +12,7 @@ from typing import Any
 
 from scheduler.bounds import lower_bounds
 from scheduler.budget import BudgetTooSmall
+from scheduler.evaluate import remap_ns
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.policies import POLICIES
 from scheduler.scratch import ScratchColouring, colour_with_scratch
@@ -64,6 +65,7 @@ def make_plan(trace: Trace, machine: Machine, policy: str = "auto", **parameters
         "evicted_nbytes": result.evicted_nbytes,
         "dropped_nbytes": result.dropped_nbytes,
         "num_remapped_chunks": colouring.num_remapped_chunks,
+        "remap_ns": remap_ns(colouring.num_remapped_chunks, machine),
         "num_runs": colouring.num_runs,
     }
     if plan.recomputes:

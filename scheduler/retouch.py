@@ -21,6 +21,8 @@ import numpy.typing as npt
 _ROUNDS = 16
 _MOST_IDLE = 3
 _MOST_UNITS = 200
+_MOST_PIECES = 2 * _MOST_UNITS + 1
+"""So many pieces belong to more than the most units."""
 _MAX_TRIALS = 30_000
 """A trial takes 50 to 100 us."""
 
@@ -134,20 +136,27 @@ class _Table:
         """The units of two rows that must change rows together with `unit`; None if they are many."""
         found = {unit}
         todo = list(self._pieces(unit))
+        done: list[tuple[int, int]] = []
         while todo:
             first, last, _ = todo.pop()  # a stretch that grows until nothing of either row reaches over its ends
+            if any(start <= first and last <= stop for start, stop in done):
+                continue
             ends = [(self._rows[row], i, i) for row in rows for i in (bisect_left(self._rows[row], (first,)),)]
             grows = True
             while grows:
                 grows = False
                 for which, (pieces, low, high) in enumerate(ends):
                     start, stop = low, high
-                    while low > 0 and pieces[low - 1][1] > first:
+                    lowest, highest = max(low - _MOST_PIECES, 0), min(high + _MOST_PIECES, len(pieces))
+                    while low > lowest and pieces[low - 1][1] > first:
                         low -= 1
                         first = min(first, pieces[low][0])
-                    while high < len(pieces) and pieces[high][0] < last:
-                        last = max(last, pieces[high][1])
+                    while high < highest and pieces[high][0] < last:
+                        if pieces[high][1] > last:
+                            last = pieces[high][1]
                         high += 1
+                    if start - low == _MOST_PIECES or high - stop == _MOST_PIECES:
+                        return None
                     if (low, high) == (start, stop):
                         continue
                     grows = True
@@ -160,6 +169,7 @@ class _Table:
                                 todo.extend(self._pieces(who))
             if len(found) > _MOST_UNITS:
                 return None
+            done.append((first, last))
         return found
 
     def _gain(self, cluster: set[int], rows: tuple[int, int]) -> int:

@@ -91,6 +91,7 @@ def schedule_keeping(kept: Matrix, graph: Graph, request: Request) -> Schedule:
         _compute(t, wanted, computed, kept, graph, request)
         was_kept |= kept[t]
     _forget_useless(kept, computed, graph)
+    _keep_for_writing(kept, computed, graph)
     return completed(computed, kept, graph, paging=request.paging)
 
 
@@ -126,3 +127,11 @@ def _forget_useless(kept: Matrix, computed: Matrix, graph: Graph) -> None:
         useful = (useful & ~computed[t]) | (read & ~computed[t])
         kept[t] &= useful
         useful = kept[t].copy()
+
+
+def _keep_for_writing(kept: Matrix, computed: Matrix, graph: Graph) -> None:
+    """What is loaded without ever having been kept is kept into the stage after its own, to be written out there."""
+    load = kept[1:] & ~kept[:-1] & ~computed[:-1]
+    for node in np.flatnonzero(load.any(axis=0)).tolist():
+        if not kept[: int(load[:, node].argmax()), node].any():
+            kept[graph.stage_of[node] + 1, node] = True

@@ -15,6 +15,7 @@ from scheduler.budget import BudgetTooSmall
 from scheduler.colouring import Shortage
 from scheduler.evaluate import Evaluation, evaluate
 from scheduler.plan import Discarded, Dropped, Evicted, Loaded, Machine, Recomputed, Residency, occupied_ticks
+from scheduler.policies import capuchin, dtr, melon
 from scheduler.reruns import ReplayGraph
 from scheduler.stays import ordered
 from scheduler.trace import Trace
@@ -40,14 +41,19 @@ def with_reruns(
     best = evaluate(proposal, trace, machine)
     if isinstance(best, Shortage) or not any(op.replayable for op in trace.ops) or _is_perfect(best, trace):
         return proposal
-    exchange = _Exchange(trace, machine, best)
-    exchange.search()
-    best = exchange.best
+    best = exchanged(best, trace)
     for other in _others(trace, machine, wrap=wrap) if len(trace.ops) <= _MOST_OPS_FOR_OTHERS else ():
         outcome = evaluate(other, trace, machine)
         if not isinstance(outcome, Shortage) and outcome.rank < best.rank:
             best = outcome
     return best.proposal
+
+
+def exchanged(best: Evaluation, trace: Trace) -> Evaluation:
+    """The same with some of its gaps recomputed, or as it is if that is not faster."""
+    exchange = _Exchange(trace, best.plan.machine, best)
+    exchange.search()
+    return exchange.best
 
 
 def _is_perfect(outcome: Evaluation, trace: Trace) -> bool:
@@ -56,8 +62,6 @@ def _is_perfect(outcome: Evaluation, trace: Trace) -> bool:
 
 def _others(trace: Trace, machine: Machine, *, wrap: bool) -> list[tuple[Residency, ...]]:
     """What `capuchin`, `melon` and `dtr` propose, where they find something."""
-    from scheduler.policies import capuchin, dtr, melon  # at the top it would be a circle: capuchin uses auto's choice
-
     found = []
     for policy in (capuchin, melon, dtr):
         try:

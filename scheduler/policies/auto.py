@@ -10,39 +10,52 @@ Three decisions, each one pass (the gaps are those of `scheduler.chains`):
    are put off until their writes are done, and loads are brought forward, as far as the
    memory of each tick allows.
 
-Where the best of that still stalls, the other swapping policies' plans are candidates too, and so are plans
-made for somewhat less memory than there is: both are legal here, and a greedy choice is not always the best.
+Where the best of that still stalls, the other policies' plans are candidates too, and so are plans made for
+somewhat less memory than there is: both are legal here, and a greedy choice is not always the best. With
+recomputation allowed, so are the plans of the policies that recompute, and the best plan with some of its gaps
+exchanged for re-runs (`_recompute`).
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from types import ModuleType
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from scheduler.budget import BudgetTooSmall, IntArray, pinned_chunks, pins_of, require_budget, smallest_num_chunks
-from scheduler.chains import Chain, Gap, chains_of, residencies_of
+from scheduler.chains import Chain, chains_of, residencies_of
 from scheduler.colouring import Shortage
 from scheduler.evaluate import Evaluation, evaluate
 from scheduler.plan import Machine, Residency
-from scheduler.policies import lms, nntrainer, on_demand, vdnn, window
+from scheduler.policies import (
+    capuchin,
+    checkmate,
+    dtr,
+    lms,
+    melon,
+    nntrainer,
+    on_demand,
+    poet,
+    sublinear,
+    vdnn,
+    window,
+)
 from scheduler.policies._placement import Placement
-from scheduler.policies._recompute import with_reruns
+from scheduler.policies._recompute import exchanged, with_reruns
+from scheduler.selection import Selection
 from scheduler.trace import Trace
-
-FloatArray = npt.NDArray[np.float64]
 
 # What is tried, one after another until nothing stalls: the share of the budget that the choice of gaps leaves
 # free for what is on its way in or out, and whether a gap's length alone decides. Found on the synthetic steps of
 # tests/scheduler/model_traces.py and on recorded ones, at rates that make them stall. Weighing the choice by bytes
 # to be moved was tried and stalls more: it prefers short stays of parameters, whose loads then crowd together.
 _CANDIDATES = ((0.0, False), (0.25, False), (0.1, False), (0.0, True), (0.45, False))
-
-_NO_MATTER = 1 << 60
 
 # Placements per choice, each with the times that the one before it was simulated to have.
 _ROUNDS = 3
@@ -58,16 +71,29 @@ _NO_STALL = 0.002
 _NO_STALL_AT_ALL = 0.00002
 
 # The others, the likely winners first, and the most ops of a step for which they are asked: they search their own
-# parameters by simulation. On recorded steps `window` was ahead by up to 0.2 % where little moves, `lms` by less.
-_OTHERS = ((window, 16_000), (on_demand, 4_000), (lms, 4_000), (vdnn, 4_000), (nntrainer, 2_000))
+# parameters by simulation, or walk op by op.
+_OTHERS = ((window, 16_000), (capuchin, 4_000), (lms, 4_000), (on_demand, 4_000), (vdnn, 4_000), (nntrainer, 2_000))
 
-# Of the fastest candidates so many are coloured for good, as long as they are within this factor of the fastest.
-_MOST_FINALS = 4
-_CLOSE = 1.005
+# Likewise, those that recompute: asked where that is allowed and some op may run again.
+_RECOMPUTING = (
+    (poet, 2_500),
+    (capuchin, 4_000),
+    (melon, 2_000),
+    (dtr, 2_000),
+    (sublinear, 2_000),
+    (checkmate, 2_500),
+)
 
-# Times that differ by a smaller share are the same, and fewer remaps decide; a plan without any may be slower by
-# _NO_STALL.
-_SAME = 0.0001
+# Of so many of the fastest candidates the choice of gaps is taken over, and placed in time by our own rules.
+_MOST_ADOPTED = 6
+
+# Where our own choices stall for a larger share of the step, training waits for `capuchin`'s, too, if the step has at
+# most so many ops: a tenth of the time of the whole search. It is ahead by up to 15 % where links are the limit.
+_MUCH_STALL = 0.02
+_MOST_OPS_FOR_ANOTHER = 2_500
+
+# So many candidates at most are coloured as the finished plan will be, the fastest first.
+_MOST_FINALS = 8
 
 # Recorded steps of ResNet-50 and GPT need no remaps when planned for this share of the pool, and hardly stall for it.
 _SLACK = 0.92
@@ -96,40 +122,40 @@ def schedule(
     Raises:
         BudgetTooSmall: An op needs more at once than the budget.
     """
-    proposal = _moves_only(trace, machine, wrap=wrap, thorough=thorough)
-    return with_reruns(proposal, trace, machine, wrap=wrap) if recompute else proposal
-
-
-def _moves_only(trace: Trace, machine: Machine, *, wrap: bool, thorough: bool) -> tuple[Residency, ...]:
-    pins = pins_of(trace)
-    require_budget(trace, machine, pins)
+    require_budget(trace, machine, pins := pins_of(trace))
     chains = chains_of(trace, machine, wrap=wrap)
     if not trace.ops:
         return residencies_of(chains, (), trace)
-    pinned = pinned_chunks(trace, machine, pins)
-    search = _Search(trace, machine, chains, pinned)
+    search = _Search(trace, machine, chains, pinned_chunks(trace, machine, pins))
     search.try_choices()
+    recompute = recompute and any(op.replayable for op in trace.ops)
     if not thorough:
-        return _best_with_slack(search)
+        if search.stalls_much and len(trace.ops) <= _MOST_OPS_FOR_ANOTHER:
+            search.try_others(((capuchin, _MOST_OPS_FOR_ANOTHER),), {"wrap": wrap, "recompute": False})
+        proposal = _best_with_slack(search)
+        return with_reruns(proposal, trace, machine, wrap=wrap) if recompute else proposal
     for num_chunks in _smaller_budgets(trace, machine):
         if search.is_perfect:
             break
-        smaller = _Search(trace, replace(machine, num_chunks=num_chunks), chains, pinned)
+        smaller = _Search(trace, replace(machine, num_chunks=num_chunks), chains, search.pinned)
         smaller.try_choices()
         if smaller.best is not None:
             search.consider(smaller.best.proposal)
-    for policy, most_ops in _OTHERS:
-        if search.is_perfect or len(trace.ops) > most_ops:
-            break
-        search.try_other(policy, wrap=wrap)
+    search.try_others(_OTHERS, {"wrap": wrap, "recompute": False})
+    if recompute:
+        search.try_others(_RECOMPUTING, {"wrap": wrap})
+    search.adopt_choices()
+    if recompute:
+        search.exchange()
     return search.fastest_proposal
 
 
 def _best_with_slack(search: _Search) -> tuple[Residency, ...]:
     """The best choice; or one made for a little less memory, if its colouring saves more than it stalls."""
-    best, machine = search.best, search.machine
+    best = min(search.candidates, key=lambda found: found.rank, default=None)
     if best is None or not best.num_remapped_chunks:
-        return search.best_proposal
+        return search.fallback if best is None else best.proposal
+    machine = search.machine
     slack = _Search(
         search.trace, replace(machine, num_chunks=int(machine.num_chunks * _SLACK)), search.chains, search.pinned
     )
@@ -174,35 +200,47 @@ class _Search:
     def is_perfect(self) -> bool:
         """Whether no other plan could be faster by anything that counts."""
         limit_ns = (1 + _NO_STALL_AT_ALL) * self.trace.duration_ns
-        return any(found.rank[0] <= limit_ns for found in self._candidates)  # remaps count, too
+        return any(found.duration_ns <= limit_ns for found in self.candidates)
 
     @property
-    def _candidates(self) -> list[Evaluation]:
+    def stalls_much(self) -> bool:
+        """Whether the best so far waits for a share of the step that is worth another look."""
+        return self.best is None or self.best.duration_ns > (1 + _MUCH_STALL) * self.trace.duration_ns
+
+    @property
+    def candidates(self) -> list[Evaluation]:
+        """The best choice, and what was considered."""
         return self.considered if self.best is None else [self.best, *self.considered]
 
     @property
     def fastest_proposal(self) -> tuple[Residency, ...]:
-        """The fastest of the best choice and of what was considered; remaps decide between equals.
+        """The fastest of the best choice and of what was considered, coloured as the finished plan will be.
 
-        The first few are coloured as the finished plan will be: that can change their order by a little.
+        Until then a candidate's remaps are an estimate. So all are coloured that could still be the fastest.
         """
-        first = sorted(self._candidates, key=lambda found: found.simulation.duration_ns)[:_MOST_FINALS]
-        limit_ns = first[0].simulation.duration_ns * _CLOSE if first else 0
-        first += [min(self._candidates, key=lambda found: found.rank)] if first else []
-        close = [found.proposal for found in first if found.simulation.duration_ns <= limit_ns]
-        if len(close) < 2:
-            return close[0] if close else self.fallback
-        finals = [evaluate(proposal, self.trace, self.machine, is_final=True) for proposal in close]
-        coloured = [found for found in finals if not isinstance(found, Shortage)]
-        if not coloured:
-            return first[0].proposal
-        fastest_ns = min(found.simulation.duration_ns for found in coloured)
-        same = [
-            found
-            for found in coloured
-            if found.simulation.duration_ns <= fastest_ns * (1 + (_SAME if found.num_remapped_chunks else _NO_STALL))
-        ]
-        return min(same, key=lambda found: (found.num_remapped_chunks, found.simulation.duration_ns)).proposal
+        waiting = sorted(self.candidates, key=lambda found: found.rank)
+        seen: set[tuple[Residency, ...]] = set()
+        best: Evaluation | None = None
+        for found in waiting:
+            if found.proposal in seen or len(seen) == _MOST_FINALS:
+                continue
+            if best is not None and found.simulation.duration_ns >= best.duration_ns:
+                continue
+            seen.add(found.proposal)
+            if len(seen) == 1 and len(waiting) == 1:
+                return found.proposal
+            final = evaluate(found.proposal, self.trace, self.machine, is_final=True)
+            if not isinstance(final, Shortage) and (best is None or final.rank < best.rank):
+                best = final
+        if best is not None:
+            return best.proposal
+        return waiting[0].proposal if waiting else self.fallback
+
+    def exchange(self) -> None:
+        """Note the fastest so far with some of its gaps recomputed."""
+        fastest = min(self.candidates, key=lambda found: found.rank, default=None)
+        if fastest is not None and not self.is_perfect:
+            self.consider(exchanged(fastest, self.trace).proposal)
 
     def try_choices(self) -> None:
         """Our own candidates, until another one is not worth its time."""
@@ -211,14 +249,44 @@ class _Search:
             if self.is_over:
                 break
 
-    def try_other(self, policy: ModuleType, *, wrap: bool) -> None:
-        """Look at another policy's plan."""
-        own = {"wrap": wrap} if policy is not window else {}
-        try:
-            found = policy.tune(self.trace, self.machine, own) if policy is not on_demand else own
-            self.consider(policy.schedule(self.trace, self.machine, **found))
-        except BudgetTooSmall:
-            return
+    def try_others(self, policies: Sequence[tuple[ModuleType, int]], parameters: Mapping[str, Any]) -> None:
+        """Look at other policies' plans, until nothing could be faster.
+
+        Args:
+            policies: With the most ops for which each is asked.
+            parameters: For those that take them.
+        """
+        for policy, most_ops in policies:
+            if self.is_perfect:
+                return
+            if len(self.trace.ops) > most_ops:
+                continue
+            taken = inspect.signature(policy.schedule).parameters
+            own = {name: value for name, value in parameters.items() if name in taken}
+            try:
+                tuned = policy.tune(self.trace, self.machine, own) if hasattr(policy, "tune") else own
+                self.consider(policy.schedule(self.trace, self.machine, **tuned))
+            except BudgetTooSmall:
+                continue
+
+    def adopt_choices(self) -> None:
+        """Place the gaps that the fastest candidates have away by our own rules: others choose well and wait long."""
+        seen: set[bytes] = set()
+        for found in sorted(self.candidates, key=lambda found: found.rank):
+            if self.is_perfect or len(seen) == _MOST_ADOPTED:
+                return
+            selection = Selection(self.trace, self.chains)
+            selection.choose_as(found.proposal)
+            if selection.chosen.tobytes() in seen:
+                continue
+            seen.add(selection.chosen.tobytes())
+            op_start_ns = [*found.simulation.op_start_ns, found.simulation.duration_ns]
+            self.consider(self._placed(selection, op_start_ns))
+
+    def _placed(self, selection: Selection, op_start_ns: Sequence[int]) -> tuple[Residency, ...]:
+        chosen, held = selection.gaps_chosen, selection.occupancy.held
+        placement = Placement(self.trace, self.machine, self.chains, chosen, held, op_start_ns)
+        return residencies_of(self.chains, placement.place(), self.trace)
 
     def consider(self, proposal: tuple[Residency, ...]) -> None:
         """Note a proposal that is not one of ours for this budget."""
@@ -230,11 +298,6 @@ class _Search:
         no_stall = outcome.simulation.stall_ns <= _NO_STALL * self.trace.duration_ns
         return no_stall and not outcome.num_remapped_chunks
 
-    @property
-    def best_proposal(self) -> tuple[Residency, ...]:
-        """The best candidate's residencies."""
-        return self.fallback if self.best is None else self.best.proposal
-
     def try_choice(self, reserve: float, *, by_length: bool) -> None:
         """Choose as if the budget were smaller by `reserve`, then place within the whole budget."""
         kept = int(self.machine.num_chunks * (1 - reserve))
@@ -242,10 +305,7 @@ class _Search:
         selection.choose(np.maximum(self.pinned, kept), by_length=by_length)
         op_start_ns = list(accumulate((op.duration_ns for op in self.trace.ops), initial=0))
         for _ in range(_ROUNDS):
-            placement = Placement(
-                self.trace, self.machine, self.chains, selection.gaps_chosen, selection.occupancy.held, op_start_ns
-            )
-            proposal = residencies_of(self.chains, placement.place(), self.trace)
+            proposal = self._placed(selection, op_start_ns)
             outcome = evaluate(proposal, self.trace, self.machine)
             if isinstance(outcome, Shortage):
                 self.fallback = proposal
@@ -259,111 +319,3 @@ class _Search:
             if self.is_over:
                 return
             op_start_ns = [*outcome.simulation.op_start_ns, outcome.simulation.duration_ns]
-
-
-class Occupancy:
-    """Chunks held at each tick of the step, with unrolled intervals folded onto it."""
-
-    def __init__(self, num_ticks: int) -> None:
-        self.num_ticks = num_ticks
-        self.held: IntArray = np.zeros(num_ticks, dtype=np.int64)
-
-    def add(self, start_tick: int, stop_tick: int, num_chunks: int) -> None:
-        """Hold `num_chunks` more in `[start_tick, stop_tick)`, at most two steps long."""
-        for start, stop in self._fold(start_tick, stop_tick):
-            self.held[start:stop] += num_chunks
-
-    def first_over(self, start_tick: int, stop_tick: int, limit: int) -> int | None:
-        """The first unrolled tick of the interval at which more than `limit` is held."""
-        offset = start_tick
-        for start, stop in self._fold(start_tick, stop_tick):
-            over = self.held[start:stop] > limit
-            if over.any():
-                return offset + int(over.argmax())
-            offset += stop - start
-        return None
-
-    def last_over(self, start_tick: int, stop_tick: int, limit: int) -> int | None:
-        """The last unrolled tick of the interval at which more than `limit` is held."""
-        offset = stop_tick
-        for start, stop in reversed(self._fold(start_tick, stop_tick)):
-            over = self.held[start:stop] > limit
-            if over.any():
-                return offset - 1 - int(over[::-1].argmax())
-            offset -= stop - start
-        return None
-
-    def _fold(self, start_tick: int, stop_tick: int) -> list[tuple[int, int]]:
-        parts = []
-        while start_tick < stop_tick:
-            base = start_tick // self.num_ticks * self.num_ticks
-            end = min(stop_tick, base + self.num_ticks)
-            parts.append((start_tick - base, end - base))
-            start_tick = end
-        return parts
-
-
-class Selection:
-    """Which gaps are away.
-
-    Attributes:
-        gaps: All gaps of all chains; `chosen` says which are away.
-        occupancy: Chunks held with the chosen gaps away at full length.
-    """
-
-    def __init__(self, trace: Trace, chains: tuple[Chain, ...]) -> None:
-        self.trace = trace
-        self.chains = chains
-        self.gaps: list[Gap] = [gap for chain in chains for gap in chain.gaps]
-        self.chosen = np.array([gap.forced for gap in self.gaps], dtype=np.bool_)
-        self.occupancy = Occupancy(trace.num_ticks)
-        for chain in chains:
-            if chain.pins or not chain.starts_away:
-                self.occupancy.add(chain.start_tick, chain.stop_tick, chain.num_chunks)
-        self.start = np.array([gap.start_tick for gap in self.gaps], dtype=np.int64)
-        self.stop = np.array([gap.stop_tick for gap in self.gaps], dtype=np.int64)
-        self.size = np.array([gap.num_chunks for gap in self.gaps], dtype=np.int64)
-        for gap in self.gaps:
-            if gap.forced:
-                self.occupancy.add(gap.start_tick, gap.stop_tick, -gap.num_chunks)
-
-    @property
-    def gaps_chosen(self) -> list[Gap]:
-        """The gaps that are away."""
-        return [gap for gap, chosen in zip(self.gaps, self.chosen.tolist(), strict=True) if chosen]
-
-    def choose(self, limit: IntArray, *, by_length: bool) -> None:
-        """Choose gaps until no tick holds more than its `limit`, which the pins alone must not exceed.
-
-        Always for the tick that is furthest over its limit, the gap that covers the most time over
-        the limit. Unless `by_length`, a gap counts less if it frees more than that tick needs.
-        """
-        weight = _tick_durations(self.trace)
-        while True:
-            over = self.occupancy.held - limit
-            tick = int(over.argmax())
-            if over[tick] <= 0:
-                return
-            excess = _NO_MATTER if by_length else int(over[tick])
-            best = self._best_over(tick, excess, np.cumsum(np.tile(weight * (over > 0), 2)))
-            gap = self.gaps[best]
-            self.chosen[best] = True
-            self.occupancy.add(gap.start_tick, gap.stop_tick, -gap.num_chunks)
-
-    def _best_over(self, tick: int, excess: int, relief: FloatArray) -> int:
-        """The gap over `tick` that covers the most time over the limit."""
-        folded = tick + self.trace.num_ticks
-        covers = ((self.start <= tick) & (tick < self.stop)) | ((self.start <= folded) & (folded < self.stop))
-        candidates = np.flatnonzero(covers & ~self.chosen)
-        padded = np.concatenate([[0.0], relief])
-        covered = padded[self.stop[candidates]] - padded[self.start[candidates]]
-        useful = np.minimum(1.0, excess / self.size[candidates])
-        return int(candidates[np.argmax(covered * useful)])
-
-
-def _tick_durations(trace: Trace) -> FloatArray:
-    """Each tick's share of its op's time; ticks between ops count a little, so that ties have an order."""
-    weight = np.full(trace.num_ticks, 1.0)
-    for op in trace.ops:
-        weight[op.start_tick : op.stop_tick] += op.duration_ns / (op.stop_tick - op.start_tick)
-    return weight

@@ -23,20 +23,21 @@ from scheduler.plan import Machine, Residency
 from scheduler.policies._rerun_policies import or_too_small
 from scheduler.policies._slack import use_slack
 from scheduler.policies._walk import Advice, Facts, Victim, Walk
-from scheduler.policies.auto import Selection
+from scheduler.selection import Selection
 from scheduler.trace import Trace
 
 # A recomputation that takes more ops than this is never the cheapest way.
 _MOST_OPS = 128
 
 
-def schedule(trace: Trace, machine: Machine, *, wrap: bool = True) -> tuple[Residency, ...]:
+def schedule(trace: Trace, machine: Machine, *, wrap: bool = True, recompute: bool = True) -> tuple[Residency, ...]:
     """Swap what hides, then swap or recompute what costs least.
 
     Args:
         trace: The step.
         machine: Budget and rates.
         wrap: Whether variables may stay in memory over the boundary of a cyclic step.
+        recompute: Whether ops may be run again; if not, all that does not fit is swapped.
 
     Raises:
         BudgetTooSmall: An op needs more at once than the budget.
@@ -46,7 +47,7 @@ def schedule(trace: Trace, machine: Machine, *, wrap: bool = True) -> tuple[Resi
         facts = Facts(trace, within)
         if not trace.ops:
             return Walk(facts, Advice()).schedule(wrap=wrap)
-        choices = _Choices(facts, wrap=wrap)
+        choices = _Choices(facts, wrap=wrap, recompute=recompute)
         choices.choose()
         proposal = Walk(facts, _AsChosen(choices.discarded, choices.swapped)).schedule(wrap=wrap)
         return use_slack(proposal, trace, within)
@@ -61,8 +62,9 @@ class _Choices:
         swapped, discarded: `(variable, op of its next use)` of each; ops of the next step count on.
     """
 
-    def __init__(self, facts: Facts, *, wrap: bool) -> None:
+    def __init__(self, facts: Facts, *, wrap: bool, recompute: bool) -> None:
         self.facts = facts
+        self.recompute = recompute
         self.machine = facts.machine
         self.chains = chains_of(facts.trace, facts.machine, wrap=wrap)
         self.selection = Selection(facts.trace, self.chains)
@@ -145,7 +147,7 @@ class _Choices:
         trace, graph = self.facts.trace, self.facts.graph
         variable, need = self.chains[gap.chain].variable, gap.latest_load
         v = trace.variables[variable]
-        if need is None or need >= len(trace.ops) or v.birth_tick is None or v.death_tick is None:
+        if not self.recompute or need is None or need >= len(trace.ops) or v.birth_tick is None or v.death_tick is None:
             return 0.0
         if graph.expiry(variable, need) < need:
             return 0.0
