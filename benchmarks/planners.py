@@ -6,9 +6,11 @@ Steps are recorded on fake tensors when the benchmark runs, so they are the same
 is measured but planning time (processor seconds). Times are simulated, with the device's profile; every plan is
 checked by `scheduler.verify`. Budgets go evenly from the least that works to what the step needs in core.
 
+A time includes that of remaps. `auto` may run ops again, as the policies can that do nothing else.
+
 After the tables come the claims, each with the cases that break it: no plan is below a bound; `auto` is at no
-budget slower than another policy that can be played; its time never grows with the budget; its distance from the
-bound at half of the in-core peak.
+budget slower than any other policy; its time never grows with the budget; it is within 5 % of the bound at half of
+the in-core peak, or at the least budget that works where that is more.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ SMALL_THRESHOLD_NBYTES = 4096
 _MOST_STEPS = 8
 _SAME = 1.0001
 """Times that differ by less are the same: 0.01 %."""
+_CLOSE = 0.05
+"""What `auto` must be within, of the bound at half of the in-core peak."""
 
 Points = tuple[tuple[int, tuple[Outcome, ...]], ...]
 
@@ -68,9 +72,12 @@ def main() -> int:
         print(time_table(points, machine, policies), flush=True)
         rows += rows_of(scenario, points, machine)
         broken += broken_claims(scenario, points)
-        halves.append(half_of_peak(name, trace, machine, rows))
+        half, over = half_of_peak(name, trace, machine, rows)
+        halves.append(half)
+        if over > _CLOSE:
+            broken.append(f"{scenario}, half of the peak: auto is {over:.2%} above the bound")
     print("\n`auto` at half of the in-core peak\n")
-    print(markdown(("model", "ops", "ms a step", "over the bound", "planned in, CPU s"), halves))
+    print(markdown(("model", "ops", "of the peak", "ms a step", "over the bound", "planned in, CPU s"), halves))
     print("\nClaims that do not hold:" if broken else "\nEvery claim holds.")
     for line in broken:
         print(f"- {line}")
@@ -147,14 +154,14 @@ def broken_claims(scenario: str, points: Points) -> Iterator[str]:
         for o in planned:
             assert o.plan is not None
             for bounded in ("duration_ns", "loaded_nbytes", "evicted_nbytes"):
-                if not o.plan.recomputes and o.plan.predicted[bounded] < o.plan.bounds[bounded]:
+                if o.plan.predicted[bounded] < o.plan.bounds[bounded]:
                     yield f"{scenario}, {count} chunks: {o.policy} is below the bound of {bounded}"
         auto = next((o for o in planned if o.policy == "auto"), None)
         if auto is None:
             continue
         for o in planned:
             assert o.plan is not None
-            if not o.plan.recomputes and o.duration_ns * _SAME < auto.duration_ns:
+            if o.duration_ns * _SAME < auto.duration_ns:
                 by = auto.duration_ns / o.duration_ns - 1
                 yield f"{scenario}, {count} chunks: auto is {by:.2%} slower than {o.policy}"
         if before is not None and before.duration_ns * _SAME < auto.duration_ns:
@@ -162,8 +169,8 @@ def broken_claims(scenario: str, points: Points) -> Iterator[str]:
         before = auto
 
 
-def half_of_peak(name: str, trace: Trace, machine: Machine, rows: list[Row]) -> list[str]:
-    """`auto` at half of what the step needs in core."""
+def half_of_peak(name: str, trace: Trace, machine: Machine, rows: list[Row]) -> tuple[list[str], float]:
+    """`auto` at half of what the step needs in core: the table's row, and how far it is above the bound."""
     most = budgets_between(trace, machine, 2)
     half = replace(machine, num_chunks=max(most[-1] // 2, most[0]))
     started = time.process_time()
@@ -171,9 +178,18 @@ def half_of_peak(name: str, trace: Trace, machine: Machine, rows: list[Row]) -> 
     cpu_s = time.process_time() - started
     assert outcome.plan is not None, outcome.reason
     over = outcome.duration_ns / outcome.plan.bounds["duration_ns"] - 1
+    share = half.num_chunks / most[-1]
     rows.append(row(f"{name}, half of peak", "auto", "over_bound", "1", [over]))
     rows.append(row(f"{name}, half of peak", "auto", "planning_time", "s", [cpu_s], note=f"{len(trace.ops)} ops"))
-    return [name, str(len(trace.ops)), f"{outcome.duration_ns / 1e6:.1f}", f"{over:+.2%}", f"{cpu_s:.1f}"]
+    cells = [
+        name,
+        str(len(trace.ops)),
+        f"{share:.0%}",
+        f"{outcome.duration_ns / 1e6:.1f}",
+        f"{over:+.2%}",
+        f"{cpu_s:.1f}",
+    ]
+    return cells, over
 
 
 if __name__ == "__main__":

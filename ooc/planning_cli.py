@@ -107,6 +107,11 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument("--policy", default="all", metavar="NAMES", help=f"all, or some of {', '.join(POLICIES)}")
     plan.add_argument("--objective", default="time", choices=("time", "energy"), help="what the best plan has least of")
     plan.add_argument("--deadline", metavar="TIME", help="the step must not take longer: 1.5s, 200ms, or 1.2x its ops")
+    plan.add_argument(
+        "--no-recompute",
+        action="store_true",
+        help="run no op again where a policy can do without: what a session can play",
+    )
     plan.add_argument("--sweep", action="store_true", help="plan for many budgets instead of one; -o takes a .png")
     plan.add_argument("--points", type=int, default=_SWEEP_POINTS, metavar="N", help="budgets of a sweep (default: 9)")
     plan.add_argument("-o", "--output", metavar="FILE", help="the best plan (JSON), or a sweep's picture (PNG)")
@@ -331,16 +336,19 @@ def _plan(parsed: argparse.Namespace) -> int:
         return _sweep(parsed, trace, profile, policies)
     if parsed.budget is None:
         raise UsageError("no budget. Options: --budget SIZE, such as --budget 2GiB; --sweep.")
-    from ooc.planning_show import comparison_table, outcome_row, print_table
+    from ooc.planning_show import comparison_table, notes_of, outcome_row, print_table
     from scheduler.compare import choose, compare
 
     deadline = deadline_ns(parsed.deadline, trace) if parsed.deadline is not None else None
     machine = machine_for(profile, budget_of(parsed.budget), parsed.chunk)
-    outcomes = compare(trace, machine, policies, profile=profile)
+    outcomes = compare(trace, machine, policies, profile=profile, recompute=not parsed.no_recompute)
     error: PlanError | None = None
     best = None
     try:
-        best = choose(outcomes, objective=parsed.objective, deadline_ns=deadline)
+        eligible = [o for o in outcomes if not (parsed.no_recompute and o.plan is not None and o.plan.recomputes)]
+        if not eligible:
+            raise PlanError("every plan found runs ops again. Options: leave --no-recompute out; --policy auto.")
+        best = choose(eligible, objective=parsed.objective, deadline_ns=deadline)
     except PlanError as raised:
         error = raised
     if parsed.json:
@@ -349,11 +357,16 @@ def _plan(parsed: argparse.Namespace) -> int:
     else:
         title = f"{len(trace.ops)} ops within {format_nbytes(machine.budget_nbytes)} on {profile.name}"
         print_table(comparison_table(outcomes, title=title, chosen=best))
+        for note in notes_of(outcomes):
+            print(note)
     if error is not None:
         raise error
     if parsed.output is not None and best is not None and best.plan is not None:
         write_text(parsed.output, best.plan.to_json())
-        print(f"{parsed.output}: the plan of {best.policy}", file=sys.stderr)
+        hint = (
+            " (it runs ops again, which a session cannot play yet; see --no-recompute)" if best.plan.recomputes else ""
+        )
+        print(f"{parsed.output}: the plan of {best.policy}{hint}", file=sys.stderr)
     return 0
 
 
@@ -370,7 +383,7 @@ def _sweep(parsed: argparse.Namespace, trace: Trace, profile: Profile, policies:
     peak_nbytes = max(trace.peak_nbytes(), 64)
     machine = machine_for(profile, peak_nbytes if peak_nbytes > 64 * KIB else 64 * KIB, parsed.chunk)
     budgets = budgets_between(trace, machine, parsed.points)
-    points = sweep(trace, machine, budgets, policies, profile=profile)
+    points = sweep(trace, machine, budgets, policies, profile=profile, recompute=not parsed.no_recompute)
     title = f"{len(trace.ops)} ops on {profile.name}: time of a step by budget, and how far above the bound"
     if parsed.json:
         rows = [{"budget_nbytes": n * machine.chunk_nbytes, **outcome_row(o)} for n, own in points for o in own]

@@ -26,6 +26,8 @@ def outcome_row(outcome: Outcome) -> dict[str, Any]:
     row |= {"budget_nbytes": plan.machine.budget_nbytes, **plan.predicted, "parameters": dict(plan.parameters)}
     row["bound_ns"] = plan.bounds["duration_ns"]
     row["over_bound"] = over_bound(outcome)
+    if plan.notes:
+        row["notes"] = list(plan.notes)
     if outcome.energy_j is not None:
         row["energy_j"] = outcome.energy_j
     if outcome.carried_from_nbytes is not None:
@@ -66,6 +68,11 @@ def sweep_table(points: Points, *, chunk_nbytes: int, title: str) -> Table:
         ]
         table.add_row(format_nbytes(num_chunks * chunk_nbytes), *cells)
     return table
+
+
+def notes_of(outcomes: Sequence[Outcome]) -> list[str]:
+    """What policies say of their plans, a line each."""
+    return [f"{o.policy}: {note}." for o in outcomes if o.plan is not None for note in o.plan.notes]
 
 
 def print_table(table: Table) -> None:

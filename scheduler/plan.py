@@ -209,6 +209,7 @@ class Plan:
             re-runs also `recompute_ns`, `discarded_nbytes`). See `step_ns`.
         bounds: Lower bounds for any plan of this trace on this machine.
         scratch: Room for re-runs that need some, in order of op.
+        notes: What the policy has to say of how it came about: a solver's gap, a way out that was taken.
     """
 
     trace_fingerprint: str
@@ -219,6 +220,7 @@ class Plan:
     predicted: Mapping[str, int] = field(default_factory=dict)
     bounds: Mapping[str, int] = field(default_factory=dict)
     scratch: tuple[Scratch, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def recomputes(self) -> bool:
@@ -251,6 +253,7 @@ class Plan:
                 for r in self.residencies
             ],
             **({"scratch": [_scratch_to_json(s) for s in self.scratch]} if self.scratch else {}),
+            **({"notes": list(self.notes)} if self.notes else {}),
         }
         return json.dumps(document, separators=(",", ":"))
 
@@ -292,6 +295,7 @@ class Plan:
                     )
                     for s in document.get("scratch", ())
                 ),
+                notes=tuple(str(note) for note in document.get("notes", ())),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"not a complete plan: {type(error).__name__}: {error}") from error

@@ -45,7 +45,8 @@ def make_plan(trace: Trace, machine: Machine, policy: str = "auto", **parameters
     tune = POLICIES[policy].tune
     if tune is not None:
         parameters = tune(trace, machine, parameters)
-    coloured = _coloured_schedule(trace, machine, policy, parameters)
+    notes: list[str] = []
+    coloured = _coloured_schedule(trace, machine, policy, parameters, notes)
     colouring = coloured.colouring
     plan = Plan(
         trace_fingerprint=trace.fingerprint(),
@@ -54,6 +55,7 @@ def make_plan(trace: Trace, machine: Machine, policy: str = "auto", **parameters
         parameters=parameters,
         residencies=ordered(colouring.residencies, trace),
         scratch=coloured.scratch,
+        notes=tuple(notes),
     )
     verify(plan, trace)
     result = simulate(plan, trace)
@@ -73,8 +75,10 @@ def make_plan(trace: Trace, machine: Machine, policy: str = "auto", **parameters
     return replace(plan, predicted=predicted, bounds=lower_bounds(trace, machine, recompute=plan.recomputes))
 
 
-def _coloured_schedule(trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any]) -> ScratchColouring:
-    """Schedule and colour.
+def _coloured_schedule(
+    trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any], notes: list[str]
+) -> ScratchColouring:
+    """Schedule and colour; `notes` gets what the policy says of the schedule that is used.
 
     Where variables that can never be away cross the boundary, the colouring may still fall short of
     chunks. Then plan again for a smaller pool, and as the last resort with nothing else kept.
@@ -85,8 +89,10 @@ def _coloured_schedule(trace: Trace, machine: Machine, policy: str, parameters: 
     for attempt in attempts:
         logical, step = machine, 1
         while True:
+            notes.clear()
+            sink = {"notes": notes} if "notes" in POLICIES[policy].parameters else {}
             try:
-                residencies = POLICIES[policy].schedule(trace, logical, **attempt)
+                residencies = POLICIES[policy].schedule(trace, logical, **attempt, **sink)
             except BudgetTooSmall:
                 if logical is machine:
                     raise

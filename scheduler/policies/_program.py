@@ -29,7 +29,9 @@ def plan_by_program(
     num_nodes: int,
     num_stages: int,
     power: Power,
+    exact: bool,
     wrap: bool,
+    notes: list[str] | None = None,
 ) -> tuple[Residency, ...]:
     """Solve, and play the answer; where it does not fit op by op, solve again for less.
 
@@ -41,7 +43,9 @@ def plan_by_program(
         request: What to ask of the program; its budget is set here.
         num_nodes, num_stages: Most nodes that the ops are merged into, and most stages of these.
         power: For the energy objective.
+        exact: Whether to solve the program where it is small enough; if not, its relaxation is rounded.
         wrap: Whether variables may stay in memory over the boundary of a cyclic step.
+        notes: Gets one line that says how the plan came about, unless the program was solved and fitted as it is.
 
     Raises:
         Stuck: Nothing that was found fits.
@@ -50,22 +54,46 @@ def plan_by_program(
     if not trace.ops:
         return Walk(facts, Advice()).schedule(wrap=wrap)
     merged = graph_of(trace, machine, facts.graph, num_nodes=num_nodes, num_stages=num_stages, power=power)
+    notes = [] if notes is None else notes
     for allowance in _ALLOWANCES:
-        solution = _solve(merged, replace(request, budget_nbytes=machine.budget_nbytes * allowance))
+        solution = _solve(merged, replace(request, budget_nbytes=machine.budget_nbytes * allowance), exact=exact)
         if solution.schedule is None:
             break
         try:
-            return _play(facts, _Program(merged, solution.schedule, paging=request.paging), request, wrap=wrap)
+            found = _play(facts, _Program(merged, solution.schedule, paging=request.paging), request, wrap=wrap)
         except Stuck:
             continue
-    return _play(facts, _Program(merged, None, paging=request.paging), request, wrap=wrap)
+        notes.extend(_said(solution, merged, allowance))
+        return found
+    found = _play(facts, _Program(merged, None, paging=request.paging), request, wrap=wrap)
+    how = f"{solution.status.value}" if solution.schedule is None else "no schedule of it fits op by op"
+    notes.append(f"planned without the program ({_size(merged)}): {how}. {_alone(request)}")
+    return found
 
 
-def _solve(merged: TraceGraph, request: Request) -> Solution:
+def _said(solution: Solution, merged: TraceGraph, allowance: float) -> list[str]:
+    """What is to be said of a schedule that is played: nothing, if it is proven the best and has the whole budget."""
+    if solution.status is Status.OPTIMAL and allowance == 1.0:
+        return []
+    within = "" if allowance == 1.0 else f", within {allowance:.0%} of the budget so that it fits op by op"
+    gap = "unknown" if solution.gap is None else f"{solution.gap:.1%}"
+    return [f"the program ({_size(merged)}): {solution.status.value} (gap {gap}){within}"]
+
+
+def _size(merged: TraceGraph) -> str:
+    return f"{len(merged.graph.nodes)} nodes in {merged.graph.num_stages} stages"
+
+
+def _alone(request: Request) -> str:
+    rule = "the furthest next use is paged" if request.paging else "the largest TPS is discarded"
+    return f"Where memory is short, {rule}"
+
+
+def _solve(merged: TraceGraph, request: Request, *, exact: bool) -> Solution:
     graph = merged.graph
     if max(graph.reserved) > request.budget_nbytes:
         return Solution(status=Status.INFEASIBLE)
-    if len(graph.nodes) * graph.num_stages <= _MOST_EXACT:
+    if exact and len(graph.nodes) * graph.num_stages <= _MOST_EXACT:
         solution = solve(graph, request)
         if solution.status is not Status.NONE:
             return solution

@@ -16,7 +16,7 @@ from scheduler.colouring import Shortage
 from scheduler.evaluate import Evaluation, evaluate
 from scheduler.plan import Discarded, Dropped, Evicted, Loaded, Machine, Recomputed, Residency, occupied_ticks
 from scheduler.policies import capuchin, dtr, melon
-from scheduler.reruns import ReplayGraph
+from scheduler.reruns import ReplayGraph, reruns_of
 from scheduler.stays import ordered
 from scheduler.trace import Trace
 
@@ -100,6 +100,9 @@ class _Exchange:
         self.graph = ReplayGraph(trace)
         self.use_ops = [[op for op, _ in uses] for uses in trace.uses_by_variable()]
         self.claimed: dict[int, set[int]] = {}
+        for rerun in reruns_of(best.proposal, trace, machine):
+            for source in rerun.sources:
+                self.claimed.setdefault(source, set()).add(trace.ops[rerun.before_op].start_tick)
 
     def search(self) -> None:
         """Exchange as much as pays."""

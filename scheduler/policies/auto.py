@@ -143,7 +143,7 @@ def schedule(
             search.consider(smaller.best.proposal)
     search.try_others(_OTHERS, {"wrap": wrap, "recompute": False})
     if recompute:
-        search.try_others(_RECOMPUTING, {"wrap": wrap})
+        search.try_others(_RECOMPUTING, {"wrap": wrap, "exact": False})
     search.adopt_choices()
     if recompute:
         search.exchange()

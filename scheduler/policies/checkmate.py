@@ -22,7 +22,9 @@ def schedule(
     num_nodes: int = 120,
     num_stages: int = 24,
     time_limit_s: float = 10.0,
+    exact: bool = True,
     wrap: bool = True,
+    notes: list[str] | None = None,
 ) -> tuple[Residency, ...]:
     """The least recomputation.
 
@@ -32,7 +34,10 @@ def schedule(
         num_nodes, num_stages: Most nodes that the ops are merged into, and most stages of these.
         time_limit_s: The solver's time for one solve. A plan made under a limit that strikes depends on the
             machine's speed; all others are the same everywhere.
+        exact: Whether to solve the program where it is small enough. If not, its relaxation is rounded always: in
+            seconds, and the same on every machine.
         wrap: Whether variables may stay in memory over the boundary of a cyclic step.
+        notes: Gets how the solve ended where it is not proven the best: the gap, or that there is no schedule.
 
     Raises:
         BudgetTooSmall: Recomputation alone does not fit the budget.
@@ -47,7 +52,15 @@ def schedule(
             relative_gap=1e-3,
         )
         return plan_by_program(
-            trace, within, request=request, num_nodes=num_nodes, num_stages=num_stages, power=Power(), wrap=wrap
+            trace,
+            within,
+            request=request,
+            num_nodes=num_nodes,
+            num_stages=num_stages,
+            power=Power(),
+            exact=exact,
+            wrap=wrap,
+            notes=notes,
         )
 
     return or_too_small(attempt, trace, machine)

@@ -8,11 +8,15 @@ frees between ops, variables that are never used, and workspaces that can never 
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass, field, replace
 
 from scheduler.plan import Machine
 from scheduler.trace import Op, Trace, Use, Variable
+
+TIMES = int(os.environ.get("OOC_TEST_TIMES", "1"))
+"""How many times as many random cases the tests of every policy try: `OOC_TEST_TIMES=50` makes it thousands each."""
 
 
 def random_trace(
@@ -174,3 +178,8 @@ class _Writer:
 def fixed(trace: Trace, *, duration_ns: int) -> Trace:
     """The same trace with every op taking `duration_ns`."""
     return replace(trace, ops=tuple(replace(op, duration_ns=duration_ns) for op in trace.ops))
+
+
+def replayable(trace: Trace, *, share: float = 1.0, rng: random.Random | None = None) -> Trace:
+    rng = rng or random.Random(0)
+    return replace(trace, ops=tuple(replace(op, replayable=rng.random() < share) for op in trace.ops))

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 from model_traces import conv_net
-from random_traces import random_machine, random_trace
+from random_traces import random_machine, random_trace, replayable
 
 from scheduler.compare import DeadlineTooShort, Outcome, budgets_between, choose, compare, sweep
 from scheduler.plan import Machine, PlanError
+from scheduler.policies import POLICIES
 from scheduler.profiles import load_profile
 from scheduler.trace import Trace
 from scheduler.verify import verify
 
 STEPS = sorted((Path(__file__).parent.parent / "data" / "steps").glob("*.json.gz"))
-SWAPPING = ("auto", "lms", "nntrainer", "on_demand", "vdnn", "window")
 MIB = 1 << 20
 
 
@@ -47,10 +47,8 @@ def test_on_recorded_steps_plans_are_legal_above_the_bounds_and_auto_leads(name:
     trace = recorded(next(path for path in STEPS if path.name == f"{name}.json.gz"))
     device = replace(load_profile("desktop").machine(chunk_nbytes=1 << 14, num_chunks=0), latency_ns=1000)
     for count in budgets_between(trace, device, 3)[:2]:
-        outcomes = compare(trace, replace(device, num_chunks=count), SWAPPING)
-        by_name = {o.policy: o for o in outcomes}
-        auto = by_name["auto"].plan
-        assert auto is not None
+        outcomes = compare(trace, replace(device, num_chunks=count), sorted(POLICIES))
+        (auto,) = (o for o in outcomes if o.policy == "auto")
         for outcome in outcomes:
             if outcome.plan is None:
                 assert outcome.smallest_budget_nbytes is not None
@@ -60,7 +58,17 @@ def test_on_recorded_steps_plans_are_legal_above_the_bounds_and_auto_leads(name:
             assert outcome.plan.predicted["peak_nbytes"] <= outcome.plan.machine.budget_nbytes
             for bounded in ("duration_ns", "loaded_nbytes", "evicted_nbytes"):
                 assert outcome.plan.predicted[bounded] >= outcome.plan.bounds[bounded]
-            assert auto.predicted["duration_ns"] <= outcome.duration_ns * 1.02
+            assert auto.duration_ns <= outcome.duration_ns * 1.0001
+
+
+def test_without_recomputation_only_moves_are_proposed_by_who_can_do_both() -> None:
+    trace = replayable(conv_net(num_blocks=4))
+    slow = replace(machine(200), load_bytes_per_s=2e8, evict_bytes_per_s=2e8)
+    both = {o.policy: o for o in compare(trace, slow, ("auto", "capuchin", "dtr"))}
+    moves = {o.policy: o for o in compare(trace, slow, ("auto", "capuchin", "dtr"), recompute=False)}
+    assert [both[name].plan.recomputes for name in both] == [True, True, True]  # type: ignore[union-attr]
+    assert [moves[name].plan.recomputes for name in moves] == [False, False, True]  # type: ignore[union-attr]
+    assert both["auto"].duration_ns < moves["auto"].duration_ns
 
 
 def test_a_sweeps_auto_is_never_slower_with_more_memory() -> None:

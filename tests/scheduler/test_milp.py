@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler.milp.graph import Graph, Node, read_poet_csv
 from scheduler.milp.program import Request, Schedule, Status, peak_of, solve
-from scheduler.milp.rounding import solve_by_rounding
+from scheduler.milp.rounding import schedule_keeping, solve_by_rounding
 from scheduler.milp.transfers import execution_plan, without_contention
 
 INSTANCES = Path(__file__).parent / "instances" / "poet"
@@ -190,6 +190,18 @@ def check_rules(schedule: Schedule, graph: Graph, request: Request) -> None:
             assert schedule.stored[t, i] and node.may_page and request.paging
         if schedule.evict[t, i]:
             assert schedule.kept[t, i]
+
+
+@settings(max_examples=100, deadline=None)
+@example(seed=10)  # something was to be loaded that had never been kept, and so never written out
+@example(seed=238)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_whatever_is_kept_rounding_makes_a_schedule_that_follows_the_rules(seed: int) -> None:
+    size = random.Random(seed).randint(3, 7)
+    graph = tiny_graph(seed, size)
+    request = Request(budget_nbytes=1 << 40, objective="time", charge_paging=True)
+    kept = np.random.default_rng(seed).random((size, size)) < 0.5
+    check_rules(schedule_keeping(kept, graph, request), graph, request)
 
 
 @settings(max_examples=25, deadline=None)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_traces import random_machine, random_trace
+from random_traces import TIMES, random_machine, random_trace
 
 from scheduler.budget import BudgetTooSmall, smallest_num_chunks
 from scheduler.plan import Machine, Plan, PlanError
@@ -46,7 +46,7 @@ def plan_or_none(trace: Trace, machine: Machine, policy: str) -> Plan | None:
 
 
 @policies
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 * TIMES, deadline=None)
 @given(seed=seeds)
 def test_every_plan_is_legal_within_budget_and_above_the_bounds(policy: str, seed: int) -> None:
     trace, machine = some_case(seed)
@@ -60,7 +60,7 @@ def test_every_plan_is_legal_within_budget_and_above_the_bounds(policy: str, see
 
 
 @policies
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25 * TIMES, deadline=None)
 @given(seed=seeds)
 def test_same_input_same_plan_and_json_round_trip(policy: str, seed: int) -> None:
     trace, machine = some_case(seed)
@@ -145,7 +145,7 @@ def test_unknown_policies_are_refused_by_name() -> None:
 _PLAN_IN_A_FRESH_PROCESS = """
 import hashlib, sys
 sys.path.insert(0, sys.argv[1])
-from random_traces import random_trace
+from random_traces import TIMES, random_trace
 from scheduler.plan import Machine
 from scheduler.planning import BudgetTooSmall, make_plan
 from scheduler.policies import POLICIES

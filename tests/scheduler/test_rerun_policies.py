@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,20 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_traces import conv_net, resnet50, transformer
-from random_traces import random_machine, random_trace
+from random_traces import TIMES, random_machine, random_trace, replayable
 
 from scheduler.bounds import lower_bounds
 from scheduler.budget import BudgetTooSmall, smallest_num_chunks
 from scheduler.plan import Discarded, Evicted, Loaded, Machine, Plan, PlanError, Recomputed
 from scheduler.planning import make_plan
+from scheduler.policies import POLICIES
 from scheduler.policies.sublinear import turning_op
 from scheduler.reruns import ReplayGraph
 from scheduler.trace import Op, Trace, Use, Variable
 
 MIB = 1 << 20
 SWAPPING = ("capuchin", "poet")
-POLICIES = ("capuchin", "checkmate", "dtr", "melon", "poet", "sublinear")
-policies = pytest.mark.parametrize("policy", POLICIES)
+RECOMPUTING = ("capuchin", "checkmate", "dtr", "melon", "poet", "sublinear")
+policies = pytest.mark.parametrize("policy", RECOMPUTING)
 seeds = st.integers(min_value=0, max_value=2**32 - 1)
 
 
@@ -36,11 +38,6 @@ def some_case(seed: int) -> tuple[Trace, Machine]:
     most = sum(machine.chunks_of(v.nbytes) for v in trace.variables)
     some = [least, least + (most - least) // 5, least + (most - least) // 2, rng.randint(least, most)]
     return trace, replace(machine, num_chunks=rng.choice(some))
-
-
-def replayable(trace: Trace, *, share: float = 1.0, rng: random.Random | None = None) -> Trace:
-    rng = rng or random.Random(0)
-    return replace(trace, ops=tuple(replace(op, replayable=rng.random() < share) for op in trace.ops))
 
 
 def plan_or_none(trace: Trace, machine: Machine, policy: str) -> Plan | None:
@@ -59,7 +56,7 @@ def plan_or_none(trace: Trace, machine: Machine, policy: str) -> Plan | None:
 
 
 @policies
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 * TIMES, deadline=None)
 @given(seed=seeds)
 def test_every_plan_is_legal_within_budget_and_above_the_bounds(policy: str, seed: int) -> None:
     trace, machine = some_case(seed)
@@ -76,7 +73,7 @@ def test_every_plan_is_legal_within_budget_and_above_the_bounds(policy: str, see
 
 
 @policies
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30 * TIMES, deadline=None)
 @given(seed=seeds)
 def test_nothing_is_run_again_unless_the_trace_allows_it(policy: str, seed: int) -> None:
     trace, machine = some_case(seed)
@@ -244,6 +241,26 @@ def test_poet_pages_or_recomputes_whichever_its_objective_asks_for() -> None:
     assert not fast.recomputes
 
 
+def test_programs_say_how_they_ended_unless_they_are_solved() -> None:
+    trace, machine = line(num_forward=6, durations=[10_000_000] * 6), machine_of(4)
+    assert make_plan(trace, machine, "poet").notes == ()
+    (rounded,) = make_plan(trace, machine, "poet", exact=False).notes
+    assert re.fullmatch(r"the program \(\d+ nodes in \d+ stages\): rounded from .* \(gap \d+\.\d%\).*", rounded)
+    (alone,) = make_plan(trace, machine, "poet", num_nodes=2, num_stages=1).notes  # merged ops need more than ops
+    assert "planned without the program" in alone
+    assert "no schedule fits" in alone
+    assert "furthest next use is paged" in alone
+    plan = make_plan(trace, machine, "poet", exact=False)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_solver_that_runs_out_of_time_says_its_gap_or_that_it_has_nothing() -> None:
+    trace = replayable(conv_net(num_blocks=4))
+    machine = Machine(chunk_nbytes=MIB, num_chunks=160, load_bytes_per_s=2e8, evict_bytes_per_s=2e8)
+    (note,) = make_plan(trace, machine, "poet", time_limit_s=1e-4).notes
+    assert "the time was up" in note
+
+
 def test_poet_says_what_is_wrong_with_its_parameters() -> None:
     trace, machine = line(num_forward=3), machine_of(4)
     with pytest.raises(ValueError, match="there are 'time' and 'energy'"):
@@ -271,6 +288,24 @@ def test_auto_recomputes_only_where_it_is_told_to_and_never_gets_slower_by_it(se
     assert is_faster or mixed.predicted["num_remapped_chunks"] < moving.predicted["num_remapped_chunks"]
     unmarked = make_plan(replayable(trace, share=0.0), machine, "auto", thorough=False, recompute=True)
     assert unmarked.residencies == moving.residencies
+
+
+@settings(max_examples=40 * TIMES, deadline=None)
+@given(seed=seeds)
+def test_auto_that_may_recompute_is_legal_and_never_slower_than_any_policy(seed: int) -> None:
+    trace, machine = some_case(seed)
+    auto = make_plan(trace, machine, "auto", recompute=True)  # verifies
+    assert auto.predicted["peak_nbytes"] <= machine.budget_nbytes
+    for policy in sorted(POLICIES):
+        plan = plan_or_none(trace, machine, policy)
+        assert plan is None or auto.step_ns <= plan.step_ns
+
+
+def test_auto_exchanges_gaps_of_a_plan_that_recomputes_already() -> None:
+    """What the re-runs of a plan read must stay. This budget's best candidate was a policy's that recomputes."""
+    trace = replayable(conv_net(num_blocks=4))
+    machine = Machine(chunk_nbytes=MIB, num_chunks=160, load_bytes_per_s=2e8, evict_bytes_per_s=2e8)
+    assert make_plan(trace, machine, "auto", recompute=True).step_ns < make_plan(trace, machine, "dtr").step_ns
 
 
 @pytest.mark.parametrize("make", [conv_net, transformer])
