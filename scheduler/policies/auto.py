@@ -106,7 +106,13 @@ _MOST_OPS_FOR_GRID = 4_000
 
 
 def schedule(
-    trace: Trace, machine: Machine, *, wrap: bool = True, thorough: bool = True, recompute: bool = False
+    trace: Trace,
+    machine: Machine,
+    *,
+    wrap: bool = True,
+    thorough: bool = True,
+    recompute: bool = False,
+    exact: bool = True,
 ) -> tuple[Residency, ...]:
     """Keep what fits, move what does not, and hide the moves.
 
@@ -118,6 +124,9 @@ def schedule(
             takes several times as long; while a training run waits, it is not worth that.
         recompute: Whether ops may be run again where that pays. Off, because the executor does not play
             such plans yet.
+        exact: With `thorough` and `recompute`: whether the programs of `poet` and `checkmate` are solved where they
+            are small enough. It takes up to their time limit, and where that strikes, the plan depends on the
+            machine's speed. If not, their relaxations are rounded.
 
     Raises:
         BudgetTooSmall: An op needs more at once than the budget.
@@ -143,7 +152,7 @@ def schedule(
             search.consider(smaller.best.proposal)
     search.try_others(_OTHERS, {"wrap": wrap, "recompute": False})
     if recompute:
-        search.try_others(_RECOMPUTING, {"wrap": wrap, "exact": False})
+        search.try_others(_RECOMPUTING, {"wrap": wrap, "exact": exact})
     search.adopt_choices()
     if recompute:
         search.exchange()
@@ -166,12 +175,13 @@ def _best_with_slack(search: _Search) -> tuple[Residency, ...]:
 
 
 def _smaller_budgets(trace: Trace, machine: Machine) -> list[int]:
-    """The next grid points below the budget, in chunks, largest first."""
+    """Somewhat less than the budget, and the next grid points below it, in chunks."""
     least = max(smallest_num_chunks(trace, machine), 1)
     if machine.num_chunks <= least or len(trace.ops) > _MOST_OPS_FOR_GRID:
         return []
     top = math.ceil(math.log2(machine.num_chunks / least) / _GRID) - 1
-    return [math.ceil(least * 2 ** (step * _GRID)) for step in range(top, max(top - _NUM_GRID, -1), -1)]
+    grid = [math.ceil(least * 2 ** (step * _GRID)) for step in range(top, max(top - _NUM_GRID, -1), -1)]
+    return [max(int(machine.num_chunks * _SLACK), least), *grid]
 
 
 class _Search:
@@ -272,7 +282,8 @@ class _Search:
     def adopt_choices(self) -> None:
         """Place the gaps that the fastest candidates have away by our own rules: others choose well and wait long."""
         seen: set[bytes] = set()
-        for found in sorted(self.candidates, key=lambda found: found.rank):
+        for candidate in sorted(self.candidates, key=lambda found: found.rank):
+            found = candidate
             if self.is_perfect or len(seen) == _MOST_ADOPTED:
                 return
             selection = Selection(self.trace, self.chains)
@@ -280,19 +291,25 @@ class _Search:
             if selection.chosen.tobytes() in seen:
                 continue
             seen.add(selection.chosen.tobytes())
-            op_start_ns = [*found.simulation.op_start_ns, found.simulation.duration_ns]
-            self.consider(self._placed(selection, op_start_ns))
+            for _ in range(_ROUNDS):
+                times = found.simulation
+                better = self.consider(self._placed(selection, [*times.op_start_ns, times.duration_ns]))
+                if better is None or better.rank >= found.rank:
+                    break
+                found = better
 
     def _placed(self, selection: Selection, op_start_ns: Sequence[int]) -> tuple[Residency, ...]:
         chosen, held = selection.gaps_chosen, selection.occupancy.held
         placement = Placement(self.trace, self.machine, self.chains, chosen, held, op_start_ns)
         return residencies_of(self.chains, placement.place(), self.trace)
 
-    def consider(self, proposal: tuple[Residency, ...]) -> None:
-        """Note a proposal that is not one of ours for this budget."""
+    def consider(self, proposal: tuple[Residency, ...]) -> Evaluation | None:
+        """Note a proposal that is not one of ours for this budget; None if it does not colour."""
         outcome = evaluate(proposal, self.trace, self.machine)
-        if not isinstance(outcome, Shortage):
-            self.considered.append(outcome)
+        if isinstance(outcome, Shortage):
+            return None
+        self.considered.append(outcome)
+        return outcome
 
     def _is_good(self, outcome: Evaluation) -> bool:
         no_stall = outcome.simulation.stall_ns <= _NO_STALL * self.trace.duration_ns

@@ -305,7 +305,8 @@ def test_auto_exchanges_gaps_of_a_plan_that_recomputes_already() -> None:
     """What the re-runs of a plan read must stay. This budget's best candidate was a policy's that recomputes."""
     trace = replayable(conv_net(num_blocks=4))
     machine = Machine(chunk_nbytes=MIB, num_chunks=160, load_bytes_per_s=2e8, evict_bytes_per_s=2e8)
-    assert make_plan(trace, machine, "auto", recompute=True).step_ns < make_plan(trace, machine, "dtr").step_ns
+    auto = make_plan(trace, machine, "auto", recompute=True, exact=False)
+    assert auto.step_ns < make_plan(trace, machine, "dtr").step_ns
 
 
 @pytest.mark.parametrize("make", [conv_net, transformer])
