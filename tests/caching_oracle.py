@@ -7,7 +7,7 @@ model that it judges. No expandable segments, no private pools, no deferred free
 from __future__ import annotations
 
 from ooc.fragmentation.settings import CachingSettings
-from ooc.fragmentation.stream import ALLOC, Stream
+from ooc.fragmentation.stream import ALLOC, EMPTY, FREE, Stream
 
 MIB = 1 << 20
 
@@ -29,8 +29,10 @@ class Oracle:
         for index, (kind, buffer) in enumerate(zip(stream.kind.tolist(), stream.buffer.tolist(), strict=True)):
             if kind == ALLOC:
                 self.alloc(index, buffer, int(stream.nbytes[buffer]), int(stream.pool[buffer]))
-            else:
+            elif kind == FREE:
                 self.free(buffer)
+            elif kind == EMPTY:
+                self.release([s for s in self.segments if self.is_whole(s)])
             held.append(self.held())
         return held
 

@@ -14,7 +14,7 @@ those of c10/core/AllocatorConfig.h in torch 2.11 to 2.13. No code was taken ove
 | a freed block merges with free neighbours of its segment | free_block, try_merge_blocks |
 | no block, and a threshold set: free segments older than average go back | garbage_collect_cached_blocks |
 | no memory: oversize cached blocks go back and one retry | release_available_cached_blocks |
-| then all wholly free segments go back and one retry | release_cached_blocks |
+| then all wholly free segments go back and one retry; so they do in empty_cache | release_cached_blocks |
 | expandable: the lowest place where free and unmapped neighbours suffice | find_expandable_block |
 | and of that, map only what is missing | try_allocate_expandable_block, map_block |
 | expandable, out of memory: every whole free page is unmapped | unmap_block |
@@ -34,7 +34,7 @@ import numpy as np
 
 from ooc.fragmentation.replay import Failure, Replay, SegmentEvent
 from ooc.fragmentation.settings import CachingSettings
-from ooc.fragmentation.stream import ALLOC, FREE, Stream
+from ooc.fragmentation.stream import ALLOC, FREE, RELEASE, Stream
 from ooc.units import MIB, TIB
 
 MIN_BLOCK_NBYTES = 512
@@ -203,8 +203,11 @@ class _Run:
                     blocks[buffer] = None
                     pending.pop(buffer, None)
                     self._free(block)
-            else:
+            elif kind == RELEASE:
                 pending[buffer] = None
+            else:
+                self.event = index
+                self._release_all()
             reserved.append(self.reserved)
             allocated.append(self.allocated)
         self.address[:] = addresses
@@ -319,13 +322,16 @@ class _Run:
                 self.allocated -= block.nbytes
                 self.death[buffer] = self.event
                 self._free(block)
+        self._release_all()
+        return self._from_device(pool, nbytes)
+
+    def _release_all(self) -> None:
         for held in self.pools.values():
             for _, _, block in list(held.blocks):
                 if block.space is not None:
                     self._unmap(block)
                 elif block.previous is None and block.next is None:
                     self._release(block)
-        return self._from_device(pool, nbytes)
 
     def _release_oversize(self, pool: _Pool, nbytes: int) -> bool:
         wanted = max(nbytes, self.max_split)

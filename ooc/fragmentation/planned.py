@@ -22,7 +22,7 @@ import numpy as np
 from ooc.fragmentation.caching import replay_caching
 from ooc.fragmentation.replay import Failure, NotApplicable, Replay, SegmentEvent
 from ooc.fragmentation.settings import CachingSettings
-from ooc.fragmentation.stream import ALLOC, FREE, IntArray, Stream
+from ooc.fragmentation.stream import ALLOC, EMPTY, FREE, IntArray, Stream
 from ooc.units import KIB, format_nbytes
 from scheduler.placement.greedy import first_fit_by_size, melon, nntrainer
 from scheduler.placement.problem import Buffer, Placement, Problem
@@ -198,8 +198,8 @@ def _beyond(stream: Stream, capacity: int | None, address: IntArray, sizes: IntA
 def _small_requests(stream: Stream) -> Replay:
     """The requests below the threshold, served by PyTorch's small pools; figures per event of the whole stream."""
     is_small = stream.nbytes < THRESHOLD_NBYTES
-    events = is_small[stream.buffer]
-    index = np.cumsum(is_small) - 1
+    events = is_small[stream.buffer] | (stream.kind == EMPTY)
+    index = np.maximum(np.cumsum(is_small) - 1, 0)
     part = Stream(
         source=stream.source,
         device=stream.device,

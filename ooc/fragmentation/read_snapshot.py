@@ -6,6 +6,9 @@ CUDA stream still used the block), `segment_alloc` / `segment_free` (cudaMalloc,
 `segment_map` / `segment_unmap` (expandable segments), `oom`, `snapshot`. Sizes of allocs and frees
 are as requested; of an `oom`, rounded. `segments` has every segment and its blocks at the end.
 
+Device memory that goes back in mid-run is an act of the program (`empty_cache`) or of the device's limit, which
+a replay cannot know of: it becomes an event of the stream.
+
 The trace is a ring: a long run has lost its beginning. Going backwards from the segments at the end
 gives those at the beginning; blocks without an `alloc` event were there before it.
 """
@@ -13,7 +16,7 @@ gives those at the beginning; blocks without an `alloc` event were there before 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +30,8 @@ SOURCE = "PyTorch CUDA memory snapshot"
 MIN_EVENT_NBYTES = 8
 """A trace event takes over twenty bytes of the file; one list counted many times over takes two each time."""
 MAX_FRAMES = 64
+_GIVES_BACK = ("segment_free", "segment_unmap")
+_EMPTY_CACHE = ("empty_cache", "THCPModule_emptyCache(_object*, _object*)")
 
 
 def read_snapshot(data: bytes) -> list[Stream]:
@@ -75,6 +80,7 @@ class _Counts:
     peak: int
     num_allocs: int = 0
     num_frees: int = 0
+    num_emptied: int = 0
     unknown: dict[str, int] = field(default_factory=dict)
 
 
@@ -89,6 +95,9 @@ class _DeviceReader:
         self.segments = segments
         self.settings = settings
         self.builder = StreamBuilder()
+        self._frees_by_itself = settings is not None and (
+            settings.garbage_collection_threshold > 0 or settings.max_split_nbytes is not None
+        )
         self.failures: list[OutOfMemory] = []
         end_reserved = sum(segment["total_size"] for segment in segments)
         self.start_segments = self._rewind()
@@ -121,7 +130,7 @@ class _DeviceReader:
             nbytes=nbytes,
             pool=pool,
             num_initial=shift,
-            initial=self._initial(addresses, nbytes[:shift].tolist()),
+            initial=self._initial(addresses, nbytes[:shift].tolist(), order[:shift]),
             attempts=frozenset(new_index[i] for i in builder.attempts),
             failures=failures,
             recorded=Recorded(
@@ -179,11 +188,28 @@ class _DeviceReader:
                         builder.release(event["addr"])
                 else:
                     self._other(action, event, counts)
+                    if action in _GIVES_BACK and self._is_emptied(index):
+                        builder.empty()
+                        counts.num_emptied += 1
             except (KeyError, TypeError, AttributeError) as error:
                 raise BadFile(
                     f"event {index} of device_traces[{self.device}] is not one that PyTorch writes: "
                     f"{type(error).__name__}: {error}"
                 ) from None
+
+    def _is_emptied(self, index: int) -> bool:
+        """Whether with event `index`, which gives device memory back, everything cached has gone back.
+
+        That is so at the last of several such events in succession, unless the allocator picks some by itself, as
+        its settings may tell it to when it needs a new segment; and a replay finds a failed request by itself.
+        """
+        trace = self.trace
+        following = trace[index + 1]["action"] if index + 1 < len(trace) else None
+        if following in _GIVES_BACK:
+            return False
+        if any(frame.get("name") in _EMPTY_CACHE for frame in trace[index].get("frames") or ()):
+            return True
+        return following != "oom" and not (self._frees_by_itself and following in ("segment_alloc", "segment_map"))
 
     def _other(self, action: str, event: Mapping[str, Any], counts: _Counts) -> None:
         if action in ("segment_alloc", "segment_map"):
@@ -221,7 +247,7 @@ class _DeviceReader:
 
     # -- where things lay at the beginning -----------------------------------------------------
 
-    def _initial(self, addresses: list[int], sizes: list[int]) -> InitialLayout | None:
+    def _initial(self, addresses: list[int], sizes: list[int], buffers: Sequence[int]) -> InitialLayout | None:
         if self.start_segments is None or not self.start_segments:
             return None
         starts = list(self.start_segments)
@@ -237,7 +263,7 @@ class _DeviceReader:
             following = addresses[position + 1] if position + 1 < len(addresses) else stop
             size = round_request(nbytes, settings)
             # Where the block is still there at the end its real size is known, unsplit rest included.
-            if known.get(address, 0) >= size and address in self.builder.live:
+            if known.get(address, 0) >= size and self.builder.live.get(address) == buffers[position]:
                 size = known[address]
             if address + size > min(stop, max(following, address + 1)):
                 return None
@@ -266,6 +292,11 @@ class _DeviceReader:
             )
         if not self.trace:
             notes.append("no history was recorded: this is a still picture of the end")
+        if self.counts.num_emptied:
+            notes.append(
+                f"{self.counts.num_emptied} times all cached memory went back (empty_cache(), or the device was full): "
+                "in the replays it does so, too"
+            )
         if self.builder.num_lost_frees:
             notes.append(f"{self.builder.num_lost_frees} frees are missing: an address was handed out twice")
         for action, count in sorted(self.counts.unknown.items()):

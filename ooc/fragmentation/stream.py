@@ -24,6 +24,8 @@ RELEASE = 1
 """The program gave the buffer back, but another CUDA stream still uses it: not free yet."""
 FREE = 2
 """The buffer's memory may be used again."""
+EMPTY = 3
+"""All that was cached went back to the device (`torch.cuda.empty_cache()`). Of no buffer: its index says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +101,8 @@ class Stream:
     Attributes:
         source: What kind of file it came from, for people.
         device: "cuda:0", "cpu".
-        kind: Per event ALLOC, RELEASE or FREE (int8).
-        buffer: Per event, the buffer's index (int64). A buffer has one ALLOC and at most one FREE.
+        kind: Per event ALLOC, RELEASE, FREE or EMPTY (int8).
+        buffer: Per event, the buffer's index (int64), 0 for EMPTY. A buffer has one ALLOC and at most one FREE.
         nbytes: Per buffer, bytes as requested (int64). Where a file only has rounded ones, see `notes`.
         pool: Per buffer, which pool may serve it: one number for each CUDA stream and private pool.
         num_initial: The first so many buffers existed before the recording began. Their ALLOC
@@ -243,6 +245,10 @@ class StreamBuilder:
         if buffer is not None:
             self._note(RELEASE, buffer)
 
+    def empty(self) -> None:
+        """Note that all that was cached went back to the device."""
+        self._note(EMPTY, -1)
+
     def attempt(self, nbytes: int, pool: object = 0, site: object = None) -> int:
         """Note an allocation that failed. Returns its ALLOC event's index."""
         buffer = self._new(nbytes, pool, site)
@@ -277,9 +283,13 @@ class StreamBuilder:
         new_index = np.empty(len(order), dtype=np.int64)
         new_index[order] = np.arange(len(order))
         kind = np.concatenate([np.full(len(older), ALLOC, dtype=np.int8), np.frombuffer(self._kind, dtype=np.int8)])
-        buffer = np.concatenate(
-            [np.arange(len(older), dtype=np.int64), new_index[np.array(self._buffer, dtype=np.int64)]]
-        )
+        if not self.nbytes:  # nothing was ever asked for, so nothing can have been cached
+            self._kind.clear()
+            self._buffer.clear()
+        noted = np.array(self._buffer, dtype=np.int64)
+        renamed = np.zeros(len(noted), dtype=np.int64)
+        renamed[noted >= 0] = new_index[noted[noted >= 0]]
+        buffer = np.concatenate([np.arange(len(older), dtype=np.int64), renamed])
         nbytes = _as_sizes(self.nbytes)[order]
         pool = np.array(self.pool, dtype=np.int64)[order]
         return nbytes, pool, kind, buffer, order, [self.older_address[i] for i in by_address]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.cuda import _memory_viz
 from torch.profiler import ProfilerActivity, profile
 
+BASE = 0x7F0000000000
+"""Where recorded addresses begin, wherever they did on the machine that recorded them."""
 KEPT = ("ph", "cat", "name", "pid", "tid", "ts", "dur", "args")
 
 
@@ -32,12 +36,14 @@ def cnn() -> None:
         optimizer.step()
 
 
-def encoder() -> None:
+def encoder() -> torch.Tensor:
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True), 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(4, 32, 64)).square().mean().backward()
+    loss = model(torch.randn(4, 32, 64)).square().mean()
+    loss.backward()
     optimizer.step()
+    return model.layers[0].linear1.weight
 
 
 def record(work: Any, path: Path, *, with_stack: bool) -> None:
@@ -62,7 +68,29 @@ def record(work: Any, path: Path, *, with_stack: bool) -> None:
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
+def snapshot(work: Any, path: Path) -> None:
+    """Profile `work()` and let torch make a memory snapshot of the profile, as its own viewer does."""
+    work()  # else lazy set-up is recorded, which differs from one machine to the next
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_stack=True
+    ) as profiler:
+        kept = work()
+    del kept
+    document = _memory_viz._profile_to_snapshot(profiler)
+    entries = [*document["segments"], *(e for trace in document["device_traces"] for e in trace)]
+    lowest = min(entry.get("addr", entry.get("address")) for entry in entries)
+    for entry in entries:
+        key = "addr" if "addr" in entry else "address"
+        entry[key] += BASE - lowest
+        entry.pop("frames", None)
+    for block in (block for segment in document["segments"] for block in segment["blocks"]):
+        block.pop("frames", None)
+    path.write_bytes(pickle.dumps(document, protocol=4))
+
+
 if __name__ == "__main__":
     here = Path(__file__).parent
+    snapshot(cnn, here / "snapshot_cnn_cpu.pickle")
+    snapshot(encoder, here / "snapshot_encoder_cpu.pickle")
     record(cnn, here / "kineto_cnn_cpu.json.gz", with_stack=True)
     record(encoder, here / "kineto_encoder_cpu.json.gz", with_stack=False)

@@ -1,0 +1,7 @@
+"""`python -m ooc`: the command `ooc`, where it is not on the path."""
+
+import sys
+
+from ooc.cli import main
+
+sys.exit(main())
