@@ -181,7 +181,9 @@ def read_trace(name: str) -> Trace:
             raise UsageError(f"{name} has {format_nbytes(path.stat().st_size)}; a trace is smaller than 512 MiB")
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} is not a trace: it is not text. Options: what `ooc trace -o FILE` writes") from error
+    except (OSError, EOFError) as error:
         raise UsageError(f"cannot read the trace {name}: {error}") from error
     try:
         trace = Trace.from_json(text)

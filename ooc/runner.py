@@ -42,6 +42,9 @@ DIAGNOSED_STEPS = 3
 """Optimizer steps that `--diagnose` records: the first makes the optimizer's state, the others are the
 steady state; a step of a thousand ops takes about 1 MB of recording."""
 
+_ON_PURPOSE = (OocError, StoreError, MemoryFault, NativeBuildError)
+"""What we raise for a reason that the message gives: a full disk, a budget that is too small."""
+
 _OWN_DIRECTORIES = tuple(
     str(Path(module.__file__ or "").parent) + os.sep for module in (ooc, sys.modules["vmm.driver"])
 )
@@ -355,7 +358,7 @@ def _print_exception(
 
 def _is_our_bug(error: BaseException, traceback: types.TracebackType | None) -> bool:
     """Whether our own code raised it, other than on purpose: then its frames are what matters."""
-    if traceback is None or isinstance(error, OocError | KeyboardInterrupt | SystemExit):
+    if traceback is None or isinstance(error, (*_ON_PURPOSE, KeyboardInterrupt, SystemExit)):
         return False
     while traceback.tb_next is not None:
         traceback = traceback.tb_next

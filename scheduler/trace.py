@@ -227,7 +227,10 @@ def _load(text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise TraceError(f"not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("schema") != "ooc.trace":
-        raise TraceError("not an ooc trace: its 'schema' is not 'ooc.trace'")
+        found = document.get("schema") if isinstance(document, dict) else None
+        raise TraceError(
+            f"not an ooc trace: its 'schema' is {found!r}, not 'ooc.trace'. Options: record a step (ooc trace -o FILE)"
+        )
     if document.get("schema_version") not in range(_BASE_SCHEMA_VERSION, TRACE_SCHEMA_VERSION + 1):
         raise TraceError(
             f"trace has schema version {document.get('schema_version')!r}; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from ooc.chrome_trace import chrome_trace, profiler_base_ns
 from ooc.cli import main
 from ooc.documents import BadDocument, Document, parse_document
 from ooc.step_view import StepView
+from tests.chrome_schema import problems
 from tests.report_cases import net, recorded_text, synthetic
 
 Event = dict[str, Any]
@@ -60,6 +62,25 @@ def test_tracks_hold_every_op_and_transfer_without_overlap(document: Document) -
         for one, other in pairwise(slices):
             assert one["ts"] + one["dur"] <= other["ts"] + 2e-3  # us, written with three digits
     assert "disk" in tracks
+
+
+@pytest.mark.parametrize("document", [simulated(), real()], ids=["simulated", "real"])
+def test_the_file_is_valid(document: Document) -> None:
+    """Event by event, as Perfetto reads it; and the check itself finds what is wrong."""
+    trace = chrome_trace([document])
+    assert problems(json.dumps(trace)) == []
+    assert {"M", "X", "C"} <= {e["ph"] for e in trace["traceEvents"]}
+    op = next(e for e in trace["traceEvents"] if e["ph"] == "X")
+    counter = next(e for e in trace["traceEvents"] if e["ph"] == "C")
+    for spoilt in (
+        {**op, "ts": -1.0},
+        {**op, "ts": math.nan},
+        {**op, "ts": op["ts"] + op["dur"] / 2, "dur": op["dur"] * 2 + 1e9},
+        {**op, "tid": 999},
+        {**counter, "ts": 0.0, "args": {"bytes": 1.5}},
+        {"ph": "s", "name": "n", "cat": "c", "id": 1, "pid": op["pid"], "tid": op["tid"], "ts": op["ts"]},
+    ):
+        assert problems(json.dumps({**trace, "traceEvents": [*trace["traceEvents"], spoilt]})) != []
 
 
 def test_flows_lead_from_a_transfer_to_the_op_that_waited() -> None:

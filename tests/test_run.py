@@ -130,6 +130,30 @@ def test_script_that_raises(tmp_path: Path) -> None:
     assert len(json.loads(report_path.read_text())["steps"]) == 3
 
 
+FULL_DISK = """
+import resource, signal, sys
+import torch
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (256 << 10, resource.RLIM_INFINITY))  # the kernel refuses to extend the store
+kept = [torch.ones(256 << 10) for _ in range(4)]
+"""
+
+
+def test_a_full_disk_is_told_without_our_frames(tmp_path: Path) -> None:
+    """Four tensors of 1 MiB in 2 MiB: two have to go out. The traceback is the script's line, the message says why."""
+    script = tmp_path / "full.py"
+    script.write_text(FULL_DISK)
+    done = ours(str(script))
+    assert done.returncode == 1
+    assert "StoreFull: the store in" in done.stderr
+    assert "Options: a store directory on a larger disk" in done.stderr
+    assert "in <listcomp>" in done.stderr or "line 7" in done.stderr
+    assert not [
+        line for line in done.stderr.splitlines() if f"{ROOT}{os.sep}ooc" in line or f"{ROOT}{os.sep}vmm" in line
+    ]
+
+
 @pytest.mark.parametrize("value", ["3", "a message"])
 def test_sys_exit(value: str) -> None:
     expected = plain(TRAIN, "--epochs", "1", "--exit", value)
