@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import ooc.session
 from ooc.errors import OocError
 from ooc.given_plan import read_plan
+from ooc.progress import rank
 from ooc.report import summary, write_json
 from vmm.driver import MemoryFault
 from vmm.machine import memory_room
@@ -66,8 +67,9 @@ class RunOptions:
         budget, store, policy, window, chunk, threshold, debug, progress: As `Session`'s arguments; None: its
             default.
         plan: File of a plan to play (`ooc.given_plan`); gives the budget and the chunk size too, where those are not.
-        report: File for the JSON report, written also when the script fails.
-        summary: Whether to print one line to stderr at the end; None: if stderr is a terminal.
+        report: File for the JSON report, written also when the script fails. Of several ranks each writes its own:
+            run.json, run.rank1.json, ...
+        summary: Whether to print one line to stderr at the end; None: if stderr is a terminal, by the first rank.
     """
 
     budget: int | str | None = None
@@ -181,12 +183,14 @@ def _tell_diagnosis(recording: Recording, name: str, report_path: Path | None) -
     try:
         found = recording.report()
         if report_path is not None:
-            write_json(report_path, to_document(found))
+            write_json(_of_this_rank(report_path), to_document(found))
     except BadFile as error:
         print(f"ooc run --diagnose: nothing to tell: {error.reason}", file=sys.stderr)
         return
     except OSError as error:
         print(f"ooc run --diagnose: cannot write {report_path}: {error}", file=sys.stderr)
+    if rank() != 0:
+        return
     console = Console(stderr=True, width=None if sys.stderr.isatty() else PIPE_WIDTH)
     console.print(f"\nooc run --diagnose: {recording.num_steps} optimizer steps were recorded", highlight=False)
     show(found, console, name)
@@ -295,13 +299,14 @@ def _tell(
 ) -> None:
     """Write the report, print the summary. Trouble with either does not hide how the script ended."""
     if wants_summary is None:
-        wants_summary = sys.stderr is not None and sys.stderr.isatty()
+        wants_summary = sys.stderr is not None and sys.stderr.isatty() and rank() == 0
     if report_path is None and not wants_summary:
         return
     report = session.report(with_timeline=report_path is not None)
     if ended_by is not None and not (isinstance(ended_by, SystemExit) and not ended_by.code):
         report["ended_by"] = {"type": type(ended_by).__name__, "message": str(ended_by)}
     if report_path is not None:
+        report_path = _of_this_rank(report_path)
         try:
             write_json(report_path, report)
         except OSError as error:
@@ -330,6 +335,11 @@ def _report_path(text: str | None) -> Path | None:
     if path.is_dir():
         raise RunError(f"--report {text}: is a directory")
     return path
+
+
+def _of_this_rank(path: Path) -> Path:
+    """Every rank's own file: they are told apart only when the script has joined its group."""
+    return path if rank() == 0 else path.with_name(f"{path.stem}.rank{rank()}{path.suffix}")
 
 
 # -- tracebacks

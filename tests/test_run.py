@@ -130,6 +130,15 @@ def test_script_that_raises(tmp_path: Path) -> None:
     assert len(json.loads(report_path.read_text())["steps"]) == 3
 
 
+def test_each_rank_writes_its_own_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under torchrun, which gives every rank the same command line."""
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert ours(TRAIN, report=str(tmp_path / "run.json")).returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "run.rank1.json"]
+    assert json.loads((tmp_path / "run.rank1.json").read_text())["steps"]
+
+
 FULL_DISK = """
 import resource, signal, sys
 import torch

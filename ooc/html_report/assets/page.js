@@ -486,7 +486,10 @@ const drift = {
   },
   point(chart, t) {
     const i = last(data.ops.a, t);
-    if (i < 0) return;
+    if (i < 0) {
+      element("div", time(t) + ": before the first op", chart.readout);
+      return;
+    }
     const {a, b, pa, pb} = data.ops;
     element("div", opName(i) + ": took " + time(b[i] - a[i]) + ", planned " + time(pb[i] - pa[i]) + "; started " +
       time(Math.abs(a[i] - pa[i])) + (a[i] >= pa[i] ? " behind" : " ahead of") + " the plan", chart.readout);
