@@ -52,6 +52,7 @@ FLAGS = {
         "--help",
         "--json",
         "--keep-times",
+        "--no-recompute",
         "--objective",
         "--output",
         "--points",
