@@ -98,8 +98,12 @@ def recorded(name: str, preset: models.Preset, profile: Profile, cache: Path) ->
 
 def record(name: str, preset: models.Preset, profile: Profile) -> Trace:
     """Record a step of the workload on fake tensors."""
-    workload = models.get(name, preset)
-    small = {"threshold_nbytes": SMALL_THRESHOLD_NBYTES} if preset == "small" else {}
+    return record_workload(models.get(name, preset), profile)
+
+
+def record_workload(workload: models.Workload, profile: Profile) -> Trace:
+    """Record a step of any workload on fake tensors."""
+    small = {"threshold_nbytes": SMALL_THRESHOLD_NBYTES} if workload.preset == "small" else {}
     recording = FakeRecording(profile, **small)
     with recording:
         torch.manual_seed(0)
@@ -114,7 +118,7 @@ def record(name: str, preset: models.Preset, profile: Profile) -> Trace:
             if recording.boundary(optimizer, model):
                 break
     if recording.trace is None:
-        raise RuntimeError(f"{name}: no two of {_MOST_STEPS} successive steps were the same")
+        raise RuntimeError(f"{workload.name}: no two of {_MOST_STEPS} successive steps were the same")
     return recording.trace
 
 
