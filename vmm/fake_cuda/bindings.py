@@ -8,7 +8,7 @@ import ctypes
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 from vmm.fake_cuda import names
@@ -73,7 +73,8 @@ class FakeCuda:
     `races`. Work is told what it reads and writes (`launch`), and is run late, on the thread of
     whichever call lets it. Calls may come from any thread.
 
-    Besides the driver's calls: `launch`, `host_touch`, `host_signal`, `host_wait`, `fail`, `races`, `left`, `close`.
+    Besides the driver's calls: `launch`, `perform`, `host_touch`, `host_signal`, `host_wait`, `fail`, `races`, `left`,
+    `close`.
 
     Args:
         total_nbytes: The device's memory.
@@ -82,6 +83,8 @@ class FakeCuda:
         eagerness: Chance, at each call, that one more step of queued work runs; 0: none does before
             it is asked for.
         has_vmm: Whether the device says that it can map memory.
+        arena: `[start, stop)` of addresses to hand out, mapped to nothing by their owner; by default fresh ones.
+        occupied: Ranges of it, address to bytes, that are somebody's already.
     """
 
     CUresult = CUresult
@@ -103,12 +106,14 @@ class FakeCuda:
         seed: int = 0,
         eagerness: float = 0.3,
         has_vmm: bool = True,
+        arena: _Range | None = None,
+        occupied: Mapping[int, int] | None = None,
     ) -> None:
         self._lock = threading.RLock()
-        self._memory = FakeMemory(total_nbytes=total_nbytes, granularity=granularity)
+        self._memory = FakeMemory(total_nbytes=total_nbytes, granularity=granularity, arena=arena, occupied=occupied)
         self._host = HostMemory()
         self._work = Work(seed=seed, eagerness=eagerness)
-        self._detector = RaceDetector()
+        self._detector = RaceDetector(block_nbytes=granularity)
         self._has_vmm = has_vmm
         self._is_initialized = False
         self._countdown = 0
@@ -157,6 +162,24 @@ class FakeCuda:
             self._work.progress()
             uses = self._device_uses(name, reads, is_write=False) + self._device_uses(name, writes, is_write=True)
             self._queue(self._work.stream(stream), name, [function], uses)
+
+    def perform(
+        self,
+        stream: Any,
+        *,
+        reads: Sequence[_Range] = (),
+        writes: Sequence[_Range] = (),
+        name: str = "kernel",
+    ) -> None:
+        """Stand for a kernel that the caller runs by itself, right after this call.
+
+        Queues an act as `launch` does, and runs it with all that streams and events put before it, and no more:
+        what the kernel should have waited for, and does not, is still late.
+        """
+        with self._lock:
+            self._work.progress()
+            uses = self._device_uses(name, reads, is_write=False) + self._device_uses(name, writes, is_write=True)
+            self._work.require(self._queue(self._work.stream(stream), name, (), uses))
 
     def host_touch(self, address: int, nbytes: int, *, is_write: bool, name: str = "the host") -> None:
         """Say that the calling thread touches pinned host memory now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from bisect import bisect_right, insort
+from collections import abc
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,9 +58,20 @@ class Mapping:
 
 
 class FakeMemory:
-    """`total_nbytes` of device memory. Device addresses are addresses of this process."""
+    """`total_nbytes` of device memory. Device addresses are addresses of this process.
 
-    def __init__(self, *, total_nbytes: int, granularity: int) -> None:
+    With `arena` (`[start, stop)`, mapped to nothing by its owner) they are taken from there, but not from the
+    ranges `occupied` (address to bytes), and what is given back is mapped to nothing again.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_nbytes: int,
+        granularity: int,
+        arena: tuple[int, int] | None = None,
+        occupied: abc.Mapping[int, int] | None = None,
+    ) -> None:
         if granularity <= 0 or granularity % mmap.PAGESIZE or total_nbytes % granularity:
             raise ValueError(f"total_nbytes={total_nbytes}, granularity={granularity}: not whole pages and granules")
         self._sys = Syscalls()
@@ -70,6 +82,7 @@ class FakeMemory:
         self._sys.ftruncate(self._descriptor, total_nbytes)
         self._allocations: dict[int, _Allocation] = {}
         self._num_handles = 0
+        self._lent = _free_parts(arena, occupied or {}, granularity) if arena is not None else None
         self._reservations: dict[int, int] = {}
         self._outer: dict[int, tuple[int, int]] = {}  # by reservation: the whole mmap, alignment included
         self._mappings: dict[int, Mapping] = {}
@@ -95,9 +108,8 @@ class FakeMemory:
 
     def close(self) -> None:
         """Give all of it back to the system."""
-        for address, nbytes in self._outer.values():
-            self._sys.munmap(address, nbytes)
-        self._outer.clear()
+        for address in list(self._outer):
+            self._give_addresses_back(address)
         if self._descriptor >= 0:
             self._sys.close(self._descriptor)
         self._descriptor = -1
@@ -136,14 +148,31 @@ class FakeMemory:
         alignment = max(alignment, self.granularity)
         if nbytes <= 0 or nbytes % self.granularity or alignment & (alignment - 1) or flags:
             raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
-        try:
-            outer = self._sys.mmap(0, nbytes + alignment, 0, _NOTHING, -1, 0)
-        except OSError:
-            raise Refused(CUresult.CUDA_ERROR_OUT_OF_MEMORY) from None
+        slack = alignment if self._lent is None else alignment - self.granularity
+        outer = self._take_addresses(nbytes + slack)
+        if outer is None:
+            raise Refused(CUresult.CUDA_ERROR_OUT_OF_MEMORY)
         address = -(-outer // alignment) * alignment
         self._reservations[address] = nbytes
-        self._outer[address] = (outer, nbytes + alignment)
+        self._outer[address] = (outer, nbytes + slack)
         return address
+
+    def _take_addresses(self, nbytes: int) -> int | None:
+        if self._lent is not None:
+            place = self._lent.take(nbytes // self.granularity)
+            return place * self.granularity if place is not None else None
+        try:
+            return self._sys.mmap(0, nbytes, 0, _NOTHING, -1, 0)
+        except OSError:
+            return None
+
+    def _give_addresses_back(self, address: int) -> None:
+        outer, nbytes = self._outer.pop(address)
+        if self._lent is None:
+            self._sys.munmap(outer, nbytes)
+            return
+        self._sys.mmap(outer, nbytes, 0, _NOTHING | MAP_FIXED, -1, 0)
+        self._lent.give(outer // self.granularity, nbytes // self.granularity)
 
     def free_addresses(self, address: int, nbytes: int) -> None:
         """cuMemAddressFree: exactly what was reserved, with nothing mapped."""
@@ -151,7 +180,7 @@ class FakeMemory:
         if self._reservations.get(address) != nbytes or is_mapped:
             raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
         del self._reservations[address]
-        self._sys.munmap(*self._outer.pop(address))
+        self._give_addresses_back(address)
 
     def map(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> None:
         """cuMemMap: one whole handle, offset 0, where nothing is mapped. It is not accessible yet."""
@@ -309,6 +338,17 @@ class HostMemory:
             if at <= address and address + nbytes <= at + pinned_nbytes:
                 return uses, Interval("host", address, address + nbytes, address)
         raise RuleBroken(f"{name} touches {address:#x}: not pinned host memory, so the copy would stop the host")
+
+
+def _free_parts(arena: tuple[int, int], occupied: abc.Mapping[int, int], granularity: int) -> FreeRanges:
+    """The granules of a lent range of addresses that nobody is in."""
+    start, stop = arena
+    free = FreeRanges(-(-start // granularity), stop // granularity)
+    for address, nbytes in occupied.items():
+        first = address // granularity
+        for granule in range(first, -(-(address + nbytes) // granularity)):
+            free.take_at(granule, 1)  # two of them may share one
+    return free
 
 
 def _check_observed(call: str, mapping: Mapping, clock: Clock) -> None:

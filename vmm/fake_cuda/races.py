@@ -14,8 +14,6 @@ __all__ = ["Access", "Clock", "Interval", "Race", "RaceDetector", "joined"]
 
 Clock = dict[int, int]
 
-_BLOCK_NBYTES = 2 << 20
-"""Accesses are looked up by blocks of this size, so that a search need not see all of memory."""
 _MANY_ACCESSES = 64
 
 
@@ -87,9 +85,14 @@ class Race:
 
 
 class RaceDetector:
-    """All accesses so far that a later one could still conflict with, and the races found."""
+    """All accesses so far that a later one could still conflict with, and the races found.
 
-    def __init__(self) -> None:
+    Args:
+        block_nbytes: Accesses are looked up by blocks of this size, so that a search need not see all of memory.
+    """
+
+    def __init__(self, *, block_nbytes: int = 2 << 20) -> None:
+        self._block_nbytes = block_nbytes
         self._blocks: dict[tuple[str, int], list[_Known]] = {}
         self._limits: dict[tuple[str, int], int] = {}
         self._found: dict[tuple[int, int], Race] = {}
@@ -112,7 +115,7 @@ class RaceDetector:
             clock: What has happened before it, and itself. Kept: it must not be changed later.
         """
         interval = access.interval
-        for block in range(interval.start // _BLOCK_NBYTES, (interval.stop - 1) // _BLOCK_NBYTES + 1):
+        for block in range(interval.start // self._block_nbytes, (interval.stop - 1) // self._block_nbytes + 1):
             key = (interval.space, block)
             others = self._blocks.setdefault(key, [])
             for other in others:

@@ -18,10 +18,13 @@ LEGACY_STREAM = 0
 class Act:
     """Something queued on a stream: steps to run, after other acts."""
 
-    __slots__ = ("after", "id", "is_done", "name", "steps", "tick")
+    __slots__ = ("after", "id", "is_done", "name", "steps", "stream", "tick")
 
-    def __init__(self, act_id: int, name: str, tick: int, steps: Sequence[Callable[[], object]]) -> None:
+    def __init__(
+        self, act_id: int, name: str, tick: int, steps: Sequence[Callable[[], object]], stream: Stream
+    ) -> None:
         self.id = act_id
+        self.stream = stream
         self.name = name
         self.tick = tick
         self.steps = deque(steps)
@@ -151,7 +154,7 @@ class Work:
         self._meet_legacy(stream)
         stream.clock = joined(stream.clock, self.host_clock)
         tick = stream.clock[stream.agent] = stream.clock.get(stream.agent, 0) + 1
-        act = Act(self._new_act_id(), name, tick, steps)
+        act = Act(self._new_act_id(), name, tick, steps, stream)
         act.after, stream.awaited = stream.awaited, []
         stream.queue.append(act)
         stream.last = act
@@ -187,7 +190,11 @@ class Work:
         ready = [it for it in (*self.streams.values(), *self._ending) if it.queue and _may_run(it.queue[0])]
         if not ready:
             return False
-        stream = self._random.choice(ready)
+        self._advance(self._random.choice(ready))
+        return True
+
+    def _advance(self, stream: Stream) -> None:
+        """Run one step of the stream's first act, which may run."""
         act = stream.queue[0]
         if act.steps:
             act.steps.popleft()()
@@ -196,7 +203,20 @@ class Work:
             stream.queue.popleft()
             if not stream.queue and stream in self._ending:
                 self._ending.remove(stream)
-        return True
+
+    def require(self, act: Act) -> None:
+        """Run `act` and what streams and events put before it, and nothing else: the rest stays late."""
+        wanted = [act]
+        while wanted:
+            if wanted[-1].is_done:
+                wanted.pop()
+                continue
+            first = wanted[-1].stream.queue[0]
+            missing = next((it for it in first.after if not it.is_done), None)
+            if missing is not None:
+                wanted.append(missing)
+            else:
+                self._advance(first.stream)
 
     def finish(self, act: Act | None) -> None:
         """Run until `act` is done; of the rest whatever chance picks on the way."""
