@@ -143,19 +143,30 @@ class Books:
     """Records of all live variables, and loads and evictions on demand.
 
     `moves` are the transfers begun since it was last emptied (by `ooc.timeline`); `stalls`, when the
-    session's thread waited for transfers, as `(start, stop)` of the monotonic clock.
+    session's thread waited for transfers, as `(start, stop)` of the monotonic clock. Without `is_host` the memory
+    is a device's: the host cannot look into it, and what was given out must stay, since nothing serves a touch.
 
     Owns none of what it is given; the session does. One thread at a time (the session's lock).
     """
 
-    def __init__(self, *, pool: ChunkPool, space: AddressSpace, store: FileStore, debug: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        pool: ChunkPool,
+        space: AddressSpace,
+        store: FileStore,
+        debug: bool = False,
+        guards: Guards | None = None,
+        is_host: bool = True,
+    ) -> None:
         self.pool = pool
         self.space = space
         self.store = store
         self.debug = debug
         self.records: dict[int, VariableRecord] = {}
         self.counters = Counters()
-        self.guards = Guards(space=space, store=store, debug=debug)
+        self.guards = guards if guards is not None else Guards(space=space, store=store, debug=debug)
+        self._is_host = is_host
         self.children = Children(store)
         self.ended_exports: deque[VariableRecord] = deque()
         self.moves: deque[Move] = deque(maxlen=_NUM_MOVES_KEPT)
@@ -281,14 +292,15 @@ class Books:
             return
         self.end_exports()
         victims: list[VariableRecord] = []
-        movable = [r for r in self._by_use.values() if not r.pins and r.seen]
+        movable = [r for r in self._by_use.values() if not r.pins and r.seen and (self._is_host or not r.exports)]
         for record in sorted(movable, key=_is_exported):  # a stable sort: what was given out goes last
             victims.append(record)
             missing -= self.chunks_of(record.nbytes)
             if missing <= 0:
                 break
         else:
-            pinned = sum(self.chunks_of(r.nbytes) for r in self._by_use.values() if r.pins or not r.seen)
+            movable_chunks = sum(self.chunks_of(r.nbytes) for r in movable)
+            pinned = sum(self.chunks_of(r.nbytes) for r in self._by_use.values()) - movable_chunks
             raise NoRoom(num_needed=num_chunks, num_free=self.pool.num_free, num_pinned=pinned)
         self.evict(victims)
 
@@ -397,7 +409,7 @@ class Books:
         record.transfer = self.store.write(record.slot, segments)
         self.moves.append((record.transfer.ticket, record.address, record.nbytes))
         record.stored = True
-        if self.debug:
+        if self.debug and self._is_host:
             record.checksum = self._checksum(record)
         self.counters.evicted_nbytes += record.nbytes
         return record.transfer
@@ -427,15 +439,21 @@ class Books:
         self.start_load(record, runs)
         self.settle(record)
 
-    def settle(self, record: VariableRecord) -> None:
-        """Wait for the record's transfer, if any. Raises `StoreFailed`, with the record in its old state."""
+    def settle(self, record: VariableRecord, *, for_ops: bool = False) -> None:
+        """Wait for the record's transfer, if any. Raises `StoreFailed`, with the record in its old state.
+
+        With `for_ops` only ops need it: on a device they wait, and the host goes on.
+        """
         transfer = record.transfer
         if transfer is None:
             return
         record.transfer = None
         loading = record.state is State.LOADING
         try:
-            transfer.wait()
+            if for_ops:
+                transfer.order()
+            else:
+                transfer.wait()
         except OSError as error:
             if loading:
                 record.state = State.AWAY

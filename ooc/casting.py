@@ -85,8 +85,7 @@ class Casting:
                     self.map_first(role)
                 # What is away may be guarded: there must be room for that, too.
                 num_guards = sum(self._books.debug or not role.dies_within for role in compiled.roles)
-                self._space.driver.note_guards(num_guards)
-                self._space.driver.note_guards(-num_guards)
+                self._books.guards.check_room(num_guards)
                 self._reserve_store(compiled)
                 return True
             except (MemoryFault, StoreFull) as fault:

@@ -28,6 +28,7 @@ from ooc.casting import Casting
 from ooc.compiled import Compiled, Role, Stay
 from ooc.errors import StoreFailed
 from ooc.leaving import has_landed, land_transfers, pinned_by, recorder_so_far, return_records
+from ooc.op_watch import OpWatch
 from ooc.recorder import StepRecorder
 from scheduler.plan import Loaded, occupied_ticks
 from vmm.chunks import ChunkPool
@@ -48,11 +49,13 @@ class Executor:
         allocator: CpuAllocator,
         dispatcher: Any,
         new_pool: Callable[[], ChunkPool],
+        watch: OpWatch | None = None,
     ) -> None:
         self._books = books
         self._allocator = allocator
         self._dispatcher = dispatcher
         self._new_pool = new_pool
+        self._watch = watch
         self._space = books.space
         self._casting = Casting(books, allocator)
         self.active: Compiled | None = None
@@ -148,6 +151,8 @@ class Executor:
         self._casting.give_up(compiled)
 
     def _install(self, compiled: Compiled) -> None:
+        if self._watch is not None:
+            compiled.calls = self._watch.calls_of(compiled)
         self._dispatcher.install(*compiled.install_arguments())
         self._allocator.state.plan = compiled.tables_address
         self._allocator.state.mode = MODE_PLANNED
@@ -418,7 +423,7 @@ class Executor:
 
     def _arrive(self, record: VariableRecord) -> None:
         try:
-            self._books.settle(record)
+            self._books.settle(record, for_ops=True)
             if self._books.guards.lift(record):
                 # Touched on its way in: what was read may be older than what the store's file holds now.
                 runs, record.state = record.runs, State.AWAY
@@ -428,10 +433,10 @@ class Executor:
         self._space.map(record.reservation, record.runs)
 
     def _await(self, stay: Stay) -> None:
-        """Wait for the stay's transfer. Over is not done: until this has passed, its chunks are its own."""
+        """Let ops wait for the stay's transfer. Over is not done: until this has passed, its chunks are its own."""
         assert stay.transfer is not None
         try:
-            stay.transfer.wait()
+            stay.transfer.order()
         except OSError as error:
             failure = StoreFailed(f"a transfer failed: {error}", errno=error.errno)
             failure.__cause__ = error
@@ -598,5 +603,5 @@ class Executor:
 
     def _prune(self) -> None:
         """Forget what has landed well. A failed transfer stays: whoever needs it finds out."""
-        self._writes = [stay for stay in self._writes if not has_landed(stay)]
-        self._loads = [stay for stay in self._loads if not has_landed(stay)]
+        self._writes = [stay for stay in dict.fromkeys(self._writes) if not has_landed(stay)]
+        self._loads = [stay for stay in dict.fromkeys(self._loads) if not has_landed(stay)]

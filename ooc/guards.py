@@ -91,6 +91,11 @@ class Guards:
             new.sort(key=_address)
             self._guard(new, protects=True)
 
+    def check_room(self, num_records: int) -> None:
+        """Raise `MapCountExceeded` if so many more cannot be guarded."""
+        self._space.driver.note_guards(num_records)
+        self._space.driver.note_guards(-num_records)
+
     def lift(self, record: VariableRecord) -> bool:
         """The record's chunks come back, or go to its next life: its range is accessible again.
 

@@ -20,6 +20,7 @@ from ooc.diagnosis import budget_too_small
 from ooc.errors import BudgetTooSmall, OocError
 from ooc.executor import Executor
 from ooc.interrupts import CriticalLock
+from ooc.op_watch import OpWatch
 from ooc.places import Places
 from ooc.recorder import OpRecord, StepRecorder
 from vmm.torch_cpu import CpuAllocator
@@ -53,6 +54,7 @@ class OpRunner:
         threshold_nbytes: int,
         is_open: Callable[[], bool],
         is_mode_on: Callable[[], bool],
+        watch: OpWatch | None = None,
     ) -> None:
         self._books = books
         self._allocator = allocator
@@ -60,6 +62,7 @@ class OpRunner:
         self._split_nbytes = budget_nbytes // _SPLIT_FRACTION
         self._is_open = is_open
         self._is_mode_on = is_mode_on
+        self._watch = watch
         self._thread = threading.get_ident()
         self._pending: BaseException | None = None
         self._places = Places()
@@ -217,6 +220,8 @@ class OpRunner:
             state = self._allocator.state
             state.position = 2 * len(recorder.ops) + 1
             cold_ns = state.cold_ns
+            if self._watch is not None:
+                self._watch.begins(func, records, op.written)
         started = time.monotonic_ns()
         try:
             result = func(*args, **kwargs)
@@ -294,15 +299,20 @@ class OpRunner:
                     if between and threading.get_ident() == self._thread:
                         address = executor.serve_between(nbytes)
                         if address:
-                            return address
+                            return self._served(address, nbytes)
                     if self._books.pool.num_free < self._books.chunks_of(nbytes):
                         self.leave("an allocation that the plan does not have")
                 self.absorb()
-                return self._books.allocate(nbytes).address
+                return self._served(self._books.allocate(nbytes).address, nbytes)
         except BaseException as error:  # noqa: BLE001 - nothing may be raised into C++; the op's caller raises it
             if threading.get_ident() == self._thread and self._dispatcher.depth > 1:  # one for this call, one for an op
                 self._pending = error if not isinstance(error, NoRoom) else _Failure(error, nbytes)
             return 0
+
+    def _served(self, address: int, nbytes: int) -> int:
+        if self._watch is not None:
+            self._watch.born(address, nbytes)
+        return address
 
     def absorb(self) -> None:
         """Take the allocator's log: forget what was freed, and note all of it for the trace."""

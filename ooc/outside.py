@@ -105,15 +105,22 @@ class Outside:
             if record.state is not State.RESIDENT:
                 record.pins += 1
                 try:
-                    # Without room the kernel serves it from the store's file.
-                    with contextlib.suppress(NoRoom):
-                        self._books.load([record])
+                    self._load_to_export(record)
                 except BaseException:
                     record.exports -= 1
                     raise
                 finally:
                     record.pins -= 1
+            self._session._memory.host_touches(record)
             return record
+
+    def _load_to_export(self, record: VariableRecord) -> None:
+        try:
+            self._books.load([record])
+        except NoRoom as no_room:
+            if not self._session._memory.is_host:
+                raise self._too_small([record], no_room) from None
+            # Else the kernel serves it from the store's file.
 
     def export_until_boundary(self, address: int) -> None:
         """A bare pointer is given out; nobody can say for how long. It holds until the next step begins."""
@@ -165,6 +172,9 @@ class Outside:
     def bulk(self) -> Iterator[None]:
         """For calls that read many variables: leave the plan, and let the kernel serve each where it is."""
         session = self._session
+        if not session._memory.is_host:
+            yield  # each is given out by itself: nobody serves a touch of what is away
+            return
         if self._is_open and not _local.depth:
             with session._lock:
                 if session._executor.active is not None:

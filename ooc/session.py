@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ooc import _native, opaque_ops, ops
 from ooc.books import Books, VariableRecord
+from ooc.devices import Device, find_device
 from ooc.errors import SessionError
 from ooc.executor import Executor
 from ooc.explain import Explanation, explain
-from ooc.forks import Forks
 from ooc.given_plan import GivenPlan
 from ooc.interrupts import CriticalLock, Interrupts
 from ooc.op_runner import OpRunner
@@ -47,11 +47,9 @@ from ooc.units import parse_nbytes
 from scheduler.plan import Plan
 from scheduler.policies import POLICIES
 from scheduler.trace import Trace
-from vmm.addresses import AddressSpace
 from vmm.chunks import ChunkPool
-from vmm.posix import PosixDriver
 from vmm.store import FileStore
-from vmm.torch_cpu import GRANULE_NBYTES, cpu_allocator
+from vmm.torch_cpu import GRANULE_NBYTES
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +70,7 @@ class Session:
 
     Args:
         budget: Bytes for all large storages together: an int, or text such as "400MiB".
+        device: "cpu", or a device of `ooc.devices`.
         store: Directory for the file that evicted bytes go to; not in memory (tmpfs).
         policy: Who plans: a name in `scheduler.policies.POLICIES`.
         window_nbytes: Window length of the policy `window`; searched when not given.
@@ -95,7 +94,7 @@ class Session:
         self,
         budget: int | str,
         *,
-        device: str = "cpu",
+        device: str | Device = "cpu",
         store: str | Path | None = None,
         policy: str = "auto",
         window_nbytes: int | str | None = None,
@@ -113,10 +112,9 @@ class Session:
                 "a session is open already: one at a time owns the process's allocations. "
                 "Close it first (leave its `with` block)."
             )
-        if device != "cpu":
-            raise ValueError(f"device={device!r} is not supported. Options: device='cpu'.")
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r}: there is no such policy. Options: {', '.join(sorted(POLICIES))}.")
+        chosen = find_device(device)
         self.budget_nbytes = parse_nbytes(budget)
         self.chunk_nbytes = _choose_chunk(self.budget_nbytes, chunk_nbytes)
         self.threshold_nbytes = parse_nbytes(threshold_nbytes) if threshold_nbytes is not None else GRANULE_NBYTES
@@ -124,21 +122,19 @@ class Session:
         self.debug = debug
         when = parse_when(progress)
         self._thread = threading.get_ident()
-        self._store = FileStore(store)
-        try:
-            self._allocator = cpu_allocator()
-            num_chunks = self.budget_nbytes // self.chunk_nbytes
-            self._driver = PosixDriver(
-                num_chunks,
-                self.chunk_nbytes,
-                arena=self._allocator.arena,
-                occupied=tuple(self._allocator.survivors.items()),
-            )
-        except BaseException:
-            self._store.close()
-            raise
-        self._space = AddressSpace(self._driver)
-        self._books = Books(pool=ChunkPool(num_chunks), space=self._space, store=self._store, debug=debug)
+        num_chunks = self.budget_nbytes // self.chunk_nbytes
+        self._memory = chosen.open(num_chunks=num_chunks, chunk_nbytes=self.chunk_nbytes, store=store)
+        self._allocator, self._driver = self._memory.allocator, self._memory.driver
+        self._store, self._space = self._memory.store, self._memory.space
+        self._books = Books(
+            pool=ChunkPool(num_chunks),
+            space=self._space,
+            store=self._store,
+            debug=debug,
+            guards=self._memory.make_guards(debug=debug),
+            is_host=self._memory.is_host,
+        )
+        watch = self._memory.watch(self._books)
         self._runner = OpRunner(
             books=self._books,
             allocator=self._allocator,
@@ -146,6 +142,7 @@ class Session:
             threshold_nbytes=self.threshold_nbytes,
             is_open=lambda: self._is_open,
             is_mode_on=lambda: self._mode in _get_current_dispatch_mode_stack(),
+            watch=watch,
         )
         self._dispatcher = _native.dispatcher_type()(
             self._allocator.state_address,
@@ -169,6 +166,7 @@ class Session:
             allocator=self._allocator,
             dispatcher=self._dispatcher,
             new_pool=lambda: ChunkPool(num_chunks),
+            watch=watch,
         )
         self._runner.attach(dispatcher=self._dispatcher, lock=self._lock, executor=self._executor)
         self._cache = PlanCache.default() if plan_cache else None
@@ -198,7 +196,7 @@ class Session:
             self._books.guards.open()
             self._outside = Outside(self)
             opaque_ops.run_in_session = self._runner.run_opaque
-            self._forks = Forks(self)
+            self._forks = self._memory.make_forks(self)
             self._mode.__enter__()
         if step_boundary == "optimizer":
             from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -477,8 +475,7 @@ class Session:
                 self._progress.close()
                 self._books.close()
                 self.timeline.close()
-                self._store.close()
-                self._driver.close()
+                self._memory.close()
 
     def _become_inherited(self) -> None:
         """In a forked child: this session is the parent's."""
@@ -498,9 +495,7 @@ class Session:
         _current = None
 
     def _let_survivors_go(self) -> None:
-        from ooc.survivors import release_survivors
-
-        release_survivors(self._books, self._driver, self._allocator)
+        self._memory.release_survivors(self._books)
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -213,7 +213,7 @@ class Timeline:
         if self._is_closed or not wanted - self._records.keys():
             return
         self._store.wait_all()
-        for record in self._store.engine.take_records():
+        for record in self._store.take_records():
             if record.ticket in wanted:
                 self._records[record.ticket] = record
 

@@ -30,7 +30,7 @@ from vmm.files import (
     open_file,
 )
 from vmm.ranges import FreeRanges
-from vmm.transfers import Direction, Segments, TransferEngine, TransferStatistics
+from vmm.transfers import Direction, Segments, TransferEngine, TransferRecord, TransferStatistics
 
 __all__ = ["FileStore", "Slot", "StoreError", "StoreFull", "StoreSpeed", "StoreUnavailable", "Transfer"]
 
@@ -121,6 +121,10 @@ class Transfer:
 
     def wait(self) -> None:
         """Block until it is over, without the GIL. Raises `vmm.transfers.TransferError` if it failed."""
+        self._engine.wait(self.ticket)
+
+    def order(self) -> None:
+        """Let all ops from now on come after it. Ops run on the host, so the host waits: as `wait`."""
         self._engine.wait(self.ticket)
 
 
@@ -327,6 +331,10 @@ class FileStore:
     def statistics(self, direction: Direction) -> TransferStatistics:
         """Totals of one direction since the store was made."""
         return self._engine.statistics(direction)
+
+    def take_records(self) -> tuple[TransferRecord, ...]:
+        """As `TransferEngine.take_records`."""
+        return self._engine.take_records()
 
     def measure(self, buffer: tuple[int, int] | None = None) -> StoreSpeed:
         """Measure the store's speed for about 0.3 s, on an extent of its own.

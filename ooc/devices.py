@@ -1,0 +1,133 @@
+"""What a session stands on: the memory of the CPU, or of a device.
+
+A `Device` opens a `Memory`: chunks, addresses, the store, and whatever else is special to it. The
+session, the books and the executor know no more of a device than what is here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ooc.forks import Forks
+from ooc.guards import Guards
+from vmm.addresses import AddressSpace
+from vmm.posix import PosixDriver
+from vmm.store import FileStore
+from vmm.torch_cpu import CpuAllocator, cpu_allocator
+
+if TYPE_CHECKING:
+    from ooc.books import Books, VariableRecord
+    from ooc.op_watch import OpWatch
+    from ooc.session import Session
+
+
+class Memory(Protocol):
+    """The memory of one session.
+
+    Attributes:
+        allocator: torch's, as a table.
+        driver, space, store: Chunks, addresses, and where evicted bytes go.
+        is_host: Whether ops run on the host, so that what the host has done is done, and its kernel serves a
+            stray touch of what is away.
+    """
+
+    allocator: CpuAllocator
+    driver: Any
+    space: AddressSpace
+    store: Any
+    is_host: bool
+
+    def make_guards(self, *, debug: bool) -> Any:
+        """What the addresses of an away variable show."""
+
+    def make_forks(self, session: Session) -> Forks:
+        """What a fork does to the session."""
+
+    def watch(self, books: Books) -> OpWatch | None:
+        """Who is told of ops before they run, if somebody must be."""
+
+    def host_touches(self, record: VariableRecord) -> None:
+        """The host is about to touch a variable's memory by itself."""
+
+    def release_survivors(self, books: Books) -> None:
+        """The session ends: what is alive goes on to live."""
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+
+
+class Device(Protocol):
+    """Opens memory for a session."""
+
+    def open(self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None) -> Memory:
+        """Memory of so many chunks, evicting to the directory `store`. The caller closes it."""
+
+
+class CpuMemory:
+    """The CPU's memory: a memfd, a file, ops that run on the host."""
+
+    is_host = True
+
+    def __init__(self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None) -> None:
+        self.store = FileStore(store)
+        try:
+            self.allocator = cpu_allocator()
+            self.driver = PosixDriver(
+                num_chunks,
+                chunk_nbytes,
+                arena=self.allocator.arena,
+                occupied=tuple(self.allocator.survivors.items()),
+            )
+        except BaseException:
+            self.store.close()
+            raise
+        self.space = AddressSpace(self.driver)
+
+    def __repr__(self) -> str:
+        return f"<CpuMemory {self.driver!r}>"
+
+    def make_guards(self, *, debug: bool) -> Guards:
+        """Stray touches are served from the store's file."""
+        return Guards(space=self.space, store=self.store, debug=debug)
+
+    def make_forks(self, session: Session) -> Forks:
+        """Children see the bytes as at the fork."""
+        return Forks(session)
+
+    def watch(self, books: Books) -> None:
+        """Nobody: what the host has done is done."""
+
+    def host_touches(self, record: VariableRecord) -> None:
+        """Nothing is under way that it could touch too early."""
+
+    def release_survivors(self, books: Books) -> None:
+        """Survivors become ordinary memory at their addresses."""
+        from ooc.survivors import release_survivors
+
+        release_survivors(books, self.driver, self.allocator)
+
+    def close(self) -> None:
+        """Give the file and the pool back. Idempotent."""
+        self.store.close()
+        self.driver.close()
+
+
+class CpuDevice:
+    """The CPU."""
+
+    def __repr__(self) -> str:
+        return "<CpuDevice>"
+
+    def open(self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None) -> CpuMemory:
+        """As `Device.open`."""
+        return CpuMemory(num_chunks=num_chunks, chunk_nbytes=chunk_nbytes, store=store)
+
+
+def find_device(device: str | Device) -> Device:
+    """The device of this name, or the one given. Raises ValueError."""
+    if not isinstance(device, str):
+        return device
+    if device == "cpu":
+        return CpuDevice()
+    raise ValueError(f"device={device!r} is not supported. Options: device='cpu'.")

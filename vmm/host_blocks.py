@@ -1,0 +1,118 @@
+"""Pinned host memory in blocks of one size, under an exact budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vmm.cuda_calls import CudaCalls, CudaFault
+from vmm.driver import MemoryFault
+from vmm.ranges import FreeRanges, Run
+
+__all__ = ["HostBlocks"]
+
+_PIECE_NBYTES = 256 << 20
+"""One call pins this much; a call for all of it would fail as a whole. Not tuned: no GPU has been seen."""
+
+
+class HostBlocks:
+    """Blocks of pinned memory, all pinned when this is made, so that a failure shows before training.
+
+    Args:
+        calls: The driver's calls.
+        budget_nbytes: At most this much is pinned; whole blocks.
+        block_nbytes: Size of one.
+        piece_nbytes: Bytes pinned by one call, whole blocks; for tests.
+
+    Raises:
+        MemoryFault: The host cannot pin so much. Nothing is left behind.
+    """
+
+    def __init__(
+        self, calls: CudaCalls, *, budget_nbytes: int, block_nbytes: int, piece_nbytes: int = _PIECE_NBYTES
+    ) -> None:
+        if block_nbytes <= 0:
+            raise ValueError(f"block_nbytes={block_nbytes}: must be positive")
+        if budget_nbytes < 0:
+            raise ValueError(f"budget_nbytes={budget_nbytes}: must not be negative")
+        self._calls = calls
+        self._block_nbytes = block_nbytes
+        self._num_blocks = budget_nbytes // block_nbytes
+        self._per_piece = max(piece_nbytes // block_nbytes, 1)
+        self._free = FreeRanges(0, self._num_blocks)
+        self._pieces: list[int] = []
+        try:
+            left = self._num_blocks
+            while left:
+                count = min(left, self._per_piece)
+                self._pieces.append(self._pin(count * block_nbytes, budget_nbytes))
+                left -= count
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<HostBlocks {self.num_free} of {self._num_blocks} blocks of {self._block_nbytes} bytes free>"
+
+    @property
+    def block_nbytes(self) -> int:
+        """Size of one block."""
+        return self._block_nbytes
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that exist."""
+        return self._num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody has taken."""
+        return self._free.total
+
+    def take(self, num_blocks: int) -> tuple[Run, ...] | None:
+        """Take free blocks, in as few runs as possible; None, and nothing taken, if fewer are free."""
+        if num_blocks > self._free.total:
+            return None
+        taken = []
+        while num_blocks:
+            start = self._free.take(num_blocks)
+            run = Run(start, num_blocks) if start is not None else Run(*self._free.take_longest())
+            taken.append(run)
+            num_blocks -= run.length
+        return tuple(taken)
+
+    def give(self, runs: Sequence[Run]) -> None:
+        """Give blocks back. Whoever takes them next must not write before their last use is over."""
+        for run in runs:
+            self._free.give(*run)
+
+    def segments(self, runs: Sequence[Run], nbytes: int) -> list[tuple[int, int]]:
+        """The first `nbytes` of these blocks as `(address, nbytes)`; neighbours in one piece together."""
+        found: list[tuple[int, int]] = []
+        for run in runs:
+            block, stop = run.first, run.first + run.length
+            while block < stop and nbytes:
+                piece, within = divmod(block, self._per_piece)
+                count = min(stop - block, self._per_piece - within)
+                length = min(nbytes, count * self._block_nbytes)
+                found.append((self._pieces[piece] + within * self._block_nbytes, length))
+                nbytes -= length
+                block += count
+        return found
+
+    def close(self) -> None:
+        """Unpin all of it; the host must have seen the end of every transfer. Idempotent."""
+        while self._pieces:
+            self._calls.call("cuMemFreeHost", self._pieces[-1], what=f"pinned memory at {self._pieces[-1]:#x}")
+            self._pieces.pop()
+
+    def _pin(self, nbytes: int, budget_nbytes: int) -> int:
+        try:
+            return int(self._calls.call("cuMemHostAlloc", nbytes, 0, what=f"pinning {nbytes} bytes of host memory"))
+        except CudaFault as fault:
+            pinned = len(self._pieces) * self._per_piece * self._block_nbytes
+            raise MemoryFault(
+                f"the host cannot pin {budget_nbytes} bytes (host_budget): {pinned} bytes were pinned, {nbytes} more "
+                f"were refused.\n  {fault}\n"
+                "  Options: a smaller host_budget, with a store directory on a fast disk for the rest; a higher limit "
+                "on locked memory (ulimit -l); end other processes that pin memory."
+            ) from fault
