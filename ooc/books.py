@@ -17,14 +17,15 @@ import time
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ooc.children import Children
 from ooc.errors import HiddenWrite, StoreFailed
 from ooc.guards import NO_GUARD, Guards
 from ooc.units import format_nbytes
-from vmm.addresses import AddressSpace, Reservation
+from vmm.addresses import Reservation
 from vmm.chunks import ChunkPool
-from vmm.store import FileStore, Slot, Transfer
+from vmm.store import Slot, Transfer
 
 Runs = tuple[tuple[int, int], ...]
 Segments = Sequence[tuple[int, int]]
@@ -146,6 +147,8 @@ class Books:
     session's thread waited for transfers, as `(start, stop)` of the monotonic clock. Without `is_host` the memory
     is a device's: the host cannot look into it, and what was given out must stay, since nothing serves a touch.
 
+    `space` and `store` are of one `ooc.devices.Memory`: an `AddressSpace` and a `FileStore`, or a device's.
+
     Owns none of what it is given; the session does. One thread at a time (the session's lock).
     """
 
@@ -153,8 +156,8 @@ class Books:
         self,
         *,
         pool: ChunkPool,
-        space: AddressSpace,
-        store: FileStore,
+        space: Any,
+        store: Any,
         debug: bool = False,
         guards: Guards | None = None,
         is_host: bool = True,
@@ -428,6 +431,8 @@ class Books:
         if segments is None:
             segments = self.segments(runs, record.nbytes)
         record.transfer = self.store.read(record.slot, segments, after=after)
+        if not self._is_host:
+            self.space.note_unused(record.reservation, record.transfer.fence)
         self.moves.append((record.transfer.ticket, record.address, record.nbytes))
         record.runs = runs
         record.state = State.LOADING

@@ -93,7 +93,7 @@ def test_full_grid(model: str, feature: str, optimizer: str, num_threads: int, b
 
 
 def _check(recipe: Recipe, budget: str) -> None:
-    budget_nbytes = _budget_nbytes(recipe, budget)
+    budget_nbytes = budget_nbytes_of(recipe, budget)
     run = run_out_of_core(recipe, budget_nbytes, _session)
     assert_equal(run_in_core(recipe), run)
     modes = num_steps_by_mode(run)
@@ -101,7 +101,7 @@ def _check(recipe: Recipe, budget: str) -> None:
     assert run.report["peak_nbytes"] <= budget_nbytes
 
 
-def _budget_nbytes(recipe: Recipe, budget: str) -> int:
+def budget_nbytes_of(recipe: Recipe, budget: str) -> int:
     """Bytes of a budget by name; never below the smallest that works."""
     smallest, in_core_peak = _smallest_and_peak_nbytes(recipe)
     return smallest if budget == "smallest" else max(int(in_core_peak * _SHARES[budget]), smallest)

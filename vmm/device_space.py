@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from vmm.addresses import AddressSpace, Reservation
+from vmm.device_streams import DeviceEvent, DeviceStreams, Rule
 from vmm.driver import Driver
 
 __all__ = ["DeviceSpace"]
@@ -22,13 +23,14 @@ class DeviceSpace(AddressSpace):
 
     Args:
         driver: The device's.
-        observe: Lets the host see the end of all device work on mapped ranges.
+        streams: The session's.
     """
 
-    def __init__(self, driver: Driver, *, observe: Callable[[], None]) -> None:
+    def __init__(self, driver: Driver, streams: DeviceStreams) -> None:
         super().__init__(driver)
-        self._observe_use = observe
+        self._streams = streams
         self._leaving: list[Reservation] = []
+        self._unused: dict[int, DeviceEvent] = {}  # by address
         self.num_stops = 0
         """How often the host had to wait before a mapping was taken away."""
 
@@ -37,16 +39,31 @@ class DeviceSpace(AddressSpace):
         """Reservations released whose mappings are still there."""
         return len(self._leaving)
 
+    def note_unused(self, reservation: Reservation, event: DeviceEvent) -> None:
+        """Nothing uses what a reservation shows now after `event`, until it is mapped again.
+
+        So that the host need wait no longer than that when other chunks are mapped there.
+        """
+        if reservation.runs is not None:
+            self._unused[reservation.address] = event
+
     def map(self, reservation: Reservation, runs: Sequence[tuple[int, int]]) -> int:
         """As `AddressSpace.map`; waits where a chunk that is shown makes place for another."""
         if runs is reservation._given and not reservation.is_protected:
+            self._unused.pop(reservation.address, None)
             return 0
+        unused = self._unused.pop(reservation.address, None)
         if reservation.runs is not None and _chunks(reservation.runs) != _chunks(runs):
-            self._observe()
+            if unused is None:
+                self._observe()
+            else:
+                self.num_stops += 1
+                self._streams.observe(Rule.HOST_AFTER_USE, unused)
         return super().map(reservation, runs)
 
     def unmap(self, reservation: Reservation) -> None:
         """As `AddressSpace.unmap`, after the end of all use."""
+        self._unused.pop(reservation.address, None)
         if reservation.runs is not None:
             self._observe()
         super().unmap(reservation)
@@ -60,6 +77,7 @@ class DeviceSpace(AddressSpace):
     def release(self, reservation: Reservation) -> None:
         """As `AddressSpace.release`, some time later. The reservation must not be used any more."""
         self._check(reservation)
+        self._unused.pop(reservation.address, None)
         if reservation.runs is None:
             super().release(reservation)
             return
@@ -77,7 +95,7 @@ class DeviceSpace(AddressSpace):
 
     def _observe(self) -> None:
         self.num_stops += 1
-        self._observe_use()
+        self._streams.observe_use()
         while self._leaving:
             super().release(self._leaving[-1])
             self._leaving.pop()

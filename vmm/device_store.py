@@ -30,10 +30,21 @@ Ranges = Sequence[tuple[int, int]]
 class DeviceTransfer:
     """A copy between device and host memory. `order` is for ops, `wait` for the host."""
 
-    __slots__ = ("_streams", "event", "is_load", "nbytes", "ticket")
+    __slots__ = ("_streams", "event", "fence", "is_load", "nbytes", "ticket")
 
-    def __init__(self, streams: DeviceStreams, event: DeviceEvent, *, ticket: int, nbytes: int, is_load: bool) -> None:
+    def __init__(
+        self,
+        streams: DeviceStreams,
+        event: DeviceEvent,
+        *,
+        ticket: int,
+        nbytes: int,
+        is_load: bool,
+        fence: DeviceEvent | None = None,
+    ) -> None:
         self._streams = streams
+        self.fence = fence
+        """Of a load: behind all ops issued before it."""
         self.event = event
         self.ticket = ticket
         self.nbytes = nbytes
@@ -93,6 +104,7 @@ class FilePart(Protocol):
     def reserve(self, nbytes: int) -> None: ...
     def write(self, slot: DeviceSlot, ranges: Ranges, ticket: int) -> Any: ...
     def read(self, slot: DeviceSlot, ranges: Ranges, after: Sequence[DeviceEvent], ticket: int) -> Any: ...
+    def content(self, slot: DeviceSlot) -> bytes: ...
     def wait_all(self) -> None: ...
     def close(self) -> None: ...
 
@@ -117,6 +129,7 @@ class DeviceStore:
         self._leaving: list[DeviceSlot] = []  # freed, while a load out of their blocks may be under way
         self._tickets = itertools.count(1)
         self._moved: dict[Direction, list[int]] = {"write": [0, 0], "read": [0, 0]}
+        self._speed: StoreSpeed | None = None
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -241,12 +254,17 @@ class DeviceStore:
         for host, device, nbytes in self._pairs(slot, segments):
             streams.calls.copy_to_device(device, host, nbytes, streams.inward)
         event = streams.record(streams.inward)
-        slot.last_read = DeviceTransfer(streams, event, ticket=ticket, nbytes=slot.nbytes, is_load=True)
+        slot.last_read = DeviceTransfer(streams, event, ticket=ticket, nbytes=slot.nbytes, is_load=True, fence=fence)
         return slot.last_read
 
     def host_segments(self, slot: DeviceSlot) -> Ranges:
         """Where a slot's bytes are in host memory, for who takes them over when the session ends."""
         return self._blocks.segments(slot.runs, slot.nbytes)
+
+    def file_bytes(self, slot: DeviceSlot) -> bytes:
+        """The bytes of a slot that lives in the file, once its write is over."""
+        assert self._file is not None
+        return self._file.content(slot)
 
     def wait_all(self) -> None:
         """Let the host wait until no transfer is under way."""
@@ -263,12 +281,16 @@ class DeviceStore:
         """No times are known of single transfers."""
         return ()
 
-    def measure(self, buffer: tuple[int, int]) -> StoreSpeed:
-        """Measure the link to host memory, each way alone and both at once.
+    def measure(self, buffer: tuple[int, int] | None = None) -> StoreSpeed:
+        """The speed of the link to host memory, each way alone and both at once.
 
         Args:
-            buffer: `(address, nbytes)` of device memory that nothing uses; its bytes are lost.
+            buffer: `(address, nbytes)` of device memory that nothing uses, to measure with: its bytes are lost.
+                By default the answer of last time.
         """
+        if buffer is None:
+            assert self._speed is not None
+            return self._speed
         address, nbytes = buffer[0], min(buffer[1], _PROBE_NBYTES)
         runs = self._blocks.take(min(self._num_blocks(nbytes), self._blocks.num_free)) or ()
         if not runs:
@@ -281,12 +303,13 @@ class DeviceStore:
             self._streams.observe_all()
             self._blocks.give(runs)
         (write,), (read,), (write_together, read_together) = rates
-        return StoreSpeed(
+        self._speed = StoreSpeed(
             write_bytes_per_s=write,
             read_bytes_per_s=read,
             write_together_bytes_per_s=write_together,
             read_together_bytes_per_s=read_together,
         )
+        return self._speed
 
     def close(self) -> None:
         """Wait for what is under way and give the host memory and the file back. Idempotent."""

@@ -125,6 +125,11 @@ class DeviceStreams:
             self._calls.synchronize_event(event.handle)
             event.is_observed = True
 
+    def has_happened(self, event: DeviceEvent) -> bool:
+        """Whether an event has happened; if so, the host has seen it. Nobody waits."""
+        event.is_observed = event.is_observed or self._calls.is_done(event.handle)
+        return event.is_observed
+
     def observe_use(self) -> None:
         """Let the host see the end of all compute work so far: from now on mappings may be taken away."""
         self.observe(Rule.HOST_AFTER_USE, self.fence())

@@ -307,8 +307,8 @@ class HostMemory:
         """cuMemHostAlloc."""
         if nbytes <= 0:
             raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
-        buffer = ctypes.create_string_buffer(nbytes)
-        address = ctypes.addressof(buffer)
+        buffer = ctypes.create_string_buffer(nbytes + mmap.PAGESIZE)
+        address = -(-ctypes.addressof(buffer) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._ours[address] = buffer
         self._pinned[address] = (nbytes, {})
         return address

@@ -1,0 +1,218 @@
+"""A device for tests and rehearsals: torch's CPU tensors live in the fake CUDA driver's device memory.
+
+Every op of torch runs on the host, at once. So before it runs, the fake is told of it as a kernel on the
+compute stream, with what it reads and writes, and brings about what streams and events put before it, and
+no more: whatever the executor forgot to wait for is still late, at random, and shows as wrong bytes and
+as a race in the fake's report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+from collections.abc import Callable, Container, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ooc.books import Books, State, VariableRecord
+from ooc.device_memory import DeviceMemory
+from vmm.fake_cuda import FakeCuda
+from vmm.syscalls import MAP_FIXED, Syscalls
+from vmm.torch_cpu import GRANULE_NBYTES, cpu_allocator
+
+if TYPE_CHECKING:
+    from ooc.compiled import Compiled, Role
+
+
+class FakeCudaDevice:
+    """Opens fakes, one for each session. The last one stays at hand for looking into.
+
+    Args:
+        seed, eagerness: Of the fake's order of execution.
+        host_budget: Bytes of pinned host memory.
+        staging: Bytes of it for transfers to and from the file.
+        uses_file: Whether there is a file behind the host memory.
+        prepare: Called with each fake before anything is done on it.
+
+    Attributes:
+        fake: The last session's.
+        memory: The last session's.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        eagerness: float = 0.3,
+        host_budget: int = 64 << 20,
+        staging: int = 1 << 20,
+        uses_file: bool = False,
+        prepare: Callable[[FakeCuda], object] = lambda _: None,
+    ) -> None:
+        self._seed = seed
+        self._eagerness = eagerness
+        self._host_budget_nbytes = host_budget
+        self._staging_nbytes = staging
+        self._uses_file = uses_file
+        self._prepare = prepare
+        self.fake: FakeCuda
+        self.memory: FakeDeviceMemory
+
+    def __repr__(self) -> str:
+        return f"<FakeCudaDevice seed={self._seed}>"
+
+    def open(self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None) -> FakeDeviceMemory:
+        """As `Device.open`; the device has just as much memory as the pool."""
+        allocator = cpu_allocator()
+        self.fake = FakeCuda(
+            total_nbytes=num_chunks * chunk_nbytes,
+            granularity=GRANULE_NBYTES,
+            seed=self._seed,
+            eagerness=self._eagerness,
+            arena=allocator.arena,
+            occupied=allocator.survivors,
+        )
+        self._prepare(self.fake)
+        try:
+            self.memory = FakeDeviceMemory(
+                self.fake,
+                num_chunks=num_chunks,
+                chunk_nbytes=chunk_nbytes,
+                host_budget_nbytes=self._host_budget_nbytes,
+                file_directory=(store or _file_directory()) if self._uses_file else None,
+                staging_nbytes=self._staging_nbytes,
+            )
+        except BaseException:
+            self.fake.close()
+            raise
+        return self.memory
+
+
+class FakeDeviceMemory(DeviceMemory):
+    """Memory of the fake, at addresses that torch's CPU allocator may hand out."""
+
+    def __init__(self, fake: FakeCuda, *, num_chunks: int, chunk_nbytes: int, **options: Any) -> None:
+        self.fake = fake
+        self.allocator = cpu_allocator()
+        self._stream = 0
+        self._streams_of_program: list[int] = []
+        arena_nbytes = max(1 << 36, 8 * num_chunks * chunk_nbytes)
+        super().__init__(
+            num_chunks=num_chunks,
+            chunk_nbytes=chunk_nbytes,
+            bindings=fake,
+            current_stream=lambda: self._stream,
+            arena_nbytes=arena_nbytes,
+            **options,
+        )
+
+    def watch(self, books: Books) -> FakeOps:
+        """The fake is told of every op."""
+        return FakeOps(self, books)
+
+    def new_stream(self) -> int:
+        """Another stream for the program to run ops on."""
+        self._streams_of_program.append(self.streams.calls.create_stream())
+        return self._streams_of_program[-1]
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: int) -> Iterator[None]:
+        """Ops of the block run on this stream, as under `torch.cuda.stream`."""
+        before, self._stream = self._stream, stream
+        try:
+            yield
+        finally:
+            self._stream = before
+
+    def kernel(self, name: str, *, reads: Any = (), writes: Any = ()) -> None:
+        """The host runs this itself right after; the fake brings about what must come before."""
+        self.fake.perform(self.streams.follow(), reads=reads, writes=writes, name=name)
+
+    def host_touches(self, record: VariableRecord) -> None:
+        """What is on a device the host sees by a copy, which waits for the stream."""
+        if record.state is State.RESIDENT:
+            self.kernel("the host's look", reads=[(record.address, record.nbytes)])
+
+    def release_survivors(self, books: Books) -> None:
+        """Survivors become ordinary memory at their addresses, as on the CPU."""
+        super().release_survivors(books)
+        kept = [(record.address, self._content(books, record)) for record in books.records.values()]
+        self.store.close()
+        self.driver.close()
+        syscalls = Syscalls()
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
+        for address, content in kept:
+            length = -(-len(content) // GRANULE_NBYTES) * GRANULE_NBYTES
+            syscalls.mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+            ctypes.memmove(address, content, len(content))
+            self.allocator.survive(address, length)
+        books.records.clear()
+
+    def close(self) -> None:
+        """As `DeviceMemory.close`, and what the fake has of this machine."""
+        super().close()
+        while self._streams_of_program:
+            self.streams.calls.destroy_stream(self._streams_of_program.pop())
+        self.fake.close()
+
+    def _content(self, books: Books, record: VariableRecord) -> bytes:
+        if record.state is State.RESIDENT:
+            parts = books.segments(record.runs, record.nbytes)
+        else:
+            slot: Any = record.slot
+            if slot.in_file is not None:
+                return self.store.file_bytes(slot)
+            parts = list(self.store.host_segments(slot))
+        return b"".join(ctypes.string_at(address, nbytes) for address, nbytes in parts)
+
+
+class FakeOps:
+    """Tells the fake of ops. Each allocation is a kernel of its own: it may take over what its op has freed."""
+
+    def __init__(self, memory: FakeDeviceMemory, books: Books) -> None:
+        self._memory = memory
+        self._books = books
+
+    def begins(self, func: Any, operands: Iterable[VariableRecord], written: Container[int]) -> None:
+        """As `OpWatch.begins`."""
+        reads, writes = [], []
+        for record in operands:
+            (writes if record.address in written else reads).append((record.address, record.nbytes))
+        self._memory.kernel(str(func), reads=reads, writes=writes)
+
+    def born(self, address: int, nbytes: int) -> None:
+        """As `OpWatch.born`."""
+        self._memory.kernel("an allocation", writes=[(address, nbytes)])
+
+    def calls_of(self, compiled: Compiled) -> list[Any]:
+        """As `OpWatch.calls_of`."""
+        return [functools.partial(self._play, compiled, index) for index in range(compiled.num_ops)]
+
+    def _play(self, compiled: Compiled, index: int, /, *args: Any, **kwargs: Any) -> Any:
+        name = str(compiled.funcs[index])
+        reads, writes, born = [], [], []
+        for use in compiled.trace.ops[index].uses:
+            role = compiled.roles[use.variable]
+            if not use.reads:
+                born.append(role)
+            elif role.record is not None and compiled.role_alive[role.index]:
+                (writes if use.writes else reads).append(_range_of(role))
+        self._memory.kernel(name, reads=reads, writes=writes)
+        for role in born:
+            if role.record is not None and role.record.state is State.RESIDENT:
+                self._memory.kernel(f"{name}, what it allocates", writes=[_range_of(role)])
+        func = compiled.funcs[index]
+        return getattr(func, "_op", func)(*args, **kwargs)
+
+
+def _range_of(role: Role) -> tuple[int, int]:
+    assert role.record is not None
+    return role.record.address, role.record.nbytes
+
+
+def _file_directory() -> Path:
+    from vmm.files import default_directory
+
+    return default_directory()
