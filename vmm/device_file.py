@@ -15,7 +15,7 @@ from vmm.device_store import DeviceSlot, Ranges, paired
 from vmm.device_streams import DeviceEvent, DeviceStreams, Rule
 from vmm.files import BLOCK_NBYTES, anonymous_memory
 from vmm.host_blocks import HostBlocks
-from vmm.store import FileStore, Slot
+from vmm.store import FileStore, Slot, StoreSpeed
 
 __all__ = ["DeviceFile"]
 
@@ -255,6 +255,10 @@ class DeviceFile:
             offset += len(parts[-1])
             left -= len(parts[-1])
         return b"".join(parts)
+
+    def measure(self) -> StoreSpeed:
+        """The speed of the file, which the copies to and from staging memory hide behind."""
+        return self._store.measure()
 
     def wait_all(self) -> None:
         """Let every transfer that has begun go on to its end."""

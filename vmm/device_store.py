@@ -23,6 +23,10 @@ __all__ = ["DeviceSlot", "DeviceStore", "DeviceTransfer", "FilePart"]
 
 _PROBE_NBYTES = 64 << 20
 _NUM_PROBES = 3
+_UNKNOWN = StoreSpeed(
+    write_bytes_per_s=1e9, read_bytes_per_s=1e9, write_together_bytes_per_s=5e8, read_together_bytes_per_s=5e8
+)
+"""For a store without any room: nothing will be evicted."""
 Ranges = Sequence[tuple[int, int]]
 """Memory as `(address, nbytes)` pairs, in the order of the bytes."""
 
@@ -105,6 +109,7 @@ class FilePart(Protocol):
     def write(self, slot: DeviceSlot, ranges: Ranges, ticket: int) -> Any: ...
     def read(self, slot: DeviceSlot, ranges: Ranges, after: Sequence[DeviceEvent], ticket: int) -> Any: ...
     def content(self, slot: DeviceSlot) -> bytes: ...
+    def measure(self) -> StoreSpeed: ...
     def wait_all(self) -> None: ...
     def close(self) -> None: ...
 
@@ -293,8 +298,9 @@ class DeviceStore:
             return self._speed
         address, nbytes = buffer[0], min(buffer[1], _PROBE_NBYTES)
         runs = self._blocks.take(min(self._num_blocks(nbytes), self._blocks.num_free)) or ()
-        if not runs:
-            raise StoreFull("no host memory to measure the link with", needed_nbytes=nbytes, free_nbytes=0)
+        if not runs:  # all goes to the file
+            self._speed = self._file.measure() if self._file is not None else _UNKNOWN
+            return self._speed
         host = self._blocks.segments(runs, nbytes)
         try:
             self._streams.observe_all()

@@ -30,7 +30,6 @@ class Rule(enum.Enum):
     WRITE_AFTER_USE = "a write waits for the ops that made its bytes"
     WRITE_AFTER_READ_OF_BLOCKS = "a write waits for the load out of the host memory that it takes over"
     FILE_AFTER_COPY = "what goes on to the file has arrived in host memory"
-    COPY_AFTER_FILE = "what comes from the file is read after it was written there"
     STAGING_AFTER_COPY = "staging memory is filled anew after what it held has gone to the device"
     HOST_AFTER_USE = "the host has seen the end of all use before it takes a mapping away"
     HOST_AFTER_TRANSFER = "the host has seen the end of a transfer before it relies on it"
