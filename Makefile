@@ -4,13 +4,14 @@
 #   make test    set up, then run the tests
 #   make check   format, lint, types, layers
 #   make bench   one interleaved benchmark run: JSON rows and a table
+#   make gpu-gate   on a machine with a GPU, with the Python at hand: the tests of tests/gpu, none of them skipped
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check bench gpu-gate format clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -27,6 +28,10 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.cpu $(ARGS)
+
+# Nothing is installed: the image brings torch, cuda-bindings, numpy and pytest.
+gpu-gate:
+	$(PYTHON) -m pytest -q --require-gpu tests/gpu $(ARGS)
 
 format: $(READY)
 	$(BIN)/ruff format .

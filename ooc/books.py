@@ -25,6 +25,7 @@ from ooc.guards import NO_GUARD, Guards
 from ooc.units import format_nbytes
 from vmm.addresses import Reservation
 from vmm.chunks import ChunkPool
+from vmm.driver import MemoryFault
 from vmm.store import Slot, Transfer
 
 Runs = tuple[tuple[int, int], ...]
@@ -229,7 +230,13 @@ class Books:
         """A new resident variable; evicts others as needed. Raises `NoRoom`, `StoreFailed`."""
         self.make_room(self.chunks_of(nbytes))
         record = self.new_record(nbytes)
-        self.give_chunks(record, self.pool.take(self.chunks_of(nbytes)))
+        runs = self.pool.take(self.chunks_of(nbytes))
+        try:
+            self.give_chunks(record, runs)
+        except BaseException:
+            self.pool.give(runs)
+            self.space.release(record.reservation)
+            raise
         self.enter(record)
         return record
 
@@ -314,18 +321,25 @@ class Books:
             StoreFailed: A write failed. Its variable is still resident; the others are away.
         """
         started = time.monotonic_ns()
-        failure: StoreFailed | None = None
+        failure: StoreFailed | MemoryFault | None = None
+        leaving = []
         for record in records:
             if record.stored and not record.exports:
                 self.check_clean(record)
                 self.counters.dropped_nbytes += record.nbytes
+                leaving.append(record)
                 continue
             try:
                 self.settle(record)  # a write under way is of bytes that have changed since
             except StoreFailed as error:
                 failure = error
-            self.start_write(record)
-        for record in records:
+            try:
+                self.start_write(record)
+            except MemoryFault as fault:  # a device's: those whose writes have begun go, all the same
+                failure = fault
+                continue
+            leaving.append(record)
+        for record in leaving:
             try:
                 self.settle(record)
             except StoreFailed as error:
@@ -379,19 +393,28 @@ class Books:
         missing = [r for r in missing if r.state is State.AWAY]
         self.make_room(sum(self.chunks_of(r.nbytes) for r in missing))
         started = time.monotonic_ns()
+        failure: StoreFailed | MemoryFault | None = None
+        loading = []
         for record in missing:
-            self.start_load(record, self.pool.take(self.chunks_of(record.nbytes)))
-        failure: StoreFailed | None = None
-        for record in missing:
+            runs = self.pool.take(self.chunks_of(record.nbytes))
+            try:
+                self.start_load(record, runs)
+            except MemoryFault as fault:  # a device's
+                self.pool.give(runs)
+                failure = fault
+                continue
+            loading.append(record)
+        for record in loading:
             runs = record.runs
             try:
                 self.settle(record)
-            except StoreFailed as error:
+                self.guards.lift(record)
+                self.space.map(record.reservation, runs)
+            except (StoreFailed, MemoryFault) as error:
+                record.runs, record.state = (), State.AWAY
                 self.pool.give(runs)
                 failure = error
                 continue
-            self.guards.lift(record)
-            self.space.map(record.reservation, runs)
             self._by_use[record.address] = record
         self.peak_chunks = max(self.peak_chunks, self.pool.num_chunks - self.pool.num_free)
         self.note_stall(started)

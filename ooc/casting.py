@@ -9,7 +9,7 @@ the books.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ooc.books import Books, State, VariableRecord
 from ooc.compiled import Compiled, Role, Stay
@@ -75,6 +75,17 @@ class Casting:
             if role.stays and isinstance(role.stays[0].residency.start, Kept)
         }
 
+    @staticmethod
+    def in_place(bound: Bound, targets: Mapping[int, Stay]) -> set[int]:
+        """Addresses of those that are in memory, in the very chunks in which the step finds them."""
+        return {
+            record.address
+            for role, record in bound
+            if record.state is State.RESIDENT
+            and role.index in targets
+            and tuple(map(tuple, record.runs)) == tuple(map(tuple, targets[role.index].runs))
+        }
+
     def map_all(self, compiled: Compiled, others: Sequence[Compiled]) -> bool:
         """Map every role's reservation to its first chunks. False, and nothing kept, if that cannot be."""
         for attempt in range(2):
@@ -95,6 +106,17 @@ class Casting:
                 if attempt == 0 and others:
                     self.give_up(compiled, keep_bound=True)
         return False
+
+    def start_loads(self, missing: Sequence[tuple[Stay, VariableRecord]], loads: list[Stay]) -> MemoryFault | None:
+        """Start the loads of a plan's first step, noting each in `loads`. Stops at the first that a device refuses."""
+        for stay, record in missing:
+            try:
+                self._books.start_load(record, stay.runs, (), stay.segments)
+            except MemoryFault as fault:
+                return fault
+            stay.transfer, stay.moved = record.transfer, record
+            loads.append(stay)
+        return None
 
     def _reserve_store(self, compiled: Compiled) -> None:
         """Let the store have room now for all that the plan evicts: a full disk must be found before the step."""

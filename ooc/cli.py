@@ -96,7 +96,8 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
                 help="one line a step to stderr, on a terminal (OOC_PROGRESS=always: anywhere)",
             )
             continue
-        metavar = {"store": "DIR", "policy": "NAME", "report": "FILE", "plan": "FILE"}.get(setting.name, "SIZE")
+        metavars = {"device": "NAME", "store": "DIR", "policy": "NAME", "report": "FILE", "plan": "FILE"}
+        metavar = metavars.get(setting.name, "SIZE")
         run.add_argument(
             f"--{setting.name}", metavar=metavar, help=f"{setting.description} (default: {setting.default})"
         )

@@ -9,9 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ooc.errors import DeviceUnavailable
 from ooc.forks import Forks
 from ooc.guards import Guards
 from vmm.addresses import AddressSpace
+from vmm.cuda_calls import CudaCalls, CudaFault, load_bindings
 from vmm.posix import PosixDriver
 from vmm.store import FileStore
 from vmm.torch_cpu import CpuAllocator, cpu_allocator
@@ -130,4 +132,21 @@ def find_device(device: str | Device) -> Device:
         return device
     if device == "cpu":
         return CpuDevice()
-    raise ValueError(f"device={device!r} is not supported. Options: device='cpu'.")
+    if device == "cuda":
+        raise DeviceUnavailable(_why_not_cuda())
+    raise ValueError(f"device={device!r}: there is no such device. Options: device='cpu'; device='cuda'.")
+
+
+def _why_not_cuda() -> str:
+    """What stands between this machine and a session on its GPU."""
+    try:
+        calls = CudaCalls(load_bindings())
+        calls.call("cuInit", 0, what="starting CUDA")
+        calls.call("cuDeviceGet", 0, what="the first device")
+    except CudaFault as fault:
+        return f"device='cuda': this machine cannot run it.\n{fault}"
+    return (
+        "device='cuda': there is a GPU, but torch's CUDA allocator is not connected yet, so no session can run on it; "
+        "streams, events, stores and mappings have run over a fake driver only (see ooc/DESIGN.md).\n"
+        "  Options: device='cpu'."
+    )

@@ -79,5 +79,9 @@ class SessionError(OocError):
     """A session used out of turn: closed, nested in another, or after a fork."""
 
 
+class DeviceUnavailable(SessionError):
+    """A session was asked for on a device that it cannot run on. The message says what is missing."""
+
+
 class Refused(OocError):
     """Something that would train wrongly under a session, refused by name."""

@@ -96,13 +96,7 @@ class Executor:
             self.left_because = self._casting.refusal
             return False
         targets = self._casting.start_stays(compiled)
-        in_place = {
-            record.address
-            for role, record in bound
-            if record.state is State.RESIDENT
-            and role.index in targets
-            and tuple(map(tuple, record.runs)) == tuple(map(tuple, targets[role.index].runs))
-        }
+        in_place = self._casting.in_place(bound, targets)
         # All that is not in place goes to the store first; then what should be here comes in.
         leaving = [r for r in books.records.values() if r.state is State.RESIDENT and r.address not in in_place]
         if any(r.pins or not r.seen for r in leaving):
@@ -122,12 +116,9 @@ class Executor:
         for _, record in bound:
             books.forget(record)
         self._take_pool(compiled)
+        missing = [(targets[role.index], r) for role, r in bound if role.index in targets and r.address not in in_place]
+        failure = self._casting.start_loads(missing, self._loads)
         for role, record in bound:
-            stay = targets.get(role.index)
-            if stay is not None and record.address not in in_place:
-                books.start_load(record, stay.runs, (), stay.segments)
-                stay.transfer, stay.moved = record.transfer, record
-                self._loads.append(stay)
             self._casting.set_alive(compiled, role, record)
         for role in compiled.roles:
             if role.record is not None:
@@ -139,6 +130,9 @@ class Executor:
             if not self._allocator.is_alive(record.address):
                 compiled.role_alive[role.index] = 0
         self._start_period(compiled)
+        if failure is not None:
+            self.leave("a load could not be started")
+            raise failure
         for _, record in bound:
             if record.state is State.LOADING:
                 self._arrive(record)
@@ -483,16 +477,15 @@ class Executor:
     def _prepare_birth(self, stay: Stay) -> None:
         record = stay.role.record
         assert record is not None
+        if stay.transfer is not None and not stay.transfer.done():
+            # Who was born here in the step before was freed on its way out. Nobody needs those bytes, well or not.
+            with contextlib.suppress(OSError):
+                stay.transfer.order()
         self._books.guards.lift(record)
         record.state = State.RESIDENT
         record.runs = stay.runs
         record.stored = False
         record.transfer = None
-        self._map(stay)
-
-    def _map(self, stay: Stay) -> None:
-        record = stay.role.record
-        assert record is not None
         self._space.map(record.reservation, stay.runs)
 
     # -- roles

@@ -64,7 +64,7 @@ class RunOptions:
     """How to run a script.
 
     Attributes:
-        budget, store, policy, window, chunk, threshold, debug, progress: As `Session`'s arguments; None: its
+        budget, device, store, policy, window, chunk, threshold, debug, progress: As `Session`'s arguments; None: its
             default.
         plan: File of a plan to play (`ooc.given_plan`); gives the budget and the chunk size too, where those are not.
         report: File for the JSON report, written also when the script fails. Of several ranks each writes its own:
@@ -73,6 +73,7 @@ class RunOptions:
     """
 
     budget: int | str | None = None
+    device: str | None = None
     store: str | None = None
     policy: str | None = None
     window: int | str | None = None
@@ -87,6 +88,7 @@ class RunOptions:
     def session_arguments(self) -> dict[str, Any]:
         """Keyword arguments for `Session`."""
         given = {
+            "device": self.device,
             "store": self.store,
             "policy": self.policy,
             "window_nbytes": self.window,

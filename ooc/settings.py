@@ -38,6 +38,7 @@ class Resolved:
 
 SETTINGS: tuple[Setting, ...] = (
     Setting(name="budget", default="none: must be given", description="bytes for all large tensors, such as 400MiB"),
+    Setting(name="device", default="cpu", description="whose memory the budget is of: cpu or cuda"),
     Setting(
         name="store",
         default="the first of $TMPDIR, /var/tmp and the current directory that will do",

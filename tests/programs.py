@@ -381,6 +381,11 @@ def run_in_session(program: Program, expected: Expected, *, verbose: bool = Fals
         return Outcome(modes=modes, num_chunks=num_chunks)
 
 
+def make_session(**options: Any) -> ooc.Session:
+    """Opens a program's session; replaced where programs run on another device."""
+    return ooc.Session(**options)
+
+
 def _larger(num_chunks: int) -> Iterator[int]:
     """Budgets to try in turn, from `num_chunks` on, the same ones for every program."""
     budgets = [4]
@@ -395,7 +400,7 @@ def _run_once_at(program: Program, expected: Expected) -> None:
 
 
 def _run_once(program: Program, expected: Expected, num_chunks: int, *, verbose: bool) -> tuple[str, ...]:
-    with ooc.Session(
+    with make_session(
         budget=num_chunks * CHUNK_NBYTES,
         chunk_nbytes=CHUNK_NBYTES,
         threshold_nbytes=program.threshold_nbytes,

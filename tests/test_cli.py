@@ -20,6 +20,7 @@ FLAGS = {
         "--budget",
         "--chunk",
         "--debug",
+        "--device",
         "--diagnose",
         "--help",
         "--plan",

@@ -1,7 +1,7 @@
 """The CUDA driver: chunks are allocation handles, one each, mapped into one reserved range of device addresses.
 
-Runs over `cuda.bindings.driver`, or over `vmm.fake_cuda` where there is no GPU; so far over the fake
-alone, and no session uses it yet. See DESIGN.md, "CUDA driver behaviour we rely on".
+Runs over `cuda.bindings.driver`, or over `vmm.fake_cuda` where there is no GPU; so far over the fake alone.
+See DESIGN.md, "CUDA driver behaviour we rely on".
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from vmm.addresses import AddressSpace, Reservation
 from vmm.device_streams import DeviceEvent, DeviceStreams, Rule
-from vmm.driver import Driver
+from vmm.driver import Driver, MemoryFault
 
 __all__ = ["DeviceSpace"]
 
@@ -59,7 +59,11 @@ class DeviceSpace(AddressSpace):
             else:
                 self.num_stops += 1
                 self._streams.observe(Rule.HOST_AFTER_USE, unused)
-        return super().map(reservation, runs)
+        try:
+            return super().map(reservation, runs)
+        except MemoryFault:
+            # What failed was undone. Whoever leaves a plan maps many variables back and has no other way: once more.
+            return super().map(reservation, runs)
 
     def unmap(self, reservation: Reservation) -> None:
         """As `AddressSpace.unmap`, after the end of all use."""

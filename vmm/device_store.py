@@ -7,14 +7,17 @@ through pinned staging memory: those may make the host wait, which is counted (`
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from vmm.cuda_calls import CudaFault
 from vmm.device_streams import DeviceEvent, DeviceStreams, Rule, events_of
 from vmm.host_blocks import HostBlocks
+from vmm.nvtx_ranges import marked
 from vmm.ranges import Run
 from vmm.store import StoreFull, StoreSpeed
 from vmm.transfers import Direction, TransferRecord, TransferStatistics
@@ -147,6 +150,11 @@ class DeviceStore:
         return self._file.directory if self._file is not None else None
 
     @property
+    def file(self) -> Any:
+        """What is behind the host memory; None: nothing."""
+        return self._file
+
+    @property
     def is_direct(self) -> bool:
         """Whether the file's transfers bypass the page cache."""
         return self._file is not None and self._file.is_direct
@@ -223,9 +231,10 @@ class DeviceStore:
         for event in slot.predecessors:
             streams.wait(Rule.WRITE_AFTER_READ_OF_BLOCKS, streams.outward, event)
         slot.predecessors = ()
-        for host, device, nbytes in self._pairs(slot, segments):
-            streams.calls.copy_to_host(host, device, nbytes, streams.outward)
-        event = streams.record(streams.outward)
+        with marked("evict"), self._all_or_nothing():
+            for host, device, nbytes in self._pairs(slot, segments):
+                streams.calls.copy_to_host(host, device, nbytes, streams.outward)
+            event = streams.record(streams.outward)
         slot.last_write = DeviceTransfer(streams, event, ticket=ticket, nbytes=slot.nbytes, is_load=False)
         return slot.last_write
 
@@ -256,9 +265,10 @@ class DeviceStore:
         streams.wait(Rule.LOAD_AFTER_OWN_WRITE, streams.inward, slot.last_write.event)
         for event in holders:
             streams.wait(Rule.LOAD_AFTER_HOLDER, streams.inward, event)
-        for host, device, nbytes in self._pairs(slot, segments):
-            streams.calls.copy_to_device(device, host, nbytes, streams.inward)
-        event = streams.record(streams.inward)
+        with marked("load"), self._all_or_nothing():
+            for host, device, nbytes in self._pairs(slot, segments):
+                streams.calls.copy_to_device(device, host, nbytes, streams.inward)
+            event = streams.record(streams.inward)
         slot.last_read = DeviceTransfer(streams, event, ticket=ticket, nbytes=slot.nbytes, is_load=True, fence=fence)
         return slot.last_read
 
@@ -327,6 +337,15 @@ class DeviceStore:
         self._blocks.close()
         if self._file is not None:
             self._file.close()
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """If a call fails, the copies queued before it end before anybody learns of it."""
+        try:
+            yield
+        except CudaFault:
+            self._streams.drain()
+            raise
 
     def _rate(self, host: Ranges, address: int, ways: tuple[Direction, ...]) -> list[float]:
         """Bytes per second of each way, all of them busy at once, the best of a few goes.

@@ -13,7 +13,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable
 
-from vmm.cuda_calls import CudaCalls
+from vmm.cuda_calls import CudaCalls, CudaFault
+from vmm.nvtx_ranges import marked
 
 __all__ = ["DeviceEvent", "DeviceStreams", "Rule"]
 
@@ -112,22 +113,37 @@ class DeviceStreams:
         self._calls.record(event.handle, stream)
         return event
 
-    def wait(self, rule: Rule, stream: int, event: DeviceEvent) -> None:  # noqa: ARG002 - tests tell rules apart
-        """Let what comes on `stream` from now on wait for `event`. The host goes on."""
-        if not event.is_observed:
+    def wait(self, rule: Rule, stream: int, event: DeviceEvent) -> None:
+        """Let what comes on `stream` from now on wait for `event`. The host goes on.
+
+        If the driver refuses, the host waits in the stream's place: the order holds all the same.
+        """
+        if event.is_observed:
+            return
+        try:
             self._calls.wait_event(stream, event.handle)
+        except CudaFault:
+            self.observe(rule, event)
 
     def observe(self, rule: Rule, event: DeviceEvent) -> None:  # noqa: ARG002 - tests tell rules apart
         """Let the host wait until `event` has happened."""
         if not event.is_observed:
             self.num_host_waits += 1
-            self._calls.synchronize_event(event.handle)
+            with marked("wait"):
+                try:
+                    self._calls.synchronize_event(event.handle)
+                except CudaFault:
+                    self.drain()
             event.is_observed = True
 
     def has_happened(self, event: DeviceEvent) -> bool:
         """Whether an event has happened; if so, the host has seen it. Nobody waits."""
         event.is_observed = event.is_observed or self._calls.is_done(event.handle)
         return event.is_observed
+
+    def drain(self) -> None:
+        """Let the host wait until the device has nothing left to do, when a call has failed half way."""
+        self._calls.call("cuCtxSynchronize", what="the end of all device work")
 
     def observe_use(self) -> None:
         """Let the host see the end of all compute work so far: from now on mappings may be taken away."""

@@ -5,7 +5,7 @@ virtual addresses. Any chunk may be mapped at any number of addresses at once (a
 is what makes paging free in steady state (DESIGN.md section 5). A driver has no opinions about
 which chunk is free or what a variable is; `ChunkPool` and `AddressSpace` keep those books.
 
-Drivers: `vmm.posix.PosixDriver` (a file in memory), `vmm.cuda.CudaDriver` (device memory; no session uses it yet).
+Drivers: `vmm.posix.PosixDriver` (a file in memory), `vmm.cuda.CudaDriver` (device memory; so far over a fake).
 Every driver passes the same test suite.
 """
 

@@ -1,0 +1,40 @@
+"""Random programs over the fake CUDA driver: in core and out, equal to the last bit, and without a race."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import ooc
+from ooc.fake_device import FakeCudaDevice
+from tests import programs
+from tests.cuda.cases import CudaSession, fixed_speed
+
+NUM_PROGRAMS = 120
+
+
+def _run_seed(seed: int) -> dict[str, Any]:
+    """As `programs.run_seed`, on the fake. Its file cannot fail: the host memory holds all."""
+    program = replace(programs.generate(seed), delay_ns=0, fail_call=0)
+    device = FakeCudaDevice(seed=seed, eagerness=(seed % 5) / 6)
+
+    def make_session(*, budget: int, chunk_nbytes: int, **options: Any) -> ooc.Session:
+        assert chunk_nbytes == programs.CHUNK_NBYTES
+        return CudaSession(budget, device=device, **options)
+
+    with pytest.MonkeyPatch.context() as patch, fixed_speed():
+        patch.setattr(programs, "make_session", make_session)
+        outcome = programs.run_in_session(program, programs.run_in_core(program))
+    return {"modes": outcome.modes, "num_chunks": outcome.num_chunks}
+
+
+def test_random_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "run_seed", _run_seed)
+    tally = programs.run_many(range(NUM_PROGRAMS), batch=30)
+    report = "\n".join(f"seed {seed}: {failure}" for seed, failure in list(tally.failures.items())[:5])
+    assert not tally.failures, f"{len(tally.failures)} of {tally.num_run} programs failed\n{report}"
+    assert tally.num_run == NUM_PROGRAMS
+    assert tally.num_steady_planned > tally.num_steady / 2, tally
+    assert tally.modes["planned"] > NUM_PROGRAMS / 2
