@@ -15,7 +15,7 @@ from vmm.fake_cuda import CUresult
 
 BUDGET_NBYTES = 20 * 64 * 1024
 NUM_STEPS = 4
-SAMPLED_CALLS = 200
+SAMPLED_CALLS = 240
 """Of so many calls, two are failed, each in a run of its own."""
 
 
@@ -80,7 +80,7 @@ def _run(device: FakeCudaDevice | None, fail_call: int, *, times: int = 1) -> tu
 
 @pytest.mark.parametrize("first", range(2))
 def test_every_call_that_fails_leaves_true_books(first: int) -> None:
-    """A sample of all calls; `OOC_ALL_FAILURES=1` fails each one."""
+    """A sample of all calls; with `OOC_ALL_FAILURES=1` each one."""
     stride = 2 if os.environ.get("OOC_ALL_FAILURES") else SAMPLED_CALLS
     fail_call = first * (stride // 2) + 1
     while True:
@@ -92,7 +92,7 @@ def test_every_call_that_fails_leaves_true_books(first: int) -> None:
         if not is_reached:
             break
         fail_call += stride
-    assert fail_call > 5 * stride  # there were such calls
+    assert fail_call > 1000  # there were such calls
 
 
 def test_a_failure_comes_through() -> None:

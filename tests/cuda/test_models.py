@@ -14,20 +14,39 @@ from tests.test_bitwise import BUDGETS, budget_nbytes_of
 MODELS = ("conv_stack", "unet", "lstm", "gpt", "encoder", "tied_frozen")
 
 
-@pytest.mark.parametrize("debug", [False, True], ids=["standing", "debug"])
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("model", MODELS)
+BRIEF = [
+    ("conv_stack", "peak", False),
+    ("conv_stack", "half", True),
+    ("conv_stack", "smallest", False),
+    ("unet", "quarter", True),
+    ("unet", "smallest", False),
+    ("lstm", "quarter", False),
+    ("gpt", "half", False),
+    ("encoder", "quarter", True),
+    ("tied_frozen", "quarter", False),
+]
+"""Run by default; `pytest -m slow` runs all."""
+
+
+@pytest.mark.parametrize(("model", "budget", "debug"), BRIEF)
 def test_models(model: str, budget: str, debug: bool) -> None:
     _check(Recipe(workload=model), budget, debug=debug)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_foreach", "adamw_fused"])
+@pytest.mark.slow
+@pytest.mark.parametrize("debug", [False, True], ids=["standing", "debug"])
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("model", MODELS)
+def test_all_models(model: str, budget: str, debug: bool) -> None:
+    _check(Recipe(workload=model), budget, debug=debug)
+
+
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "adamw_foreach", "adamw_fused"])
 def test_optimizers(optimizer: str) -> None:
     _check(Recipe(workload="gpt", optimizer=optimizer), "quarter")
 
 
-@pytest.mark.parametrize("eagerness", [0.0, 0.9])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "eagerness"), [(1, 0.0), (2, 0.9), (3, 0.0)])
 def test_whatever_the_device_does_first(seed: int, eagerness: float) -> None:
     _check(Recipe(workload="conv_stack"), "quarter", seed=seed, eagerness=eagerness)
 
@@ -45,7 +64,7 @@ def _check(recipe: Recipe, budget: str, *, debug: bool = False, seed: int = 0, e
         assert device.fake.num_calls["cuMemcpyHtoDAsync"] > 10
 
 
-@pytest.mark.parametrize(("model", "share"), [("conv_stack", 0.7), ("conv_stack", 0.6), ("conv_stack", 0.5)])
+@pytest.mark.parametrize(("model", "share"), [("conv_stack", 0.7), ("conv_stack", 0.5)])
 def test_a_planned_step_never_stops_the_host(model: str, share: float) -> None:
     """From one step's start to the next one's: waits are the streams' business, and nothing is mapped anew."""
     found, moved = _stopping_calls(model, share)
@@ -53,7 +72,7 @@ def test_a_planned_step_never_stops_the_host(model: str, share: float) -> None:
     assert moved > 6
 
 
-@pytest.mark.parametrize(("model", "share"), [("conv_stack", 0.4), ("lstm", 0.6)])
+@pytest.mark.parametrize(("model", "share"), [("conv_stack", 0.4)])
 def test_where_chunks_change_the_host_waits_once_for_each_variable(model: str, share: float) -> None:
     """A variable that comes back to other chunks costs an unmap, which needs the host to have seen the last use."""
     found, _ = _stopping_calls(model, share)

@@ -12,7 +12,7 @@ from ooc.fake_device import FakeCudaDevice
 from tests import programs
 from tests.cuda.cases import CudaSession, fixed_speed
 
-NUM_PROGRAMS = 120
+NUM_PROGRAMS = 30
 
 
 def _run_seed(seed: int) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def _run_seed(seed: int) -> dict[str, Any]:
 
 def test_random_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "run_seed", _run_seed)
-    tally = programs.run_many(range(NUM_PROGRAMS), batch=30)
+    tally = programs.run_many(range(NUM_PROGRAMS), batch=15)
     report = "\n".join(f"seed {seed}: {failure}" for seed, failure in list(tally.failures.items())[:5])
     assert not tally.failures, f"{len(tally.failures)} of {tally.num_run} programs failed\n{report}"
     assert tally.num_run == NUM_PROGRAMS
