@@ -180,7 +180,7 @@ def test_allocation_on_another_thread() -> None:
         ({"budget": "12G"}, ["'12G'", "12GiB"]),
         ({"budget": "lots"}, ["'lots' is not a size", "400MiB"]),
         ({"budget": 0}, ["0", "at least 1"]),
-        ({"budget": "1MiB", "device": "cuda"}, ["'cuda'", "'cpu'"]),
+        ({"budget": "1MiB", "device": "tpu"}, ["'tpu'", "'cpu'"]),
         ({"budget": "1MiB", "policy": "oracle"}, ["'oracle'", "auto"]),
     ],
 )
