@@ -17,7 +17,7 @@ from ooc.recorder import ranks_by_age
 from scheduler.plan import Dropped, Evicted, Kept
 from vmm.driver import MemoryFault
 from vmm.store import StoreFull
-from vmm.torch_cpu import CpuAllocator
+from vmm.torch_cpu import AllocatorTable
 
 Bound = list[tuple[Role, VariableRecord]]
 
@@ -25,7 +25,7 @@ Bound = list[tuple[Role, VariableRecord]]
 class Casting:
     """Gives the roles of plans their records, reservations and mappings. Owns nothing."""
 
-    def __init__(self, books: Books, allocator: CpuAllocator) -> None:
+    def __init__(self, books: Books, allocator: AllocatorTable) -> None:
         self._books = books
         self._space = books.space
         self._allocator = allocator

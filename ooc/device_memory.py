@@ -99,7 +99,8 @@ class DeviceMemory:
     """Chunks on a device, evicted to pinned host memory and from there to a file.
 
     Args:
-        num_chunks, chunk_nbytes: The pool.
+        num_chunks, chunk_nbytes: The device's memory.
+        num_small_chunks: Of these, the last ones of the view, which are not the pool's.
         bindings: `cuda.bindings.driver` or its like.
         current_stream: Handle of the stream on which the program's next op runs.
         host_budget_nbytes: Bytes of host memory to pin.
@@ -122,9 +123,14 @@ class DeviceMemory:
         file_directory: str | Path | None,
         staging_nbytes: int,
         arena_nbytes: int | None = None,
+        num_small_chunks: int = 0,
+        device_index: int = 0,
     ) -> None:
+        self.num_chunks = num_chunks - num_small_chunks
         with contextlib.ExitStack() as undo:
-            self.driver = CudaDriver(num_chunks, chunk_nbytes, bindings=bindings, arena_nbytes=arena_nbytes)
+            self.driver = CudaDriver(
+                num_chunks, chunk_nbytes, bindings=bindings, arena_nbytes=arena_nbytes, device_index=device_index
+            )
             undo.callback(self.driver.close)
             self.streams = DeviceStreams(self.driver.calls, current=current_stream)
             undo.callback(self.streams.close)

@@ -6,17 +6,17 @@ session, the books and the executor know no more of a device than what is here.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ooc.errors import DeviceUnavailable
 from ooc.forks import Forks
 from ooc.guards import Guards
+from ooc.units import parse_nbytes
 from vmm.addresses import AddressSpace
-from vmm.cuda_calls import CudaCalls, CudaFault, load_bindings
 from vmm.posix import PosixDriver
 from vmm.store import FileStore
-from vmm.torch_cpu import CpuAllocator, cpu_allocator
+from vmm.torch_cpu import GRANULE_NBYTES, AllocatorTable, cpu_allocator
 
 if TYPE_CHECKING:
     from ooc.books import Books, VariableRecord
@@ -29,12 +29,14 @@ class Memory(Protocol):
 
     Attributes:
         allocator: torch's, as a table.
+        num_chunks: Chunks of the pool.
         driver, space, store: Chunks, addresses, and where evicted bytes go.
         is_host: Whether ops run on the host, so that what the host has done is done, and its kernel serves a
             stray touch of what is away.
     """
 
-    allocator: CpuAllocator
+    allocator: AllocatorTable
+    num_chunks: int
     driver: Any
     space: AddressSpace
     store: Any
@@ -60,7 +62,15 @@ class Memory(Protocol):
 
 
 class Device(Protocol):
-    """Opens memory for a session."""
+    """Opens memory for a session.
+
+    Attributes:
+        granule_nbytes: Chunks are multiples of this.
+        threshold_nbytes: From which size on storages are variables, where the user does not say.
+    """
+
+    granule_nbytes: int
+    threshold_nbytes: int
 
     def open(self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None) -> Memory:
         """Memory of so many chunks, evicting to the directory `store`. The caller closes it."""
@@ -72,6 +82,7 @@ class CpuMemory:
     is_host = True
 
     def __init__(self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None) -> None:
+        self.num_chunks = num_chunks
         self.store = FileStore(store)
         try:
             self.allocator = cpu_allocator()
@@ -118,6 +129,9 @@ class CpuMemory:
 class CpuDevice:
     """The CPU."""
 
+    granule_nbytes = GRANULE_NBYTES
+    threshold_nbytes = GRANULE_NBYTES
+
     def __repr__(self) -> str:
         return "<CpuDevice>"
 
@@ -126,27 +140,25 @@ class CpuDevice:
         return CpuMemory(num_chunks=num_chunks, chunk_nbytes=chunk_nbytes, store=store)
 
 
-def find_device(device: str | Device) -> Device:
-    """The device of this name, or the one given. Raises ValueError."""
+def find_device(device: str | Device, *, host_budget: int | str | None = None) -> Device:
+    """The device of this name, or the one given.
+
+    Args:
+        device: "cpu", "cuda", "cuda:1", or a `Device`.
+        host_budget: Bytes of host memory to pin; for "cuda" alone.
+
+    Raises:
+        ValueError: There is no such device, or no such choice for it.
+    """
+    if isinstance(device, str) and (found := re.fullmatch(r"cuda(?::(\d+))?", device)):
+        from ooc.cuda_device import CudaDevice
+
+        host_nbytes = parse_nbytes(host_budget) if host_budget is not None else None
+        return CudaDevice(index=int(found[1] or 0), host_budget_nbytes=host_nbytes)
+    if host_budget is not None:
+        raise ValueError(f"host_budget={host_budget!r}: only for device='cuda', whose evicted bytes go to host memory")
     if not isinstance(device, str):
         return device
     if device == "cpu":
         return CpuDevice()
-    if device == "cuda":
-        raise DeviceUnavailable(_why_not_cuda())
     raise ValueError(f"device={device!r}: there is no such device. Options: device='cpu'; device='cuda'.")
-
-
-def _why_not_cuda() -> str:
-    """What stands between this machine and a session on its GPU."""
-    try:
-        calls = CudaCalls(load_bindings())
-        calls.call("cuInit", 0, what="starting CUDA")
-        calls.call("cuDeviceGet", 0, what="the first device")
-    except CudaFault as fault:
-        return f"device='cuda': this machine cannot run it.\n{fault}"
-    return (
-        "device='cuda': there is a GPU, but torch's CUDA allocator is not connected yet, so no session can run on it; "
-        "streams, events, stores and mappings have run over a fake driver only (see ooc/DESIGN.md).\n"
-        "  Options: device='cpu'."
-    )

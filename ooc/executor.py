@@ -34,7 +34,7 @@ from scheduler.plan import Loaded, occupied_ticks
 from vmm.chunks import ChunkPool
 from vmm.driver import MemoryFault
 from vmm.store import StoreFull
-from vmm.torch_cpu import MODE_DEMAND, MODE_PLANNED, CpuAllocator, Event
+from vmm.torch_cpu import MODE_DEMAND, MODE_PLANNED, AllocatorTable, Event
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Executor:
         self,
         *,
         books: Books,
-        allocator: CpuAllocator,
+        allocator: AllocatorTable,
         dispatcher: Any,
         new_pool: Callable[[], ChunkPool],
         watch: OpWatch | None = None,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ooc.books import Books, State, VariableRecord
 from ooc.device_memory import DeviceMemory
+from vmm.device_streams import DeviceStreams
 from vmm.fake_cuda import FakeCuda
 from vmm.syscalls import MAP_FIXED, Syscalls
 from vmm.torch_cpu import GRANULE_NBYTES, cpu_allocator
@@ -40,6 +41,9 @@ class FakeCudaDevice:
         fake: The last session's.
         memory: The last session's.
     """
+
+    granule_nbytes = GRANULE_NBYTES
+    threshold_nbytes = GRANULE_NBYTES
 
     def __init__(
         self,
@@ -90,23 +94,13 @@ class FakeCudaDevice:
         return self.memory
 
 
-class FakeDeviceMemory(DeviceMemory):
-    """Memory of the fake, at addresses that torch's CPU allocator may hand out."""
+class FakeKernels:
+    """Of a memory over the fake: the program's streams, and its ops as kernels of the fake."""
 
-    def __init__(self, fake: FakeCuda, *, num_chunks: int, chunk_nbytes: int, **options: Any) -> None:
-        self.fake = fake
-        self.allocator = cpu_allocator()
-        self._stream = 0
-        self._streams_of_program: list[int] = []
-        arena_nbytes = max(1 << 36, 8 * num_chunks * chunk_nbytes)
-        super().__init__(
-            num_chunks=num_chunks,
-            chunk_nbytes=chunk_nbytes,
-            bindings=fake,
-            current_stream=lambda: self._stream,
-            arena_nbytes=arena_nbytes,
-            **options,
-        )
+    fake: FakeCuda
+    streams: DeviceStreams
+    stream = 0
+    """On which the program's next op runs."""
 
     def watch(self, books: Books) -> FakeOps:
         """The fake is told of every op."""
@@ -114,17 +108,16 @@ class FakeDeviceMemory(DeviceMemory):
 
     def new_stream(self) -> int:
         """Another stream for the program to run ops on."""
-        self._streams_of_program.append(self.streams.calls.create_stream())
-        return self._streams_of_program[-1]
+        return self.streams.calls.create_stream()
 
     @contextlib.contextmanager
     def on_stream(self, stream: int) -> Iterator[None]:
         """Ops of the block run on this stream, as under `torch.cuda.stream`."""
-        before, self._stream = self._stream, stream
+        before, self.stream = self.stream, stream
         try:
             yield
         finally:
-            self._stream = before
+            self.stream = before
 
     def kernel(self, name: str, *, reads: Any = (), writes: Any = ()) -> None:
         """The host runs this itself right after; the fake brings about what must come before."""
@@ -134,6 +127,29 @@ class FakeDeviceMemory(DeviceMemory):
         """What is on a device the host sees by a copy, which waits for the stream."""
         if record.state is State.RESIDENT:
             self.kernel("the host's look", reads=[(record.address, record.nbytes)])
+
+
+class FakeDeviceMemory(FakeKernels, DeviceMemory):
+    """Memory of the fake, at addresses that torch's CPU allocator may hand out."""
+
+    def __init__(self, fake: FakeCuda, *, num_chunks: int, chunk_nbytes: int, **options: Any) -> None:
+        self.fake = fake
+        self.allocator = cpu_allocator()
+        self._streams_of_program: list[int] = []
+        arena_nbytes = max(1 << 36, 8 * num_chunks * chunk_nbytes)
+        super().__init__(
+            num_chunks=num_chunks,
+            chunk_nbytes=chunk_nbytes,
+            bindings=fake,
+            current_stream=lambda: self.stream,
+            arena_nbytes=arena_nbytes,
+            **options,
+        )
+
+    def new_stream(self) -> int:
+        """As `FakeKernels.new_stream`; given back with the memory."""
+        self._streams_of_program.append(super().new_stream())
+        return self._streams_of_program[-1]
 
     def release_survivors(self, books: Books) -> None:
         """Survivors become ordinary memory at their addresses, as on the CPU."""
@@ -171,7 +187,7 @@ class FakeDeviceMemory(DeviceMemory):
 class FakeOps:
     """Tells the fake of ops. Each allocation is a kernel of its own: it may take over what its op has freed."""
 
-    def __init__(self, memory: FakeDeviceMemory, books: Books) -> None:
+    def __init__(self, memory: FakeKernels, books: Books) -> None:
         self._memory = memory
         self._books = books
 

@@ -8,7 +8,7 @@ from ooc.books import Books, State, VariableRecord
 from ooc.compiled import Compiled, Stay
 from ooc.errors import StoreFailed
 from ooc.recorder import OpRecord, StepRecorder
-from vmm.torch_cpu import CpuAllocator, Event
+from vmm.torch_cpu import AllocatorTable, Event
 
 
 def land_transfers(
@@ -73,7 +73,7 @@ def recorder_so_far(
 
 
 def return_records(
-    books: Books, allocator: CpuAllocator, compiled: Compiled, pinned: Container[int]
+    books: Books, allocator: AllocatorTable, compiled: Compiled, pinned: Container[int]
 ) -> list[VariableRecord]:
     """Give the records that play a role back to the books, as they are; their roles are free.
 

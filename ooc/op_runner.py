@@ -23,7 +23,7 @@ from ooc.interrupts import CriticalLock
 from ooc.op_watch import OpWatch
 from ooc.places import Places
 from ooc.recorder import OpRecord, StepRecorder
-from vmm.torch_cpu import CpuAllocator
+from vmm.torch_cpu import AllocatorTable
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class OpRunner:
         self,
         *,
         books: Books,
-        allocator: CpuAllocator,
+        allocator: AllocatorTable,
         budget_nbytes: int,
         threshold_nbytes: int,
         is_open: Callable[[], bool],
@@ -107,6 +107,7 @@ class OpRunner:
     def finish(self, _index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
         """An op that began on the plan has ended off it: note it as the on-demand way would have."""
         with self._lock:
+            error = self._pending_error((func, args, kwargs or {}), self._executor.mid_op_records())
             self._executor.finish()
             self.absorb()
             occurrences = self._dispatcher.occurrences(args, kwargs or {})
@@ -117,6 +118,8 @@ class OpRunner:
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs or {})),
             )
             self._complete(record, result)
+        if error is not None:  # as in `_raise_if_refused`
+            raise error from error.__cause__
 
     def failed(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """A planned op raised. If we made it fail, say why instead."""
@@ -220,6 +223,7 @@ class OpRunner:
             state = self._allocator.state
             state.position = 2 * len(recorder.ops) + 1
             cold_ns = state.cold_ns
+            self._pending = None
             if self._watch is not None:
                 self._watch.begins(func, records, op.written)
         started = time.monotonic_ns()
@@ -236,6 +240,7 @@ class OpRunner:
             if error is not None:
                 raise error from error.__cause__
             raise
+        self._raise_if_refused((func, args, kwargs), records)
         op.duration_ns = max(time.monotonic_ns() - started - (state.cold_ns - cold_ns), 0)
         with self._lock:
             self._unpin(records)
@@ -328,6 +333,20 @@ class OpRunner:
         if self.recorder is not None:
             self.recorder.events.extend(events)
 
+    def _raise_if_refused(self, call: _Call, records: list[VariableRecord]) -> None:
+        """An op that was refused memory has ended well all the same: by another algorithm, with other bits."""
+        if self._pending is None:
+            return
+        with self._lock:
+            error = self._pending_error(call, records)
+            self._unpin(records)
+            for record in records:
+                record.stored = False
+            self._note_failed_op(call[0])
+            self.absorb()
+        if error is not None:
+            raise error from error.__cause__
+
     def _pending_error(self, call: _Call, records: list[VariableRecord]) -> BaseException | None:
         """Why an allocation of the op that just raised was refused, if that is why it raised."""
         pending, self._pending = self._pending, None
@@ -339,7 +358,7 @@ class OpRunner:
         func, args, kwargs = call
         active, cursor = self._executor.active, self._dispatcher.cursor
         is_planned = active is not None and cursor < active.num_ops and active.funcs[cursor] is func
-        return budget_too_small(
+        error = budget_too_small(
             func=func,
             args=args,
             kwargs=kwargs,
@@ -352,6 +371,8 @@ class OpRunner:
             threshold_nbytes=self._threshold_nbytes,
             place=active.trace.ops[cursor].where if active is not None and is_planned else self._places.of_this_op(),
         )
+        self._pending = None  # to find the sizes of results, it may have run the op once more
+        return error
 
 
 class _Failure(OocError):

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ooc import _native, opaque_ops, ops
 from ooc.books import Books, VariableRecord
-from ooc.devices import Device, find_device
+from ooc.devices import CpuDevice, Device, find_device
 from ooc.errors import SessionError
 from ooc.executor import Executor
 from ooc.explain import Explanation, explain
@@ -49,7 +49,6 @@ from scheduler.policies import POLICIES
 from scheduler.trace import Trace
 from vmm.chunks import ChunkPool
 from vmm.store import FileStore
-from vmm.torch_cpu import GRANULE_NBYTES
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +69,8 @@ class Session:
 
     Args:
         budget: Bytes for all large storages together: an int, or text such as "400MiB".
-        device: "cpu", or a device of `ooc.devices`.
+        device: "cpu", "cuda", "cuda:1", or a device of `ooc.devices`.
+        host_budget: On a GPU, bytes of host memory to pin for what is evicted; by default half of what is free.
         store: Directory for the file that evicted bytes go to; not in memory (tmpfs).
         policy: Who plans: a name in `scheduler.policies.POLICIES`.
         window_nbytes: Window length of the policy `window`; searched when not given.
@@ -95,6 +95,7 @@ class Session:
         budget: int | str,
         *,
         device: str | Device = "cpu",
+        host_budget: int | str | None = None,
         store: str | Path | None = None,
         policy: str = "auto",
         window_nbytes: int | str | None = None,
@@ -114,16 +115,23 @@ class Session:
             )
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r}: there is no such policy. Options: {', '.join(sorted(POLICIES))}.")
-        chosen = find_device(device)
+        chosen = find_device(device, host_budget=host_budget)
         self.budget_nbytes = parse_nbytes(budget)
-        self.chunk_nbytes = _choose_chunk(self.budget_nbytes, chunk_nbytes)
-        self.threshold_nbytes = parse_nbytes(threshold_nbytes) if threshold_nbytes is not None else GRANULE_NBYTES
+        self.chunk_nbytes = _choose_chunk(self.budget_nbytes, chunk_nbytes, chosen.granule_nbytes)
+        if not isinstance(chosen, CpuDevice) and (rest := self.budget_nbytes % self.chunk_nbytes):
+            self.budget_nbytes -= rest
+            _log.warning("budget: rounded down to %d bytes, whole chunks", self.budget_nbytes)
+        self.threshold_nbytes = (
+            parse_nbytes(threshold_nbytes) if threshold_nbytes is not None else chosen.threshold_nbytes
+        )
         self.policy = policy
         self.debug = debug
         when = parse_when(progress)
         self._thread = threading.get_ident()
-        num_chunks = self.budget_nbytes // self.chunk_nbytes
-        self._memory = chosen.open(num_chunks=num_chunks, chunk_nbytes=self.chunk_nbytes, store=store)
+        self._memory = chosen.open(
+            num_chunks=self.budget_nbytes // self.chunk_nbytes, chunk_nbytes=self.chunk_nbytes, store=store
+        )
+        num_chunks = self._memory.num_chunks
         self._allocator, self._driver = self._memory.allocator, self._memory.driver
         self._store, self._space = self._memory.store, self._memory.space
         self._books = Books(
@@ -324,7 +332,7 @@ class Session:
 
     @property
     def _machine(self) -> Any:
-        return self.steps.machine(self._driver.num_chunks, self.chunk_nbytes, self._store)
+        return self.steps.machine(self._memory.num_chunks, self.chunk_nbytes, self._store)
 
     # -- what a user may ask
 
@@ -511,19 +519,19 @@ class _Intercepts:
         return hasattr(func, "_schema") and (ops.is_list_op(func) or ops.is_convolution_backward(func))
 
 
-def _choose_chunk(budget_nbytes: int, chunk: int | str | None) -> int:
-    """The chunk size: as given, or the power of two from 64 KiB to 2 MiB that gives about 4,096 chunks."""
+def _choose_chunk(budget_nbytes: int, chunk: int | str | None, granule_nbytes: int) -> int:
+    """The chunk size: as given, or the power of two from the granule to 2 MiB that gives about 4,096 chunks."""
     if chunk is not None:
         nbytes = parse_nbytes(chunk)
-        if nbytes % GRANULE_NBYTES:
-            raise ValueError(f"chunk_nbytes={nbytes}: must be a multiple of {GRANULE_NBYTES}")
+        if nbytes % granule_nbytes:
+            raise ValueError(f"chunk_nbytes={nbytes}: must be a multiple of {granule_nbytes}")
     else:
-        nbytes = GRANULE_NBYTES
+        nbytes = granule_nbytes
         while nbytes < 2 << 20 and budget_nbytes // nbytes > 4096:
             nbytes *= 2
     if budget_nbytes < nbytes:
         raise ValueError(
             f"budget={budget_nbytes} bytes: less than one chunk ({nbytes} bytes). Options: a budget of at least "
-            f"{nbytes} bytes; a smaller chunk_nbytes (multiples of {GRANULE_NBYTES})."
+            f"{nbytes} bytes; a smaller chunk_nbytes (multiples of {granule_nbytes})."
         )
     return nbytes

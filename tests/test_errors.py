@@ -171,6 +171,33 @@ def test_allocation_on_another_thread() -> None:
             torch.zeros(200, 300) @ torch.zeros(200, 300)
 
 
+def test_an_op_that_goes_on_without_the_memory_that_it_was_refused_fails() -> None:
+    """It would take another algorithm, and so give other bits (as cuDNN does without a workspace)."""
+
+    def frugal(x: torch.Tensor) -> torch.Tensor:
+        try:
+            torch.empty(8 * MIB)
+        except torch.OutOfMemoryError:
+            return x + 1
+        return x + 2
+
+    library = torch.library.Library("ooc_test", "FRAGMENT")
+    library.define("frugal(Tensor x) -> Tensor")
+    library.impl("frugal", frugal, "CPU")
+    with ooc.Session("1MiB") as session:
+        x = torch.ones(40_000)
+        with pytest.raises(ooc.BudgetTooSmall, match=r"frugal(.|\n)*32.0 MiB"):
+            torch.ops.ooc_test.frugal(x)
+        for _ in range(5):
+            with session.step():
+                assert (x * 2).sum() == 80_000
+        with session.step(), pytest.raises(ooc.BudgetTooSmall):
+            torch.ops.ooc_test.frugal(x)
+        assert x.sum() == 40_000
+    assert torch.ops.ooc_test.frugal(x)[0] == 3
+    library._destroy()
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [

@@ -93,6 +93,7 @@ class CudaDriver:
         )
         self._process = os.getpid()
         self._is_closed = False
+        self._has_disowned = False
         self._handles: list[int] = []
         self._held: tuple[int, int] | None = None  # address and length of all addresses we hold
         self._num_places = num_chunks  # of the view, and of the arena once its addresses are held
@@ -216,6 +217,41 @@ class CudaDriver:
             wanted.append(Piece(start, stop, value._replace(access=access)))
         self._change(wanted, f"protect({address:#x}, {num_chunks} chunks, {access.value})")
 
+    def disown(self, address: int, num_chunks: int) -> None:
+        """The range is somebody else's from now on, as it is: mapped, with its memory, even when this is closed.
+
+        Whoever owns it unmaps it, which gives its memory back; its addresses are never used again.
+        """
+        place, rest = divmod(address - self._address(0), self._chunk_nbytes)
+        if rest or place < 0 or place + num_chunks > self._num_places:
+            raise ValueError(f"disown({address:#x}, {num_chunks} chunks): not whole chunks of the pool's addresses")
+        self._layout.assign([Piece(place, place + num_chunks, None)])
+        self._has_disowned = True
+
+    def give_chunks_back(self) -> None:
+        """Unmap all that is not disowned and release every chunk. `attach_new`, `disown` and `close` may follow."""
+        faults = self._give_chunks_back()
+        if faults:
+            raise MemoryFault(f"give_chunks_back: {len(faults)} driver calls failed. The first: {faults[0]}")
+
+    def attach_new(self, address: int, num_chunks: int) -> None:
+        """Map memory beside the pool at a range where nothing is mapped, and disown it."""
+        nbytes = num_chunks * self._chunk_nbytes
+        what = f"{nbytes} bytes beside the pool at {address:#x}"
+        handle = int(self._calls.call("cuMemCreate", nbytes, self._properties(), 0, what=what))
+        try:
+            self._calls.call("cuMemMap", address, nbytes, 0, handle, 0, what=what)
+            try:
+                wish = self._location(self._calls.bindings.CUmemAccessDesc())
+                wish.flags = self._calls.bindings.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+                self._calls.call("cuMemSetAccess", address, nbytes, [wish], 1, what=what)
+            except CudaFault:
+                self._calls.call("cuMemUnmap", address, nbytes, what=what)
+                raise
+        finally:
+            self._free(handle)
+        self.disown(address, num_chunks)
+
     def close(self) -> None:
         """Unmap everything, release every chunk, free the addresses, in this order. Idempotent.
 
@@ -228,13 +264,9 @@ class CudaDriver:
         self._is_closed = True
         if os.getpid() != self._process:
             return
-        faults: list[CudaFault] = []
-        for start, stop in self._mapped_stretches():
-            if self._gives_back(faults, functools.partial(self._unmap_stretch, start, stop, "close")):
-                self._layout.assign([Piece(start, stop, None)])
-        kept = [it for it in self._handles if not self._gives_back(faults, functools.partial(self._free, it))]
-        self._handles = kept
-        if self._held is not None and not self._mapped_stretches():
+        faults = self._give_chunks_back()
+        kept = self._handles
+        if self._held is not None and not self._mapped_stretches() and not self._has_disowned:
             address, nbytes = self._held
             what = f"close: {nbytes} bytes of addresses at {address:#x}"
             free = functools.partial(self._calls.call, "cuMemAddressFree", address, nbytes, what=what)
@@ -245,6 +277,15 @@ class CudaDriver:
                 f"close: {len(faults)} driver calls failed; {len(kept)} of {self._num_chunks} chunks are still held. "
                 f"Call close again to try what is left.\nThe first: {faults[0]}"
             ) from faults[0]
+
+    def _give_chunks_back(self) -> list[CudaFault]:
+        """What could not be given back stays in the books."""
+        faults: list[CudaFault] = []
+        for start, stop in self._mapped_stretches():
+            if self._gives_back(faults, functools.partial(self._unmap_stretch, start, stop, "close")):
+                self._layout.assign([Piece(start, stop, None)])
+        self._handles = [it for it in self._handles if not self._gives_back(faults, functools.partial(self._free, it))]
+        return faults
 
     def _gives_back(self, faults: list[CudaFault], operation: Callable[[], object]) -> bool:
         try:

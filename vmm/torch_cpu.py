@@ -1,94 +1,49 @@
 """The one place where vmm meets torch: its CPU allocator as a table of reservations.
 
 The native part (native/allocator.cpp) is installed once per process and never removed, since
-frees are routed by address for as long as the process lives. `CpuAllocator` is Python's view of
-its state; `Event` is one entry of its log.
+frees are routed by address for as long as the process lives.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 
 from vmm import native_build
+from vmm.table import (
+    ALLOC,
+    FREE,
+    GRANULE_NBYTES,
+    MODE_DEMAND,
+    MODE_OFF,
+    MODE_PLANNED,
+    PLANNED_ALLOC_DTYPE,
+    AllocatorTable,
+    Event,
+    PlanTables,
+)
 
-ALLOC: Final = 0
-FREE: Final = 1
-
-MODE_OFF: Final = 0
-MODE_DEMAND: Final = 1
-MODE_PLANNED: Final = 2
-
-GRANULE_NBYTES: Final = 1 << 16
-"""Arena addresses of variables are multiples of this; the smallest chunk."""
+__all__ = [
+    "ALLOC",
+    "FREE",
+    "GRANULE_NBYTES",
+    "MODE_DEMAND",
+    "MODE_OFF",
+    "MODE_PLANNED",
+    "PLANNED_ALLOC_DTYPE",
+    "AllocatorTable",
+    "CpuAllocator",
+    "Event",
+    "PlanTables",
+    "cpu_allocator",
+    "load_table",
+    "torch_build_flags",
+]
 
 _NATIVE = Path(__file__).parent / "native"
-_DRAIN_CAPACITY = 4096
-
-PLANNED_ALLOC_DTYPE: Final = np.dtype(
-    [("capacity", "u8"), ("role", "u4"), ("dead_start", "u4"), ("dead_stop", "u4"), ("reserved", "u4")]
-)
-"""numpy layout of `PlannedAlloc` in native/allocator.h."""
-
-
-class Event(NamedTuple):
-    """One entry of the allocator's log.
-
-    Attributes:
-        address: Start of the storage.
-        nbytes: As requested; for a free 0, or a survivor's size.
-        kind: `ALLOC` or `FREE`.
-        position: `2i + 1` inside op i of the step, `2i` between op i - 1 and op i.
-    """
-
-    address: int
-    nbytes: int
-    kind: int
-    position: int
-
-
-class _State(ctypes.Structure):
-    _fields_ = (
-        ("arena_start", ctypes.c_uint64),
-        ("arena_stop", ctypes.c_uint64),
-        ("threshold", ctypes.c_uint64),
-        ("mode", ctypes.c_int32),
-        ("session_open", ctypes.c_int32),
-        ("cold_allocate", ctypes.c_void_p),
-        ("plan", ctypes.c_void_p),
-        ("owner_thread", ctypes.c_uint64),
-        ("position", ctypes.c_uint32),
-        ("window_next", ctypes.c_uint32),
-        ("window_stop", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-        ("num_planned", ctypes.c_uint64),
-        ("num_cold", ctypes.c_uint64),
-        ("cold_ns", ctypes.c_uint64),
-        ("num_late_frees", ctypes.c_uint64),
-        ("num_events", ctypes.c_uint64),
-    )
-
-
-class PlanTables(ctypes.Structure):
-    """`PlanTables` of native/allocator.h. Whoever installs one keeps it and its arrays alive."""
-
-    _fields_ = (
-        ("allocs", ctypes.c_void_p),
-        ("must_be_dead", ctypes.c_void_p),
-        ("role_address", ctypes.c_void_p),
-        ("role_alive", ctypes.c_void_p),
-        ("num_roles", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-    )
-
-
-_COLD = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_uint64)
 
 
 def torch_build_flags() -> tuple[list[str], list[str]]:
@@ -97,105 +52,34 @@ def torch_build_flags() -> tuple[list[str], list[str]]:
     return [str(root / "include")], [str(root / "lib")]
 
 
-class CpuAllocator:
-    """The process's table allocator. One per process: use `cpu_allocator()`.
+def load_table(name: str, source: str) -> tuple[ctypes.CDLL, Path]:
+    """Build and load a library of native/ that holds a table, against the c10 of the torch that is running."""
+    include_dirs, library_dirs = torch_build_flags()
+    path = native_build.build(
+        name,
+        [_NATIVE / source, _NATIVE / "table.h", _NATIVE / "allocator.h"],
+        include_dirs=include_dirs,
+        library_dirs=library_dirs,
+        libraries=["c10", "dl"],
+        extra_flags=["-std=c++20", "-Wno-unused-parameter", "-Wno-unused-function"],
+        cache_key=torch.__version__,
+    )
+    return ctypes.CDLL(str(path)), path
 
-    Attributes:
-        state: The native state; its fields may be read and, where native/allocator.h says so, set.
-    """
+
+class CpuAllocator(AllocatorTable):
+    """The process's table behind CPU tensors. One per process: use `cpu_allocator()`."""
 
     def __init__(self, arena: tuple[int, int]) -> None:
-        include_dirs, library_dirs = torch_build_flags()
-        path = native_build.build(
-            "ooc_allocator",
-            [_NATIVE / "allocator.cpp", _NATIVE / "allocator.h"],
-            include_dirs=include_dirs,
-            library_dirs=library_dirs,
-            libraries=["c10"],
-            extra_flags=["-std=c++20", "-Wno-unused-parameter"],
-            cache_key=torch.__version__,
-        )
-        library = ctypes.CDLL(str(path))
+        library, _ = load_table("ooc_allocator", "allocator.cpp")
         library.vmm_allocator_install.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
-        library.vmm_allocator_state.restype = ctypes.POINTER(_State)
-        library.vmm_allocator_drain.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
-        library.vmm_allocator_drain.restype = ctypes.c_uint64
-        library.vmm_allocator_is_alive.argtypes = (ctypes.c_uint64,)
-        library.vmm_allocator_bind.argtypes = (ctypes.c_uint64, ctypes.c_int64)
-        library.vmm_allocator_survive.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
-        self._library = library
-        self.arena = arena
         status = library.vmm_allocator_install(*arena)
         if status != 0:
             raise RuntimeError(
                 f"cannot install the CPU allocator (status {status}): "
                 + {-1: "no address space for its tables", -3: "another allocator has a higher priority"}.get(status, "")
             )
-        self.state: Any = library.vmm_allocator_state().contents
-        self._buffer = np.empty(_DRAIN_CAPACITY, dtype=np.dtype("u8,u8,u4,u4"))
-        self._cold: Any = None
-        self.survivors: dict[int, int] = {}
-        """Address and bytes of variables that outlived their sessions and are still alive."""
-
-    def __repr__(self) -> str:
-        return f"<CpuAllocator mode={self.state.mode}, {self.state.num_planned} planned, {self.state.num_cold} cold>"
-
-    @property
-    def state_address(self) -> int:
-        """Where the native state lies, for the dispatch extension."""
-        return ctypes.addressof(self.state)
-
-    @property
-    def this_thread_function(self) -> int:
-        """Address of the native function that identifies the calling thread."""
-        return ctypes.cast(self._library.vmm_allocator_this_thread, ctypes.c_void_p).value or 0
-
-    def open(self, *, threshold_nbytes: int, cold_allocate: Callable[[int], int]) -> None:
-        """Route allocations of at least `threshold_nbytes` to `cold_allocate(nbytes) -> address` (0: no memory).
-
-        It is called on any thread, with the GIL, while the op that allocates waits. It must not raise.
-        """
-        self.drain()
-        self._cold = _COLD(cold_allocate)
-        self.state.threshold = threshold_nbytes
-        self.state.cold_allocate = ctypes.cast(self._cold, ctypes.c_void_p).value
-        self.state.plan = None
-        self.state.position = 0
-        self.state.session_open = 1
-        self.state.mode = MODE_DEMAND
-
-    def close(self) -> None:
-        """Send allocations to where they went before. What is still alive is freed by address later."""
-        self.state.mode = MODE_OFF
-        self.state.plan = None
-        self.state.session_open = 0
-        self.state.cold_allocate = None
-
-    def drain(self) -> list[Event]:
-        """Take the log's entries, oldest first."""
-        found: list[Event] = []
-        while self.state.num_events:
-            count = self._library.vmm_allocator_drain(self._buffer.ctypes.data, _DRAIN_CAPACITY)
-            found.extend(map(Event._make, self._buffer[:count].tolist()))
-            if count < _DRAIN_CAPACITY:
-                break
-        if self.survivors:
-            gone = [e.address for e in found if e.kind == FREE and self.survivors.pop(e.address, None) is not None]
-            found = [e for e in found if e.address not in gone] if gone else found
-        return found
-
-    def is_alive(self, address: int) -> bool:
-        """Whether the storage that starts at this address of the arena is alive."""
-        return bool(self._library.vmm_allocator_is_alive(address))
-
-    def bind(self, address: int, role: int) -> None:
-        """Let the live variable at `address` play `role` of the installed plan (-1: none)."""
-        self._library.vmm_allocator_bind(address, role)
-
-    def survive(self, address: int, nbytes: int) -> None:
-        """The live variable at `address` outlives its session: unmap `nbytes` there when it is freed."""
-        self._library.vmm_allocator_survive(address, nbytes)
-        self.survivors[address] = nbytes
+        super().__init__(library)
 
 
 _allocator: CpuAllocator | None = None

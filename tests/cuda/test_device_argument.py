@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import ooc
-import ooc.devices
+import ooc.cuda_device
 from ooc.cli import main
-from ooc.errors import DeviceUnavailable
-from vmm.fake_cuda import FakeCuda
+from ooc.cuda_device import CudaDevice, CudaMemory
+from ooc.errors import DeviceUnavailable, Refused, SessionError
+from ooc.fake_device import FakeCudaDevice
+from tests.cuda.cases import CudaSession as FakeSession
+from vmm.cuda_table import cuda_table
+from vmm.driver import MemoryFault
+from vmm.fake_cuda import CUresult, FakeCuda
+from vmm.store import StoreUnavailable
 
 
 def _without_gpu() -> Any:
@@ -27,15 +34,154 @@ def _without_gpu() -> Any:
 
 
 def test_cuda_without_a_driver_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ooc.devices, "load_bindings", _without_gpu)
+    monkeypatch.setattr(ooc.cuda_device, "load_bindings", _without_gpu)
     with pytest.raises(DeviceUnavailable, match=r"cuInit could not be called: Failed to dlopen(.|\n)*NVIDIA driver"):
         ooc.Session("64MiB", device="cuda")
 
 
-def test_cuda_with_a_driver_says_what_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ooc.devices, "load_bindings", FakeCuda)
-    with pytest.raises(DeviceUnavailable, match=r"there is a GPU, but(.|\n)*device='cpu'"):
-        ooc.Session("64MiB", device="cuda")
+class FakeTorch:
+    """torch's CUDA half in some state; it must not be asked to start."""
+
+    def __init__(self, *, version: str | None = "12.0", is_initialized: bool = False) -> None:
+        self.version = version
+        self._is_initialized = is_initialized
+
+    def is_initialized(self) -> bool:
+        return self._is_initialized
+
+
+def _device(fake: FakeCuda, **state: Any) -> CudaDevice:
+    return CudaDevice(bindings=fake, torch_cuda=FakeTorch(**state), host_budget_nbytes=1 << 20)
+
+
+def _refusal(expected: type[Exception], device: CudaDevice) -> str:
+    with pytest.raises(expected) as caught:
+        ooc.Session("64MiB", device=device)
+    assert ooc.session._current is None
+    return str(caught.value)
+
+
+def test_a_torch_without_cuda() -> None:
+    said = _refusal(DeviceUnavailable, _device(FakeCuda(), version=None))
+    assert "built without CUDA" in said and "device='cpu'" in said
+
+
+def test_a_driver_that_is_too_old() -> None:
+    said = _refusal(DeviceUnavailable, _device(FakeCuda(), version="13.0"))
+    assert "it knows CUDA 12.0" in said and "a driver for CUDA 13" in said
+
+
+def test_no_gpu_but_a_driver() -> None:
+    fake = FakeCuda()
+    fake.cuInit = lambda flags: (CUresult.CUDA_ERROR_NO_DEVICE,)  # type: ignore[method-assign]
+    assert "no CUDA device is visible" in _refusal(DeviceUnavailable, _device(fake))
+
+
+def test_cuda_was_started_before() -> None:
+    said = _refusal(SessionError, _device(FakeCuda(), is_initialized=True))
+    assert "initialised already" in said and "ooc run" in said
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
+    said = _refusal(Refused, _device(FakeCuda()))
+    assert f"unset {name}" in said
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert "unset" not in _refusal(SessionError, _device(FakeCuda(), is_initialized=True))
+
+
+def test_cudnn_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    assert "benchmark = False" in _refusal(Refused, _device(FakeCuda()))
+
+
+def _memory(fake: FakeCuda, num_chunks: int, **options: Any) -> CudaMemory:
+    """A device's memory as `CudaDevice.open` makes it, but without torch."""
+    chosen = {"host_budget_nbytes": 8 << 20, "staging_nbytes": 1 << 20, "file_directory": "/var/tmp", **options}
+    return CudaMemory(
+        table=cuda_table(),
+        num_chunks=num_chunks,
+        num_small_chunks=1,
+        chunk_nbytes=2 << 20,
+        bindings=fake,
+        current_stream=lambda: 0,
+        arena_nbytes=1 << 30,
+        **chosen,
+    )
+
+
+def test_a_device_without_virtual_memory_management() -> None:
+    fake = FakeCuda()
+    fake.cuDeviceGetAttribute = lambda attribute, device: (CUresult.CUDA_SUCCESS, 0)  # type: ignore[method-assign]
+    with pytest.raises(MemoryFault, match=r"no virtual memory management(.|\n)*Options: another device"):
+        _memory(fake, 4)
+    assert fake.left() == []
+
+
+def test_a_budget_above_the_free_memory_and_two_processes_on_one_card() -> None:
+    fake = FakeCuda(total_nbytes=32 << 20)
+    with pytest.raises(MemoryFault, match=r"needed 134217728 bytes\n *free +33554432(.|\n)*end other processes"):
+        _memory(fake, 64)
+    first = _memory(fake, 8)
+    with pytest.raises(MemoryFault, match=r"needed 25165824 bytes\n *free +16777216"):
+        _memory(fake, 12)
+    first.close()
+    assert fake.left() == []
+
+
+def test_host_memory_that_cannot_be_pinned() -> None:
+    fake = FakeCuda()
+    fake.cuMemHostAlloc = lambda nbytes, flags: (CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)  # type: ignore[method-assign]
+    with pytest.raises(MemoryFault, match=r"cannot pin(.|\n)*ulimit -l"):
+        _memory(fake, 4)
+    assert fake.left() == []
+
+
+def test_a_store_in_memory_is_no_store() -> None:
+    fake = FakeCuda()
+    with pytest.raises(StoreUnavailable, match="/dev/shm"):
+        _memory(fake, 4, file_directory="/dev/shm")
+    assert fake.left() == []
+
+
+def test_a_budget_is_rounded_down_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"), FakeSession((4 << 20) + 1000, device=FakeCudaDevice()) as session:
+        assert session.budget_nbytes == 4 << 20
+    assert "rounded down to 4194304 bytes" in caplog.text
+
+
+def test_a_budget_of_one_chunk() -> None:
+    with pytest.raises(ValueError, match="none is left"):
+        _memory(FakeCuda(), 1)
+    with pytest.raises(ValueError, match="less than one chunk"):
+        ooc.Session("1MiB", device=_device(FakeCuda()))
+
+
+def test_a_host_budget_is_for_a_gpu() -> None:
+    with pytest.raises(ValueError, match=r"host_budget='1GiB': only for device='cuda'"):
+        ooc.Session("64MiB", host_budget="1GiB")
+
+
+def test_graphs_are_refused_by_name_and_compilation_is_announced(caplog: pytest.LogCaptureFixture) -> None:
+    """Only while a session is open."""
+    before = torch.compile
+    memory = _memory(FakeCuda(), 4)
+    for capture in (
+        lambda: torch.cuda.graphs.graph.__enter__(None),
+        lambda: torch.cuda.graphs.CUDAGraph.capture_begin(None),
+        lambda: torch.cuda.make_graphed_callables(None, None),
+    ):
+        with pytest.raises(Refused, match="CUDA graph capture in a session"):
+            capture()
+    with caplog.at_level("WARNING"):
+        torch.compile(lambda x: x)
+    assert "runs eagerly" in caplog.text
+    assert not torch._C._is_multithreading_enabled()
+    memory.close()
+    memory.close()
+    assert torch.compile is before
+    assert torch._C._is_multithreading_enabled()
 
 
 def test_no_such_device() -> None:
@@ -48,6 +194,6 @@ def test_the_command_line_passes_it_on(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise AssertionError('must not run')")
-    monkeypatch.setattr(ooc.devices, "load_bindings", _without_gpu)
+    monkeypatch.setattr(ooc.cuda_device, "load_bindings", _without_gpu)
     assert main(["run", "--budget", "64MiB", "--device", "cuda", str(script)]) == 2
     assert "ooc run: device='cuda': this machine cannot run it" in capsys.readouterr().err

@@ -1,141 +1,29 @@
-// torch's CPU allocator, as a table: large allocations of a session come from planned
-// reservations or from the cold path (Python); all else goes to the allocator that was there
-// before. Compiled against c10's headers only.
-//
-// Rules that hold here:
-//  * The hot path (serve a planned allocation, note a free) takes no GIL and calls no Python.
-//  * A free arrives on any thread, possibly long after its session has ended (oneDNN keeps
-//    buffers): it is routed by address for ever, so the allocator is never uninstalled.
-//  * The context pointer equals the data pointer, since oneDNN uses raw_allocate.
-//  * null is never returned to torch: c10::OutOfMemoryError is thrown.
+// torch's CPU allocator, as a table (table.h): large allocations of a session come from planned
+// reservations or from the cold path; all else goes to the allocator that was there before.
+// The context pointer equals the data pointer, since oneDNN uses raw_allocate.
 
-#include "allocator.h"
+#include "table.h"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
-#include <c10/util/Exception.h>
-
-#include <pthread.h>
-#include <sys/mman.h>
-
-#include <chrono>
-#include <cstring>
-#include <mutex>
-#include <vector>
 
 namespace vmm {
 namespace {
 
-State g_state;
 c10::Allocator* g_previous = nullptr;
 
-// Per granule of the arena, at the first granule of each live variable.
-uint8_t* g_alive = nullptr;
-uint32_t* g_role = nullptr;      // role + 1, or 0
-uint32_t* g_survivor = nullptr;  // granules of a variable that outlived its session, or 0
-
-std::mutex g_log_mutex;
-std::vector<Event>& log_events() {
-  static auto* events = new std::vector<Event>();  // leaked: frees outlive static destruction
-  return *events;
-}
-
-uint64_t this_thread() {
-  static thread_local char marker;
-  return reinterpret_cast<uint64_t>(&marker);
-}
-
-bool in_arena(uint64_t address) {
-  return address >= g_state.arena_start.load(std::memory_order_relaxed) &&
-         address < g_state.arena_stop.load(std::memory_order_relaxed);
-}
-
-uint64_t granule_of(uint64_t address) {
-  return (address - g_state.arena_start.load(std::memory_order_relaxed)) >> kGranuleShift;
-}
-
-// Append to the log; the caller holds g_log_mutex, under which it also changes g_alive: the log's
-// order is then the order in which addresses really changed hands.
-void append(uint32_t kind, uint64_t address, uint64_t nbytes) {
-  const uint32_t position = g_state.position.load(std::memory_order_relaxed);
-  log_events().push_back(Event{address, nbytes, kind, position});
-  g_state.num_events.store(log_events().size(), std::memory_order_relaxed);
+// Its bytes are ordinary memory at the old address: unmap them.
+void give_back_survivor(void* pointer, uint64_t nbytes) {
+  mmap(pointer, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
 
 void release(void* pointer) {
   const auto address = reinterpret_cast<uint64_t>(pointer);
-  if (!in_arena(address)) {
+  if (in_arena(address)) {
+    release_in_arena(address);
+  } else {
     g_previous->raw_deleter()(pointer);
-    return;
   }
-  const uint64_t granule = granule_of(address);
-  std::lock_guard<std::mutex> lock(g_log_mutex);
-  if (g_survivor[granule] != 0) {
-    // Its session has ended and its bytes are ordinary memory at the old address: unmap them.
-    const uint64_t nbytes = g_survivor[granule] * kGranule;
-    g_survivor[granule] = 0;
-    __atomic_store_n(&g_alive[granule], uint8_t{0}, __ATOMIC_RELEASE);
-    mmap(pointer, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-    append(kFree, address, nbytes);
-    return;
-  }
-  const uint32_t role = g_role[granule];
-  g_role[granule] = 0;
-  if (role != 0) {
-    const PlanTables* plan = g_state.plan.load(std::memory_order_acquire);
-    if (plan != nullptr && role - 1 < plan->num_roles) {
-      __atomic_store_n(&plan->role_alive[role - 1], uint8_t{0}, __ATOMIC_RELEASE);
-    }
-  }
-  __atomic_store_n(&g_alive[granule], uint8_t{0}, __ATOMIC_RELEASE);
-  append(kFree, address, 0);
-}
-
-// The planned reservation for an allocation of nbytes inside the current op, or 0.
-uint64_t serve_planned(uint64_t nbytes) {
-  const PlanTables* plan = g_state.plan.load(std::memory_order_acquire);
-  uint32_t pick = g_state.window_stop;
-  for (uint32_t i = g_state.window_next; i < g_state.window_stop; ++i) {
-    if (plan->allocs[i].capacity == nbytes) {
-      pick = i;
-      break;
-    }
-  }
-  if (pick == g_state.window_stop) {
-    // Another size than planned (data-dependent): the next entry that is large enough will do.
-    for (uint32_t i = g_state.window_next; i < g_state.window_stop; ++i) {
-      if (plan->allocs[i].capacity >= nbytes) {
-        pick = i;
-        break;
-      }
-    }
-  }
-  if (pick == g_state.window_stop) return 0;
-  const PlannedAlloc& entry = plan->allocs[pick];
-  for (uint32_t i = entry.dead_start; i < entry.dead_stop; ++i) {
-    if (__atomic_load_n(&plan->role_alive[plan->must_be_dead[i]], __ATOMIC_ACQUIRE)) {
-      g_state.num_late_frees.fetch_add(1, std::memory_order_relaxed);
-      return 0;
-    }
-  }
-  const uint64_t address = plan->role_address[entry.role];
-  const uint64_t granule = granule_of(address);
-  if (address == 0 || g_alive[granule]) return 0;
-  g_state.window_next = pick + 1;
-  g_role[granule] = entry.role + 1;
-  __atomic_store_n(&plan->role_alive[entry.role], uint8_t{1}, __ATOMIC_RELEASE);
-  return address;
-}
-
-uint64_t serve_cold(uint64_t nbytes) {
-  const ColdAllocate cold = g_state.cold_allocate.load(std::memory_order_acquire);
-  if (cold == nullptr) return 0;
-  const auto start = std::chrono::steady_clock::now();
-  const uint64_t address = cold(nbytes);
-  const auto spent = std::chrono::steady_clock::now() - start;
-  g_state.cold_ns.fetch_add(std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
-  g_state.num_cold.fetch_add(1, std::memory_order_relaxed);
-  return address;
 }
 
 class TableAllocator final : public c10::Allocator {
@@ -145,22 +33,7 @@ class TableAllocator final : public c10::Allocator {
     if (mode == kOff || nbytes < g_state.threshold.load(std::memory_order_relaxed)) {
       return g_previous->allocate(nbytes);
     }
-    uint64_t address = 0;
-    if (mode == kPlanned && (g_state.position.load(std::memory_order_relaxed) & 1) != 0 &&
-        g_state.owner_thread.load(std::memory_order_relaxed) == this_thread()) {
-      address = serve_planned(nbytes);
-      if (address != 0) g_state.num_planned.fetch_add(1, std::memory_order_relaxed);
-    }
-    if (address == 0) address = serve_cold(nbytes);
-    TORCH_CHECK_WITH(
-        OutOfMemoryError, address != 0,
-        "ooc: cannot allocate ", nbytes, " bytes within the session's budget");
-    {
-      std::lock_guard<std::mutex> lock(g_log_mutex);
-      __atomic_store_n(&g_alive[granule_of(address)], uint8_t{1}, __ATOMIC_RELEASE);
-      append(kAlloc, address, nbytes);
-    }
-    void* pointer = reinterpret_cast<void*>(address);
+    void* pointer = reinterpret_cast<void*>(serve(nbytes, mode));
     return {pointer, pointer, &release, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -171,26 +44,8 @@ class TableAllocator final : public c10::Allocator {
 
 TableAllocator g_allocator;
 
-// A fork: the log's mutex must not be left locked in the child, where no session is open.
-void before_fork() { g_log_mutex.lock(); }
-void after_fork_in_parent() { g_log_mutex.unlock(); }
-void after_fork_in_child() {
-  g_log_mutex.unlock();
-  g_state.mode = kOff;
-  g_state.plan = nullptr;
-  g_state.session_open = 0;
-  g_state.cold_allocate = nullptr;
-}
-
-void* zeroed(uint64_t nbytes) {
-  void* p = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  return p == MAP_FAILED ? nullptr : p;
-}
-
 }  // namespace
 }  // namespace vmm
-
-#define VMM_EXPORT __attribute__((visibility("default")))
 
 extern "C" {
 
@@ -199,50 +54,11 @@ extern "C" {
 VMM_EXPORT int vmm_allocator_install(uint64_t arena_start, uint64_t arena_stop) {
   using namespace vmm;
   if (g_previous != nullptr) return g_state.arena_start == arena_start && g_state.arena_stop == arena_stop ? 0 : -2;
-  const uint64_t granules = (arena_stop - arena_start) >> kGranuleShift;
-  g_alive = static_cast<uint8_t*>(zeroed(granules));
-  g_role = static_cast<uint32_t*>(zeroed(granules * sizeof(uint32_t)));
-  g_survivor = static_cast<uint32_t*>(zeroed(granules * sizeof(uint32_t)));
-  if (g_alive == nullptr || g_role == nullptr || g_survivor == nullptr) return -1;
-  g_state.arena_start = arena_start;
-  g_state.arena_stop = arena_stop;
+  if (!make_tables(arena_start, arena_stop)) return -1;
   g_previous = c10::GetCPUAllocator();
   if (pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child) != 0) return -1;
   c10::SetCPUAllocator(&g_allocator, 0);
   return c10::GetCPUAllocator() == &g_allocator ? 0 : -3;
 }
-
-VMM_EXPORT vmm::State* vmm_allocator_state() { return &vmm::g_state; }
-
-// Move up to `capacity` of the oldest events into `out`; returns how many.
-VMM_EXPORT uint64_t vmm_allocator_drain(vmm::Event* out, uint64_t capacity) {
-  using namespace vmm;
-  std::lock_guard<std::mutex> lock(g_log_mutex);
-  auto& events = log_events();
-  const uint64_t count = events.size() < capacity ? events.size() : capacity;
-  std::memcpy(static_cast<void*>(out), events.data(), count * sizeof(Event));
-  events.erase(events.begin(), events.begin() + count);
-  g_state.num_events.store(events.size(), std::memory_order_relaxed);
-  return count;
-}
-
-// Whether the storage that starts at this arena address is alive.
-VMM_EXPORT int vmm_allocator_is_alive(uint64_t address) {
-  return vmm::in_arena(address) ? __atomic_load_n(&vmm::g_alive[vmm::granule_of(address)], __ATOMIC_ACQUIRE) : 0;
-}
-
-// Say which role (or -1: none) the live variable at this address plays, so that its free is noted.
-VMM_EXPORT void vmm_allocator_bind(uint64_t address, int64_t role) {
-  vmm::g_role[vmm::granule_of(address)] = static_cast<uint32_t>(role + 1);
-}
-
-// From now on the live variable at this address is ordinary memory of `nbytes` (whole granules),
-// to be unmapped when it is freed.
-VMM_EXPORT void vmm_allocator_survive(uint64_t address, uint64_t nbytes) {
-  std::lock_guard<std::mutex> lock(vmm::g_log_mutex);
-  vmm::g_survivor[vmm::granule_of(address)] = static_cast<uint32_t>((nbytes + vmm::kGranule - 1) / vmm::kGranule);
-}
-
-VMM_EXPORT uint64_t vmm_allocator_this_thread() { return vmm::this_thread(); }
 
 }  // extern "C"

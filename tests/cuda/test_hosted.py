@@ -1,0 +1,164 @@
+"""Training runs through the table behind torch's CUDA allocator, over the fake driver, in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+START = """
+import gc, torch, ooc
+from tests.cuda.hosted import CHUNK_NBYTES, HostedDevice
+from vmm.cuda_table import cuda_table
+
+def train(num_steps, session=None, keep=None):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[m for _ in range(6) for m in (torch.nn.Linear(256, 256), torch.nn.GELU())])
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    losses = []
+    for index in range(num_steps):
+        with session.step() if session else torch.enable_grad():
+            x = torch.full((512, 256), 0.01 * (index + 1))
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item().hex())
+            del x, loss
+    if keep is not None:
+        keep.extend(p.detach() for p in model.parameters())
+    return losses
+
+expected_parameters = []
+expected = train(7, keep=expected_parameters)
+"""
+
+
+def run(script: str) -> str:
+    """Run it after `START`, in a process of its own. What it printed."""
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", START + script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_training_is_bit_equal_and_every_byte_is_in_the_budget() -> None:
+    run("""
+device = HostedDevice(num_chunks=96)
+before = len(cuda_table().numbers())
+kept = []
+with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+    numbers = cuda_table().numbers()
+    assert numbers["unmanaged"]["num_blocks"]["allocated"] == 0, numbers
+    assert train(7, session, keep=kept) == expected
+    modes = [row.mode for row in session.steps.rows]
+    assert modes[-2:] == ["planned", "planned"], modes
+    assert session.steps.rows[-1].evicted_nbytes > 0
+    numbers = cuda_table().numbers()
+    assert numbers["small"]["num_blocks"]["peak"] > 10, numbers  # biases and the like
+    assert numbers["unmanaged"]["num_blocks"]["allocated"] == 0, numbers
+    assert cuda_table().state.num_planned > 50
+    assert session.report()["peak_nbytes"] + numbers["small"]["nbytes"]["peak"] <= 96 * CHUNK_NBYTES
+    assert all(torch.equal(a, b) for a, b in zip(kept, expected_parameters))
+    del kept, numbers
+    gc.collect()
+assert device.fake.races == (), device.fake.races[0]
+assert device.fake.left() == [], device.fake.left()
+""")
+
+
+@pytest.mark.parametrize("num_chunks", [96, 200])
+def test_what_outlives_its_session_keeps_address_and_bytes(num_chunks: int) -> None:
+    """In memory or away: it is unmapped, once, when it is freed, and everything is given back then."""
+    run(f"""
+device = HostedDevice(num_chunks={num_chunks})
+kept = []
+with ooc.Session({num_chunks} * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+    assert train(7, session, keep=kept) == expected
+    addresses = [session._dispatcher.address(t) for t in kept]
+    more = torch.ones(60 * CHUNK_NBYTES // 4)  # drives some of them out
+assert any(addresses)
+held = device.fake.num_calls["cuMemUnmap"]
+for tensor, other, address in zip(kept, expected_parameters, addresses):
+    assert not address or tensor.data_ptr() == address
+    assert torch.equal(tensor, other)
+assert more.sum() == more.numel()
+assert device.unmapped == []
+later = torch.ones(CHUNK_NBYTES)  # no session: from the driver
+assert cuda_table().numbers()["unmanaged"]["num_blocks"]["current"] == 1
+del tensor, other, more, later, kept
+gc.collect()
+assert len(device.unmapped) == len(set(device.unmapped)) > 6, device.unmapped
+left = device.fake.left()
+assert all("addresses" in it for it in left), left
+numbers = cuda_table().numbers()
+assert [numbers[p]["num_blocks"]["current"] for p in ("large", "small", "unmanaged")] == [0, 0, 0], numbers
+""")
+
+
+def test_out_of_memory_is_torchs_own_error_and_counted() -> None:
+    run("""
+device = HostedDevice(num_chunks=32)
+with ooc.Session(32 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+    try:
+        torch.zeros(64 * CHUNK_NBYTES // 4)
+    except torch.OutOfMemoryError as error:
+        assert "budget" in str(error), error
+    else:
+        raise AssertionError("twice the budget was allocated")
+    assert cuda_table().numbers()["num_refused"] > 0
+    assert torch.ones(4 * CHUNK_NBYTES // 4).sum() == CHUNK_NBYTES
+assert device.fake.left() == []
+""")
+
+
+def test_small_blocks_beyond_their_part_take_chunks() -> None:
+    run("""
+device = HostedDevice(num_chunks=64)
+with ooc.Session(64 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+    many = [torch.full((4096,), float(i)) for i in range(40)]  # 16 KiB each; 4 chunks of heap hold 16
+    numbers = cuda_table().numbers()
+    assert numbers["small"]["num_blocks"]["current"] == 16, numbers
+    assert all(bool((t == i).all()) for i, t in enumerate(many))
+    first = many[0].data_ptr()
+    del many[0], many[0], many[0]
+    again = torch.empty(7000)  # where three neighbours were freed
+    assert again.data_ptr() == first
+    del many, again
+assert device.fake.left() == []
+""")
+
+
+def test_torchs_own_figures_are_ours() -> None:
+    run("""
+device = HostedDevice(num_chunks=96)
+torch.cuda.memory.is_initialized = lambda: True
+torch.cuda.memory._get_device_index = lambda device, optional: 0
+with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+    assert torch.cuda.memory_allocated() == 0
+    x = torch.ones(4 * CHUNK_NBYTES // 4)
+    y = torch.ones(100)
+    assert torch.cuda.memory_allocated() == 4 * CHUNK_NBYTES + 400, torch.cuda.memory_allocated()
+    del x
+    assert torch.cuda.memory_allocated() == 400
+    assert torch.cuda.max_memory_allocated() == 4 * CHUNK_NBYTES + 400
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_accumulated_memory_stats()
+    assert torch.cuda.max_memory_allocated() == 400
+    assert torch.cuda.memory_reserved() == torch.cuda.max_memory_reserved() == 96 * CHUNK_NBYTES
+    stats = torch.cuda.memory_stats()
+    assert stats["allocation.small_pool.current"] == 1 and stats["num_ooms"] == 0
+    torch.cuda.empty_cache()
+    del y
+assert torch.cuda.memory_reserved() == 0
+""")

@@ -1,0 +1,127 @@
+"""The table behind torch's CUDA allocator (native/cuda_allocator.cpp), as Python sees it.
+
+torch gets the library's path and the names of two functions; what those do is decided here and by the
+session. The library needs no CUDA header and links no CUDA library: the driver calls come as pointers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Final
+
+from vmm.driver import MemoryFault
+from vmm.table import AllocatorTable
+from vmm.torch_cpu import load_table
+
+__all__ = ["ALLOCATE", "FREE", "CudaTable", "DriverPointers", "cuda_table", "driver_pointers"]
+
+ALLOCATE: Final = "vmm_cuda_allocate"
+FREE: Final = "vmm_cuda_free"
+"""What torch's CUDAPluggableAllocator looks for in the library."""
+
+_POOLS = ("large", "small", "unmanaged")
+_COUNTS = ("current", "peak", "allocated", "freed")
+
+
+class DriverPointers(ctypes.Structure):
+    """Addresses of the driver calls that the library makes by itself."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("allocate", "free", "synchronize", "unmap"))
+
+
+class _Count(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in _COUNTS)
+
+
+class _Pool(ctypes.Structure):
+    _fields_ = (("num_blocks", _Count), ("nbytes", _Count))
+
+
+class _Numbers(ctypes.Structure):
+    _fields_ = (*((name, _Pool) for name in _POOLS), ("num_refused", ctypes.c_uint64))
+
+
+def driver_pointers() -> DriverPointers:
+    """The real driver's. Raises MemoryFault where there is none."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        names = ("cuMemAlloc_v2", "cuMemFree_v2", "cuCtxSynchronize", "cuMemUnmap")
+        found = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
+    except (OSError, AttributeError) as error:
+        raise MemoryFault(
+            f"the CUDA driver's library cannot be used: {error}\n  Options: install the NVIDIA driver; device='cpu'."
+        ) from error
+    return DriverPointers(*found)
+
+
+class CudaTable(AllocatorTable):
+    """The process's table behind CUDA tensors. One per process: use `cuda_table()`.
+
+    Attributes:
+        path: The library, for torch.
+        is_installed: Whether torch allocates by it.
+        reserved_nbytes: The open session's pool, for torch's figures; 0: none is open.
+    """
+
+    def __init__(self) -> None:
+        library, self.path = load_table("ooc_cuda_allocator", "cuda_allocator.cpp")
+        library.vmm_cuda_install.argtypes = (DriverPointers,)
+        library.vmm_cuda_begin.argtypes = (*[ctypes.c_uint64] * 4, ctypes.c_int)
+        library.vmm_cuda_outlives.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
+        library.vmm_cuda_numbers.restype = ctypes.POINTER(_Numbers)
+        super().__init__(library)
+        self.is_installed = False
+        self.reserved_nbytes = 0
+        self._pointers: DriverPointers | None = None
+
+    def install(self, pointers: DriverPointers) -> None:
+        """Let the library make these driver calls. Before torch gets its functions."""
+        self._pointers = pointers  # keeps what Python may have put there
+        if self._library.vmm_cuda_install(pointers) != 0:
+            raise RuntimeError("cannot install the CUDA allocator: pthread_atfork failed")
+
+    def begin(self, arena: tuple[int, int], small: tuple[int, int], device_index: int) -> None:
+        """A session begins; small blocks come from `small`, which is always mapped and not of the arena."""
+        if self._library.vmm_cuda_begin(*arena, *small, device_index) != 0:
+            raise MemoryFault("no address space for the CUDA allocator's tables: is there a limit (ulimit -v)?")
+        self.drain()
+
+    def end(self) -> bool:
+        """The session ends. Whether small blocks are alive, so that their memory must stay mapped."""
+        return bool(self._library.vmm_cuda_end())
+
+    def outlives(self, address: int, nbytes: int) -> None:
+        """The live variable there outlives its session: unmap so many bytes when it is freed."""
+        self._library.vmm_cuda_outlives(address, nbytes)
+
+    def reset_peaks(self) -> None:
+        """From now on peaks are counted anew."""
+        self._library.vmm_cuda_reset_peaks()
+
+    def numbers(self) -> dict[str, Any]:
+        """Per pool (large, small, unmanaged) counts of `num_blocks` and `nbytes`; and `num_refused`."""
+        found = self._library.vmm_cuda_numbers().contents
+        pools: dict[str, Any] = {
+            pool: {
+                kind: {count: getattr(getattr(getattr(found, pool), kind), count) for count in _COUNTS}
+                for kind in ("num_blocks", "nbytes")
+            }
+            for pool in _POOLS
+        }
+        return {**pools, "num_refused": found.num_refused}
+
+    @property
+    def record_stream_function(self) -> int:
+        """Address of what torch is to call for `record_stream`."""
+        return ctypes.cast(self._library.vmm_cuda_record_stream, ctypes.c_void_p).value or 0
+
+
+_table: CudaTable | None = None
+
+
+def cuda_table() -> CudaTable:
+    """The process's table, built and loaded on first use."""
+    global _table
+    if _table is None:
+        _table = CudaTable()
+    return _table

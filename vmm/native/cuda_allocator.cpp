@@ -1,0 +1,311 @@
+// What torch's CUDAPluggableAllocator calls, as a table (table.h). Large allocations of a session come
+// from planned reservations or from the cold path; small ones from a heap in a part of the pool that is
+// always mapped, so that they, too, are within the budget; without a session, from the driver.
+//
+// No CUDA header is needed: the four driver calls come as pointers (vmm_cuda_install), so that all of
+// this runs where there is no GPU. A stream is a pointer that nobody looks into: the session keeps all
+// compute work in one chain, so memory that is freed and handed out again is in order by itself.
+//
+// Blocks that outlive their session stay mapped where they are, and are unmapped when they are freed.
+
+#include "table.h"
+
+#include <sys/types.h>
+
+#include <map>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+namespace vmm {
+namespace {
+
+struct DriverCalls {
+  int (*allocate)(uint64_t* address, size_t nbytes);  // cuMemAlloc_v2
+  int (*free)(uint64_t address);                      // cuMemFree_v2
+  int (*synchronize)();                               // cuCtxSynchronize
+  int (*unmap)(uint64_t address, size_t nbytes);      // cuMemUnmap
+};
+
+DriverCalls g_driver;
+bool g_is_installed = false;
+std::atomic<int> g_device{-1};  // of the open session
+
+constexpr uint64_t kBlock = 512;  // torch's caching allocator aligns so, and kernels rely on some of it
+
+// Best fit, neighbours joined; of equals the lowest address, so that equal programs get equal addresses.
+class Heap {
+ public:
+  Heap(uint64_t start, uint64_t stop) : start_(start), stop_(stop) { insert(start, stop - start); }
+
+  bool holds(uint64_t address) const { return address >= start_ && address < stop_; }
+  uint64_t start() const { return start_; }
+  uint64_t nbytes() const { return stop_ - start_; }
+  bool is_empty() const { return live_.empty(); }
+
+  // 0 where there is no room.
+  uint64_t take(uint64_t nbytes) {
+    nbytes = (nbytes + kBlock - 1) / kBlock * kBlock;
+    const auto found = by_size_.lower_bound({nbytes, 0});
+    if (found == by_size_.end()) return 0;
+    const auto [length, address] = *found;
+    erase(address, length);
+    if (length > nbytes) insert(address + nbytes, length - nbytes);
+    live_[address] = nbytes;
+    return address;
+  }
+
+  // False: nothing is alive there.
+  bool give(uint64_t address) {
+    const auto found = live_.find(address);
+    if (found == live_.end()) return false;
+    uint64_t length = found->second;
+    live_.erase(found);
+    const auto after = by_address_.find(address + length);
+    if (after != by_address_.end()) {
+      const uint64_t more = after->second;
+      erase(address + length, more);
+      length += more;
+    }
+    auto before = by_address_.lower_bound(address);
+    if (before != by_address_.begin() && (--before)->first + before->second == address) {
+      const auto [first, more] = *before;
+      erase(first, more);
+      address = first;
+      length += more;
+    }
+    insert(address, length);
+    return true;
+  }
+
+ private:
+  void insert(uint64_t address, uint64_t length) {
+    by_address_[address] = length;
+    by_size_.insert({length, address});
+  }
+  void erase(uint64_t address, uint64_t length) {
+    by_address_.erase(address);
+    by_size_.erase({length, address});
+  }
+
+  uint64_t start_, stop_;
+  std::map<uint64_t, uint64_t> by_address_;
+  std::set<std::pair<uint64_t, uint64_t>> by_size_;
+  std::unordered_map<uint64_t, uint64_t> live_;
+};
+
+std::mutex g_mutex;  // of all below
+Heap* g_heap = nullptr;  // of the open session
+std::vector<Heap*>& closed_heaps() {
+  static auto* heaps = new std::vector<Heap*>();
+  return *heaps;
+}
+// Large variables of closed sessions that are still alive: address and bytes to unmap.
+std::unordered_map<uint64_t, uint64_t>& outliving() {
+  static auto* found = new std::unordered_map<uint64_t, uint64_t>();
+  return *found;
+}
+
+// What torch.cuda.memory_stats tells. Laid out for ctypes.
+struct Count {
+  uint64_t current, peak, allocated, freed;
+  void add(uint64_t n) {
+    current += n;
+    allocated += n;
+    if (current > peak) peak = current;
+  }
+  void remove(uint64_t n) {
+    current -= n;
+    freed += n;
+  }
+};
+struct Pool {
+  Count num_blocks, nbytes;
+};
+struct Numbers {
+  Pool large, small, unmanaged;
+  uint64_t num_refused;
+};
+Numbers g_numbers;
+std::unordered_map<uint64_t, std::pair<uint64_t, Pool*>>& blocks() {
+  static auto* found = new std::unordered_map<uint64_t, std::pair<uint64_t, Pool*>>();
+  return *found;
+}
+
+void note_taken(uint64_t address, uint64_t nbytes, Pool* pool) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  blocks()[address] = {nbytes, pool};
+  pool->num_blocks.add(1);
+  pool->nbytes.add(nbytes);
+}
+
+void note_given(uint64_t address) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  const auto found = blocks().find(address);
+  if (found == blocks().end()) return;
+  const auto [nbytes, pool] = found->second;
+  pool->num_blocks.remove(1);
+  pool->nbytes.remove(nbytes);
+  blocks().erase(found);
+}
+
+void give_back_survivor(void*, uint64_t) {}  // `outliving` has them: their arena may be gone
+
+uint64_t take_small(uint64_t nbytes) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  return g_heap != nullptr ? g_heap->take(nbytes) : 0;
+}
+
+// Unmap what nothing uses any more. The host must have seen the end of its last use.
+void unmap(uint64_t address, uint64_t nbytes) {
+  if (g_driver.synchronize() == 0) g_driver.unmap(address, nbytes);  // a lost context has no mappings either
+}
+
+// Whether a small block, or a variable of a closed session, was at this address; it is no more.
+bool give_to_heaps(uint64_t address) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  if (g_heap != nullptr && g_heap->holds(address)) return g_heap->give(address);
+  auto& heaps = closed_heaps();
+  for (size_t i = 0; i < heaps.size(); ++i) {
+    if (!heaps[i]->holds(address)) continue;
+    heaps[i]->give(address);
+    if (heaps[i]->is_empty()) {
+      unmap(heaps[i]->start(), heaps[i]->nbytes());
+      delete heaps[i];
+      heaps.erase(heaps.begin() + i);
+    }
+    return true;
+  }
+  const auto found = outliving().find(address);
+  if (found == outliving().end()) return false;
+  unmap(address, found->second);
+  outliving().erase(found);
+  return true;
+}
+
+uint64_t take_unmanaged(uint64_t nbytes) {
+  uint64_t address = 0;
+  const int result = g_driver.allocate(&address, nbytes);
+  if (result != 0) {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    ++g_numbers.num_refused;
+  }
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, result == 0,
+      "ooc: the driver cannot allocate ", nbytes, " bytes outside of a session (CUDA result ", result, ")");
+  return address;
+}
+
+}  // namespace
+}  // namespace vmm
+
+extern "C" {
+
+// The four driver calls. Once, before torch gets the functions below.
+VMM_EXPORT int vmm_cuda_install(vmm::DriverCalls calls) {
+  using namespace vmm;
+  g_driver = calls;
+  if (g_is_installed) return 0;
+  g_is_installed = true;
+  return pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
+}
+
+// A session begins: its arena, and the part of its pool for small blocks (always mapped, outside the arena).
+// What the last session left alive was handed over by vmm_cuda_end.
+VMM_EXPORT int vmm_cuda_begin(uint64_t arena_start, uint64_t arena_stop, uint64_t small_start, uint64_t small_stop,
+                              int device) {
+  using namespace vmm;
+  const uint64_t granules = (g_state.arena_stop - g_state.arena_start) >> kGranuleShift;
+  if (g_alive != nullptr) munmap(g_alive, granules);
+  if (g_role != nullptr) munmap(g_role, granules * sizeof(uint32_t));
+  if (g_survivor != nullptr) munmap(g_survivor, granules * sizeof(uint32_t));
+  g_alive = nullptr;
+  g_role = g_survivor = nullptr;
+  g_state.arena_start = g_state.arena_stop = 0;
+  if (!make_tables(arena_start, arena_stop)) return -1;
+  std::lock_guard<std::mutex> lock(g_mutex);
+  g_device = device;
+  g_heap = small_stop > small_start ? new Heap(small_start, small_stop) : nullptr;
+  return 0;
+}
+
+// The session ends. What vmm_cuda_outlives names, and its small blocks, live on; the arena is nobody's.
+// Returns whether small blocks are alive: their part of the pool must stay mapped.
+VMM_EXPORT int vmm_cuda_end() {
+  using namespace vmm;
+  g_state.arena_stop.store(g_state.arena_start.load());
+  std::lock_guard<std::mutex> lock(g_mutex);
+  if (g_heap == nullptr) return 0;
+  const bool is_used = !g_heap->is_empty();
+  if (is_used) {
+    closed_heaps().push_back(g_heap);
+  } else {
+    delete g_heap;
+  }
+  g_heap = nullptr;
+  return is_used;
+}
+
+// A large variable outlives its session: `nbytes` are to be unmapped at its address when it is freed.
+VMM_EXPORT void vmm_cuda_outlives(uint64_t address, uint64_t nbytes) {
+  std::lock_guard<std::mutex> lock(vmm::g_mutex);
+  vmm::outliving()[address] = nbytes;
+}
+
+VMM_EXPORT vmm::Numbers* vmm_cuda_numbers() { return &vmm::g_numbers; }
+
+VMM_EXPORT void vmm_cuda_reset_peaks() {
+  std::lock_guard<std::mutex> lock(vmm::g_mutex);
+  for (vmm::Pool* pool : {&vmm::g_numbers.large, &vmm::g_numbers.small, &vmm::g_numbers.unmanaged}) {
+    pool->num_blocks.peak = pool->num_blocks.current;
+    pool->nbytes.peak = pool->nbytes.current;
+  }
+}
+
+VMM_EXPORT void* vmm_cuda_allocate(ssize_t size, int device, void*) {
+  using namespace vmm;
+  if (size <= 0) return nullptr;
+  const auto nbytes = static_cast<uint64_t>(size);
+  const int32_t mode = g_state.mode.load(std::memory_order_acquire);
+  uint64_t address = 0;
+  Pool* pool = &g_numbers.unmanaged;
+  TORCH_CHECK(
+      mode == kOff || device == g_device, "ooc: the open session is on CUDA device ", g_device.load(),
+      "; an allocation of ", size, " bytes on device ", device, " is outside of its budget. Options: "
+      "torch.cuda.set_device(", g_device.load(), "); CUDA_VISIBLE_DEVICES");
+  if (mode == kOff) {
+    address = take_unmanaged(nbytes);
+  } else {
+    if (nbytes < g_state.threshold.load(std::memory_order_relaxed)) address = take_small(nbytes);
+    pool = address != 0 ? &g_numbers.small : &g_numbers.large;
+    if (address == 0) {  // also a small one for which the heap has no room: whole chunks, but within the budget
+      try {
+        address = serve(nbytes, mode);
+      } catch (const c10::OutOfMemoryError&) {
+        std::lock_guard<std::mutex> lock(g_mutex);
+        ++g_numbers.num_refused;
+        throw;
+      }
+    }
+  }
+  note_taken(address, nbytes, pool);
+  return reinterpret_cast<void*>(address);
+}
+
+VMM_EXPORT void vmm_cuda_free(void* pointer, ssize_t, int, void*) {
+  using namespace vmm;
+  if (pointer == nullptr) return;
+  const auto address = reinterpret_cast<uint64_t>(pointer);
+  note_given(address);
+  if (give_to_heaps(address)) return;
+  if (in_arena(address)) {
+    release_in_arena(address);
+  } else {
+    g_driver.free(address);
+  }
+}
+
+// A tensor is used on another stream: nothing to note, since all compute work is one chain.
+VMM_EXPORT void vmm_cuda_record_stream(void*, void*) {}
+
+}  // extern "C"
