@@ -4,7 +4,7 @@
 #   make test    set up, then run the tests
 #   make check   format, lint, types, layers
 #   make bench   one interleaved benchmark run: JSON rows and a table
-#   make gpu-gate   on a machine with a GPU, with the Python at hand: the tests of tests/gpu, none of them skipped
+#   make gpu-gate [SHARD=1]   on a machine with a GPU, with the Python at hand: correctness, then figures
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -31,7 +31,7 @@ bench: $(READY)
 
 # Nothing is installed: the image brings torch, cuda-bindings, numpy and pytest.
 gpu-gate:
-	$(PYTHON) -m pytest -q --require-gpu tests/gpu $(ARGS)
+	$(PYTHON) -m benchmarks.gpu.gate $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 format: $(READY)
 	$(BIN)/ruff format .

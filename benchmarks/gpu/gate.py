@@ -1,0 +1,205 @@
+"""Runs the gate's items in shards, keeps what has been done, and prints a short table last.
+
+    python -m benchmarks.gpu.gate [--shard N] [--out DIR] [--fake] [--list]
+
+Results are JSON lines in DIR, one file for each commit and GPU; an item that is there is not run again.
+Exit code: 0 when nothing that ran was wrong, 1 when something was, 2 when nothing could run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.child import Order
+from benchmarks.gpu.items import FAKE_ITEMS, ITEMS, NOT_THERE, Figure, Item, order_text
+
+ROOT = Path(__file__).parents[2]
+SHARD_S = 9 * 60
+_NOTE_WIDTH = 70
+
+
+class Processes:
+    """Starts what an item asks for, until the item's limit is used up."""
+
+    def __init__(self, *, limit_s: float, fake: bool) -> None:
+        self._stops = time.monotonic() + limit_s
+        self._fake = fake
+        self.machine: dict[str, Any] = {}
+
+    def train(self, order: Order) -> dict[str, Any]:
+        """As `Shell.train`."""
+        environment = dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8", OOC_PLAN_CACHE="0")
+        if order.variant == "expandable_segments":
+            environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        text = order_text(replace(order, fake=self._fake))
+        code, output = self._run([sys.executable, "-m", "benchmarks.gpu.child", text], environment)
+        lines = output.strip().splitlines()
+        try:
+            answer: dict[str, Any] = json.loads(lines[-1])
+        except (IndexError, ValueError):
+            return {"error": f"exit code {code}: {lines[-1] if lines else 'no output'}"}
+        self.machine = answer.get("machine", self.machine)
+        return answer
+
+    def command(self, arguments: Sequence[str]) -> tuple[int, str]:
+        """As `Shell.command`. "compute-sanitizer ... child ORDER" is run where there is one."""
+        if arguments[0] != "compute-sanitizer":
+            return self._run([sys.executable, *arguments], dict(os.environ))
+        found = shutil.which(arguments[0])
+        if found is None or self._fake:
+            raise FileNotFoundError(arguments[0])
+        child = [sys.executable, "-m", "benchmarks.gpu.child", arguments[-1]]
+        return self._run([found, *arguments[1:-2], *child], dict(os.environ))
+
+    def _run(self, command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
+        left_s = self._stops - time.monotonic()
+        if left_s <= 0:
+            return 124, "the item's time was used up before"
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return 124, f"ended after {left_s:.0f} s, the item's limit"
+        return done.returncode, done.stdout if done.stdout.strip() else done.stderr
+
+
+def shards(items: Sequence[Item]) -> list[list[Item]]:
+    """Items in their order, cut where the next one would not fit into nine minutes."""
+    found: list[list[Item]] = []
+    used_s = SHARD_S + 1
+    for item in items:
+        if item.limit_s > SHARD_S:
+            raise ValueError(f"item {item.name!r}: limit {item.limit_s} s, more than a shard's {SHARD_S} s")
+        if used_s + item.limit_s > SHARD_S:
+            found.append([])
+            used_s = 0
+        found[-1].append(item)
+        used_s += item.limit_s
+    return found
+
+
+class Results:
+    """What has been measured at one commit, on one machine, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.items: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            for line in path.read_text().splitlines():
+                try:
+                    found = json.loads(line)
+                except ValueError:  # the last line of a run that was cut off
+                    continue
+                self.items[found["item"]] = found
+
+    def add(self, name: str, figures: Iterable[Figure], *, took_s: float, machine: dict[str, Any], commit: str) -> None:
+        """Keep an item's figures, on disk before anything else is run."""
+        document = {
+            "item": name,
+            "commit": commit,
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "took_s": round(took_s, 1),
+            "machine": machine,
+            "figures": [asdict(figure) for figure in figures],
+        }
+        self.items[name] = document
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(document) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def run(chosen: Sequence[Item], results: Results, *, fake: bool, commit: str) -> None:
+    """Measure what is not there yet."""
+    for item in chosen:
+        if item.name in results.items:
+            print(f"{item.name}: measured before")
+            continue
+        print(f"{item.name}: at most {item.limit_s} s", flush=True)
+        started = time.monotonic()
+        shell = Processes(limit_s=item.limit_s, fake=fake)
+        figures = list(item.measure(shell))
+        results.add(item.name, figures, took_s=time.monotonic() - started, machine=shell.machine, commit=commit)
+
+
+def table(items: Sequence[Item], results: Results) -> str:
+    """All items, measured or not; what is wrong says so."""
+    lines = ["", "| item | variant | figure | value | |", "|---|---|---|---:|---|"]
+    for item in items:
+        found = results.items.get(item.name)
+        if found is None:
+            lines.append(f"| {item.name} | | | not measured | |")
+            continue
+        for figure in found["figures"]:
+            value = "not measured" if figure["value"] is None else f"{figure['value']:.4g} {figure['unit']}".rstrip()
+            verdict = {None: "", True: "good", False: "WRONG"}[figure["is_good"]]
+            note = " ".join(figure["note"].split())[:_NOTE_WIDTH]
+            said = ": ".join(part for part in (verdict, note) if part)
+            lines.append(f"| {item.name} | {figure['variant']} | {figure['metric']} | {value} | {said} |")
+    lines += [f"| {name} | | | not measured | no item measures it yet |" for name in NOT_THERE]
+    return "\n".join(lines)
+
+
+def is_wrong(results: Results) -> bool:
+    """Whether anything that was measured is not as it must be."""
+    return any(figure["is_good"] is False for found in results.items.values() for figure in found["figures"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.gate", description=__doc__.splitlines()[0])
+    parser.add_argument("--shard", type=int, help="only this one, from 1; all by default")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench-out" / "gpu-gate", help="directory for results")
+    parser.add_argument("--fake", action="store_true", help="try the gate itself over the fake driver")
+    parser.add_argument("--list", action="store_true", help="what would run, shard by shard")
+    options = parser.parse_args(arguments)
+    items = FAKE_ITEMS if options.fake else ITEMS
+    parts = shards(items)
+    if options.shard is not None and not 1 <= options.shard <= len(parts):
+        parser.error(f"--shard {options.shard}: there are {len(parts)} shards, 1 to {len(parts)}")
+    if options.list:
+        for number, part in enumerate(parts, 1):
+            print(f"shard {number}: " + ", ".join(f"{item.name} ({item.limit_s} s)" for item in part))
+        return 0
+    where = "fake" if options.fake else _gpu_name()
+    if where is None:
+        print("gpu-gate: torch sees no CUDA device here. Options: a machine with a GPU; --fake tries the gate itself.")
+        return 2
+    commit = _commit()
+    results = Results(options.out / f"{where}-{commit}.jsonl")
+    chosen = parts[options.shard - 1] if options.shard is not None else [item for part in parts for item in part]
+    run(chosen, results, fake=options.fake, commit=commit)
+    print(table(items, results))
+    print(f"\nResults: {results.path}")
+    return 1 if is_wrong(results) else 0
+
+
+def _gpu_name() -> str | None:
+    """Asked in another process: this one must hold no memory of the device."""
+    code = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    name = "-".join(done.stdout.split()).replace("/", "-")
+    return name or None
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "no-commit"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""The GPU gate's own logic: shards, resuming, verdicts, the table; and one item for real, over the fake driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import gate
+from benchmarks.gpu.child import Order
+from benchmarks.gpu.gate import SHARD_S, Results, shards
+from benchmarks.gpu.items import FAKE_ITEMS, ITEMS, NOT_THERE, Figure, Item, Shell, bitwise, throughput
+
+MIB = 1 << 20
+CONTEXT_NBYTES = 300 * MIB
+
+
+def _answer(num_steps: int = 7, *, mode: str = "planned", used_nbytes: int = 0, **last: Any) -> dict[str, Any]:
+    step = {
+        "s": 0.5,
+        "mode": mode,
+        "num_remapped_chunks": 0,
+        "stopping_calls": {},
+        "mapping_calls": {},
+        "digest": "same",
+        "device_used_nbytes": CONTEXT_NBYTES + used_nbytes,
+    }
+    steps = [dict(step) for _ in range(num_steps)]
+    steps[-1].update(last)
+    return {"steps": steps, "batch_size": 8, "peak_nbytes": 100 * MIB, "context_nbytes": CONTEXT_NBYTES}
+
+
+class Scripted:
+    """In core all is well; out of core comes what the script says, from the smallest budget on `BudgetTooSmall`."""
+
+    def __init__(self, answer: dict[str, Any], *, smallest_nbytes: int = 0) -> None:
+        self.answer = answer
+        self.smallest_nbytes = smallest_nbytes
+        self.orders: list[Order] = []
+
+    def train(self, order: Order) -> dict[str, Any]:
+        self.orders.append(order)
+        if order.budget_nbytes is None:
+            return _answer(mode="in_core")
+        if order.budget_nbytes < self.smallest_nbytes:
+            return {"error": "BudgetTooSmall: op 3", "is_too_small": True}
+        return self.answer
+
+    def command(self, arguments: Sequence[str]) -> tuple[int, str]:
+        raise AssertionError(arguments)
+
+
+def _wrong(shell: Shell) -> list[Figure]:
+    return [figure for figure in bitwise("gpt")(shell) if figure.is_good is False]
+
+
+def test_shards_take_nine_minutes_and_keep_the_order() -> None:
+    parts = shards(ITEMS)
+    assert [item for part in parts for item in part] == list(ITEMS)
+    assert all(sum(item.limit_s for item in part) <= SHARD_S for part in parts)
+    assert len({item.name for item in ITEMS}) == len(ITEMS)
+    assert parts[0][0].name == "tests"
+    with pytest.raises(ValueError, match="more than a shard's"):
+        shards([Item(name="long", limit_s=SHARD_S + 1, measure=lambda _: ())])
+
+
+def test_all_is_well() -> None:
+    shell = Scripted(_answer(), smallest_nbytes=15 * MIB)
+    assert _wrong(shell) == []
+    budgets = [order.budget_nbytes for order in shell.orders[1:]]
+    assert budgets == [110 * MIB, 50 * MIB, 24 * MIB, 50 * MIB, 16 * MIB, 12 * MIB]
+    assert [order.debug for order in shell.orders[1:]] == [False, False, False, True, False, False]
+    assert all(order.digests for order in shell.orders)
+
+
+@pytest.mark.parametrize(
+    ("answer", "metric", "note"),
+    [
+        (_answer(digest="other"), "bit for bit", "first other bits in step 6, which ran planned"),
+        (_answer(mode="off_plan"), "planned", ""),
+        (_answer(used_nbytes=200 * MIB), "by the driver's count", "context 300 MiB"),
+        (_answer(stopping_calls={"cuEventSynchronize": 2}), "stop the host or map", ""),
+        (_answer(mapping_calls={"cuMemMap": 1}), "stop the host or map", ""),
+        ({"error": "RuntimeError: no"}, "trains", "RuntimeError: no"),
+    ],
+)
+def test_what_is_wrong_is_called_wrong(answer: dict[str, Any], metric: str, note: str) -> None:
+    found = _wrong(Scripted(answer, smallest_nbytes=0))
+    assert any(metric in figure.metric and note in figure.note for figure in found), found
+
+
+def test_remaps_explain_calls() -> None:
+    assert _wrong(Scripted(_answer(mapping_calls={"cuMemMap": 1}, num_remapped_chunks=1))) == []
+
+
+def test_throughput_has_a_line_for_what_does_not_fit() -> None:
+    class OutOfMemory(Scripted):
+        def train(self, order: Order) -> dict[str, Any]:
+            if order.variant == "in_core":
+                return {"error": "OutOfMemoryError: CUDA out of memory\nmore"}
+            return super().train(order)
+
+    figures = list(throughput("resnet50", (64, 128), 1 << 30, ("auto",))(OutOfMemory(_answer())))
+    assert len(figures) == 2 * 5
+    assert (figures[0].value, figures[0].note) == (None, "OutOfMemoryError: CUDA out of memory")
+    assert figures[-1].value == 16.0
+    assert not any(figure.is_good is False for figure in figures)
+
+
+def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def item(name: str, value: float | None) -> Item:
+        def measure(_: Shell) -> Iterable[Figure]:
+            calls.append(name)
+            yield Figure(variant="v", metric="m", unit="s", value=value, is_good=value is not None, note="a | b")
+
+        return Item(name=name, limit_s=10, measure=measure)
+
+    items = [item("first", 1.5), item("second", None), item("third", 1.0)]
+    path = tmp_path / "deep" / "results.jsonl"
+    gate.run(items[:2], Results(path), fake=True, commit="c0ffee")
+    path.write_text(path.read_text() + '{"item": "thi')  # cut off
+    results = Results(path)
+    assert list(results.items) == ["first", "second"]
+    gate.run(items[:2], results, fake=True, commit="c0ffee")
+    assert calls == ["first", "second"]
+    assert results.items["first"]["commit"] == "c0ffee"
+    assert gate.is_wrong(results)
+    lines = gate.table(items, results).splitlines()
+    assert "| first | v | m | 1.5 s | good: a | b |" in lines
+    assert "| second | v | m | not measured | WRONG: a | b |" in lines
+    assert "| third | | | not measured | |" in lines
+    assert len(lines) == 3 + 3 + len(NOT_THERE)
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(gate, "_gpu_name", lambda: None)
+    assert gate.main([]) == 2
+    assert "torch sees no CUDA device" in capsys.readouterr().out
+    assert gate.main(["--list"]) == 0
+    assert capsys.readouterr().out.startswith("shard 1: tests (240 s)")
+    with pytest.raises(SystemExit):
+        gate.main(["--shard", "99"])
+
+
+def test_a_child_that_dies_or_hangs_is_a_figure() -> None:
+    shell = gate.Processes(limit_s=60, fake=True)
+    assert "ValueError" in shell.train(Order(workload="nothing"))["error"]
+    code, output = gate.Processes(limit_s=1, fake=True).command(["-c", "import time; time.sleep(60)"])
+    assert (code, output) == (124, "ended after 1 s, the item's limit")
+    assert gate.Processes(limit_s=0, fake=True).train(Order(workload="gpt"))["error"].startswith("exit code 124")
+
+
+def test_an_item_over_the_fake_driver(tmp_path: Path) -> None:
+    """Half the memory, in processes of their own, as on a GPU."""
+    assert FAKE_ITEMS[0].name == "bitwise conv_stack"
+
+    class Fewer(gate.Processes):
+        def train(self, order: Order) -> dict[str, Any]:
+            kept = order.budget_nbytes is None or (not order.debug and order.budget_nbytes in (budget, 0))
+            return super().train(order) if kept else {"error": "left out", "is_too_small": True}
+
+    budget = 0
+    shell = Fewer(limit_s=120, fake=True)
+    order = Order(workload="conv_stack", preset="small", digests=True)
+    expected = shell.train(order)
+    budget = expected["peak_nbytes"] // 2 // (64 << 10) * (64 << 10)
+    figures = [f for f in bitwise("conv_stack", preset="small", chunk_nbytes=64 << 10)(shell) if f.variant == "half"]
+    assert [figure.is_good for figure in figures] == [True] * 4, figures
+    results = Results(tmp_path / "r.jsonl")
+    results.add("bitwise conv_stack", figures, took_s=1.0, machine=shell.machine, commit="c")
+    assert "fake driver" in Results(tmp_path / "r.jsonl").items["bitwise conv_stack"]["machine"]["gpu"]
