@@ -173,3 +173,22 @@ def test_an_item_over_the_fake_driver(tmp_path: Path) -> None:
     results = Results(tmp_path / "r.jsonl")
     results.add("bitwise conv_stack", figures, took_s=1.0, machine=shell.machine, commit="c")
     assert "fake driver" in Results(tmp_path / "r.jsonl").items["bitwise conv_stack"]["machine"]["gpu"]
+
+
+def test_a_child_needs_torch_and_numpy_alone() -> None:
+    """An image for GPUs has no more: what ooc's command line needs is not imported."""
+    script = """
+import sys
+blocked = {"rich", "matplotlib", "scipy", "psutil", "safetensors"}
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in blocked:
+            raise ImportError(f"{name} is not here")
+sys.meta_path.insert(0, Blocker())
+import benchmarks.gpu.gate
+from benchmarks.gpu.child import Order, run
+order = Order(workload="conv_stack", preset="small", variant="ours", budget_nbytes=1 << 20, num_steps=5, fake=True)
+assert run(order)["steps"][-1]["mode"] == "planned"
+"""
+    code, output = gate.Processes(limit_s=100, fake=True).command(["-c", script])
+    assert code == 0, output
