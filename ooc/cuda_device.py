@@ -132,11 +132,13 @@ class CudaMemory(DeviceMemory):
         nbytes = num_chunks * driver.chunk_nbytes
         self._small = driver.view_address + self.num_chunks * driver.chunk_nbytes
         self._num_small_chunks = num_small_chunks
+        self.small_nbytes = num_small_chunks * driver.chunk_nbytes
+        self.device_index = options.get("device_index", 0)
         self._table = self.allocator = table
         self._is_closed = False
         with contextlib.ExitStack() as undo:
             undo.callback(super().close)
-            table.begin(driver.arena, (self._small, driver.view_address + nbytes), options.get("device_index", 0))
+            table.begin(driver.arena, (self._small, driver.view_address + nbytes), self.device_index)
             table.reserved_nbytes = nbytes
             refusals = Refusals()
             refusals.install()
@@ -206,10 +208,18 @@ class CudaOps:
 
     def __init__(self, memory: CudaMemory) -> None:
         self._follow = memory.streams.follow
+        self._observe_use = memory.streams.observe_use
 
     def begins(self, func: Any, operands: Iterable[VariableRecord], written: Container[int]) -> None:  # noqa: ARG002
         """As `OpWatch.begins`."""
         self._follow()
+
+    def ended(self) -> None:
+        """As `OpWatch.ended`: the host waits, or it would time launches, and plans would rest on that.
+
+        Steps on demand are slow in any case; a planned step has no such wait.
+        """
+        self._observe_use()
 
     def born(self, address: int, nbytes: int) -> None:
         """As `OpWatch.born`: whoever asked is an op that has begun, or is followed by the next one."""

@@ -198,6 +198,9 @@ class FakeOps:
             (writes if record.address in written else reads).append((record.address, record.nbytes))
         self._memory.kernel(str(func), reads=reads, writes=writes)
 
+    def ended(self) -> None:
+        """As `OpWatch.ended`: the host has done it already."""
+
     def born(self, address: int, nbytes: int) -> None:
         """As `OpWatch.born`."""
         self._memory.kernel("an allocation", writes=[(address, nbytes)])

@@ -229,6 +229,9 @@ class OpRunner:
         started = time.monotonic_ns()
         try:
             result = func(*args, **kwargs)
+            if self._watch is not None:
+                with self._lock:
+                    self._watch.ended()
         except BaseException:
             with self._lock:
                 error = self._pending_error((func, args, kwargs), records)  # before what it allocated is forgotten

@@ -16,6 +16,9 @@ class OpWatch(Protocol):
     def begins(self, func: Any, operands: Iterable[VariableRecord], written: Container[int]) -> None:
         """An op is about to run on demand; `written` are the addresses of operands that it changes."""
 
+    def ended(self) -> None:
+        """The op that ran on demand has been issued, and its duration is about to be taken."""
+
     def born(self, address: int, nbytes: int) -> None:
         """Memory was allocated that no plan had inside an op: whoever asked will write it."""
 

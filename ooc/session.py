@@ -418,6 +418,13 @@ class Session:
         """What was moved since the session was opened."""
         return self.steps.counters()
 
+    def cupy_allocator(self) -> Any:
+        """An allocator for `cupy.cuda.set_allocator`, within this session's budget (see `ooc.cupy_pool`)."""
+        from ooc.cupy_pool import CupyPool
+
+        self._check_open()
+        return CupyPool(self).allocate
+
     @property
     def store(self) -> FileStore:
         """Where evicted bytes are."""

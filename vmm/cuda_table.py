@@ -68,6 +68,10 @@ class CudaTable(AllocatorTable):
         library.vmm_cuda_install.argtypes = (DriverPointers,)
         library.vmm_cuda_begin.argtypes = (*[ctypes.c_uint64] * 4, ctypes.c_int)
         library.vmm_cuda_outlives.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
+        library.vmm_cuda_take.argtypes = (ctypes.c_uint64,)
+        library.vmm_cuda_take.restype = ctypes.c_uint64
+        library.vmm_cuda_free.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+        library.vmm_cuda_free.restype = None
         library.vmm_cuda_numbers.restype = ctypes.POINTER(_Numbers)
         super().__init__(library)
         self.is_installed = False
@@ -89,6 +93,14 @@ class CudaTable(AllocatorTable):
     def end(self) -> bool:
         """The session ends. Whether small blocks are alive, so that their memory must stay mapped."""
         return bool(self._library.vmm_cuda_end())
+
+    def take(self, nbytes: int) -> int:
+        """A block that always stays in memory, from the part for small blocks; 0 where there is no room."""
+        return int(self._library.vmm_cuda_take(nbytes))
+
+    def give(self, address: int) -> None:
+        """Free a block of `take`, also after its session."""
+        self._library.vmm_cuda_free(address, 0, 0, None)
 
     def outlives(self, address: int, nbytes: int) -> None:
         """The live variable there outlives its session: unmap so many bytes when it is freed."""

@@ -32,6 +32,8 @@ class Rule(enum.Enum):
     WRITE_AFTER_READ_OF_BLOCKS = "a write waits for the load out of the host memory that it takes over"
     FILE_AFTER_COPY = "what goes on to the file has arrived in host memory"
     STAGING_AFTER_COPY = "staging memory is filled anew after what it held has gone to the device"
+    OTHER_AFTER_OPS = "another library's work on memory that ops have left comes after those ops"
+    OP_AFTER_OTHER = "ops come after another library's work on memory that it has left"
     HOST_AFTER_USE = "the host has seen the end of all use before it takes a mapping away"
     HOST_AFTER_TRANSFER = "the host has seen the end of a transfer before it relies on it"
 
@@ -98,6 +100,14 @@ class DeviceStreams:
             self.wait(Rule.OP_AFTER_OTHER_STREAM, stream, self.record(self._tail))
             self._tail = stream
         return stream
+
+    def lend(self, stream: int) -> None:
+        """Memory is about to be given to another library's work on `stream`: that comes after all ops so far."""
+        self.wait(Rule.OTHER_AFTER_OPS, stream, self.fence())
+
+    def take_back(self, stream: int) -> None:
+        """Memory that another library's work on `stream` has used is free again: ops from now on come after it."""
+        self.wait(Rule.OP_AFTER_OTHER, self._tail, self.record(stream))
 
     def fence(self) -> DeviceEvent:
         """An event behind all compute work so far."""

@@ -184,6 +184,23 @@ def test_graphs_are_refused_by_name_and_compilation_is_announced(caplog: pytest.
     assert torch._C._is_multithreading_enabled()
 
 
+def test_ops_on_demand_are_timed_to_their_end_and_planned_ones_are_not_waited_for() -> None:
+    fake = FakeCuda(eagerness=0.0)
+    memory = _memory(fake, 4)
+    ops = memory.watch(None)  # type: ignore[arg-type]
+    done: list[str] = []
+    ops.begins("op", (), ())
+    fake.launch(0, lambda: done.append("first"), name="op")
+    assert done == []
+    ops.ended()
+    assert done == ["first"]
+    played = ops._play(lambda: fake.launch(0, lambda: done.append("second"), name="op"))
+    assert played is None and done == ["first"]
+    memory.close()
+    assert done == ["first", "second"]
+    assert fake.races == ()
+
+
 def test_no_such_device() -> None:
     with pytest.raises(ValueError, match=r"device='tpu': there is no such device. Options: device='cpu'"):
         ooc.Session("64MiB", device="tpu")

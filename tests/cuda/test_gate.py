@@ -187,7 +187,7 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 import benchmarks.gpu.gate
 from benchmarks.gpu.child import Order, run
-order = Order(workload="conv_stack", preset="small", variant="ours", budget_nbytes=1 << 20, num_steps=5, fake=True)
+order = Order(workload="conv_stack", preset="small", variant="ours", budget_nbytes=2 << 20, num_steps=5, fake=True)
 assert run(order)["steps"][-1]["mode"] == "planned"
 """
     code, output = gate.Processes(limit_s=100, fake=True).command(["-c", script])

@@ -144,6 +144,25 @@ def switch_streams(scene: Scene) -> None:
     scene.expect(0, 3)
 
 
+def lend_to_another_library(scene: Scene) -> None:
+    """What ops have left is given to CuPy, say, which works on a stream of its own."""
+    other = scene.memory.new_stream()
+    scene.fake.launch(0, int, writes=[scene.chunk(0)], name="late work")
+    scene.memory.streams.lend(other)
+    scene.fake.perform(other, writes=[scene.chunk(0)], name="CuPy's kernel")
+    assert not scene.fake.races, scene.fake.races[0]
+    scene.memory.streams.take_back(other)
+
+
+def take_back_from_another_library(scene: Scene) -> None:
+    """What CuPy has left is given to an op."""
+    other = scene.memory.new_stream()
+    scene.fake.launch(other, int, writes=[scene.chunk(0)], name="CuPy's late work")
+    scene.memory.streams.take_back(other)
+    scene.fill(0, 3)
+    scene.expect(0, 3)
+
+
 def reuse_host_blocks(scene: Scene) -> None:
     """A slot is freed while a load out of it is under way; the next slot takes its blocks."""
     scene.fill(0, 1)
@@ -180,6 +199,8 @@ SCENES: list[tuple[Rule, Callable[[Scene], None], int]] = [
     (Rule.LOAD_AFTER_OWN_WRITE, out_and_in, 1),
     (Rule.LOAD_AFTER_HOLDER, one_goes_one_comes, 2),
     (Rule.OP_AFTER_OTHER_STREAM, switch_streams, 1),
+    (Rule.OTHER_AFTER_OPS, lend_to_another_library, 1),
+    (Rule.OP_AFTER_OTHER, take_back_from_another_library, 1),
     (Rule.WRITE_AFTER_READ_OF_BLOCKS, reuse_host_blocks, 1),
     (Rule.FILE_AFTER_COPY, through_the_file, 0),
     (Rule.STAGING_AFTER_COPY, through_the_file, 0),

@@ -292,6 +292,13 @@ VMM_EXPORT void* vmm_cuda_allocate(ssize_t size, int device, void*) {
   return reinterpret_cast<void*>(address);
 }
 
+// A block of the heap, whatever its size, for another library; 0 where there is no room. Freed as any other.
+VMM_EXPORT uint64_t vmm_cuda_take(uint64_t nbytes) {
+  const uint64_t address = vmm::take_small(nbytes);
+  if (address != 0) vmm::note_taken(address, nbytes, &vmm::g_numbers.small);
+  return address;
+}
+
 VMM_EXPORT void vmm_cuda_free(void* pointer, ssize_t, int, void*) {
   using namespace vmm;
   if (pointer == nullptr) return;
