@@ -74,6 +74,8 @@ class VariableRecord:
         guard: Entry of its guard in `ooc.guards`, or -1.
         seen: Whether an op has named it as operand or result. Until then it may be in use
             unseen (a library's workspace) and stays.
+        is_workspace: Whether an op on the session's thread allocated it. As long as it is unseen, only ops
+            there use it, so between two ops its bytes may go to other chunks.
         serial: Order of allocation in the session; the identity of this storage.
         role: Its index in the plan being played, or -1.
     """
@@ -83,6 +85,7 @@ class VariableRecord:
         "checksum",
         "exports",
         "guard",
+        "is_workspace",
         "kind",
         "label",
         "nbytes",
@@ -113,6 +116,7 @@ class VariableRecord:
         self.exports = 0
         self.guard = NO_GUARD
         self.seen = False
+        self.is_workspace = False
         self.role = -1
         self.kind = ""
         self.label = ""
@@ -193,6 +197,10 @@ class Books:
     def chunk_nbytes(self) -> int:
         """Size of a chunk."""
         return self.space.driver.chunk_nbytes
+
+    def workspaces(self) -> list[VariableRecord]:
+        """What ops have allocated and kept without ever naming it: it stays in memory, beside any plan."""
+        return [r for r in self.records.values() if r.is_workspace and not r.seen and not r.exports]
 
     def chunks_of(self, nbytes: int) -> int:
         """Chunks that `nbytes` occupy."""

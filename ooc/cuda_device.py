@@ -82,7 +82,7 @@ class CudaDevice:
         table = cuda_table()
         if not table.is_installed:
             table.install(self._pointers if self._pointers is not None else driver_pointers())
-            self._torch_cuda.use_allocator(table.path, table.record_stream_function)
+            self._torch_cuda.use_allocator(table.path)
             replace_figures(table)  # for as long as the process lives, as the allocator itself
             table.is_installed = True
         self._torch_cuda.start(self._index)

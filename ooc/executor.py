@@ -99,23 +99,35 @@ class Executor:
         in_place = self._casting.in_place(bound, targets)
         # All that is not in place goes to the store first; then what should be here comes in.
         leaving = [r for r in books.records.values() if r.state is State.RESIDENT and r.address not in in_place]
-        if any(r.pins or not r.seen for r in leaving):
+        workspaces = [r for r in books.workspaces() if r.state is State.RESIDENT and not r.pins]
+        leaving = [r for r in leaving if r not in workspaces or min(first for first, _ in r.runs) < compiled.num_chunks]
+        if any(r.pins or not (r.seen or r in workspaces) for r in leaving):
             self.left_because = "a variable that must stay where it is lies in the plan's way"
             return False
         if any(r.exports for r in books.records.values()):
             self.left_because = "memory of a variable was given out (.numpy() or the like) and is still held"
             return False
+        num_kept = sum(books.chunks_of(r.nbytes) for r in workspaces)
+        if compiled.num_chunks + num_kept > books.pool.num_chunks:
+            self.left_because = "a library's workspace has grown into the plan's memory"
+            return False
         try:
             books.evict(leaving)
         except StoreFull as full:
             self.left_because = str(full)
+            books.load([r for r in workspaces if r.state is State.AWAY])
             return False
-        if not self._casting.map_all(compiled, others):
-            self.left_because = self._casting.refusal
-            return False
+        try:
+            self._take_pool(compiled, [r for r in workspaces if r.state is State.RESIDENT])
+            books.load([r for r in workspaces if r.state is State.AWAY])  # beside the plan's chunks
+            if not self._casting.map_all(compiled, others):
+                self.left_because = self._casting.refusal
+                return False
+        finally:
+            books.retake_pool(self._new_pool())
         for _, record in bound:
             books.forget(record)
-        self._take_pool(compiled)
+        self._take_pool(compiled, workspaces)
         missing = [(targets[role.index], r) for role, r in bound if role.index in targets and r.address not in in_place]
         failure = self._casting.start_loads(missing, self._loads)
         for role, record in bound:
@@ -555,10 +567,12 @@ class Executor:
         self._books.note_stall(started)
         return True
 
-    def _take_pool(self, compiled: Compiled) -> None:
-        """The plan's chunks are its own from now on; what is left serves the unplanned."""
+    def _take_pool(self, compiled: Compiled, workspaces: Sequence[VariableRecord]) -> None:
+        """The plan's chunks are its own from now on; beside workspaces, what is left serves the unplanned."""
         pool = self._new_pool()
         pool.take_exactly([(0, compiled.num_chunks)] if compiled.num_chunks else [])
+        for record in workspaces:
+            pool.take_exactly(record.runs)
         self._books.pool = pool
 
     def guard_away(self) -> None:

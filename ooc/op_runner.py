@@ -311,7 +311,10 @@ class OpRunner:
                     if self._books.pool.num_free < self._books.chunks_of(nbytes):
                         self.leave("an allocation that the plan does not have")
                 self.absorb()
-                return self._served(self._books.allocate(nbytes).address, nbytes)
+                record = self._books.allocate(nbytes)
+                inside = self._allocator.state.position % 2 == 1
+                record.is_workspace = inside and threading.get_ident() == self._thread
+                return self._served(record.address, nbytes)
         except BaseException as error:  # noqa: BLE001 - nothing may be raised into C++; the op's caller raises it
             if threading.get_ident() == self._thread and self._dispatcher.depth > 1:  # one for this call, one for an op
                 self._pending = error if not isinstance(error, NoRoom) else _Failure(error, nbytes)

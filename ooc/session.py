@@ -332,7 +332,8 @@ class Session:
 
     @property
     def _machine(self) -> Any:
-        return self.steps.machine(self._memory.num_chunks, self.chunk_nbytes, self._store)
+        num_kept = sum(self._books.chunks_of(record.nbytes) for record in self._books.workspaces())
+        return self.steps.machine(max(self._memory.num_chunks - num_kept, 1), self.chunk_nbytes, self._store)
 
     # -- what a user may ask
 

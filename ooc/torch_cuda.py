@@ -36,10 +36,12 @@ class TorchCuda:
         """Whether CUDA has been started in this process, and with it torch's own allocator."""
         return torch.cuda.is_initialized()
 
-    def use_allocator(self, path: Path, record_stream: int) -> None:
-        """Let torch call the table's functions for every CUDA allocation from now on."""
+    def use_allocator(self, path: Path) -> None:
+        """Let torch call the table's functions for every CUDA allocation from now on.
+
+        `record_stream` then does nothing, and needs not: all compute work is one chain (`DeviceStreams.follow`).
+        """
         allocator = torch.cuda.memory.CUDAPluggableAllocator(str(path), ALLOCATE, FREE)
-        allocator.allocator().set_record_stream_fn(record_stream)
         torch.cuda.memory.change_current_allocator(allocator)
 
     def start(self, index: int) -> None:

@@ -122,11 +122,6 @@ class CudaTable(AllocatorTable):
         }
         return {**pools, "num_refused": found.num_refused}
 
-    @property
-    def record_stream_function(self) -> int:
-        """Address of what torch is to call for `record_stream`."""
-        return ctypes.cast(self._library.vmm_cuda_record_stream, ctypes.c_void_p).value or 0
-
 
 _table: CudaTable | None = None
 

@@ -46,8 +46,7 @@ class HostedTorch:
     def is_initialized(self) -> bool:
         return False
 
-    def use_allocator(self, path: Path, record_stream: int) -> None:
-        assert record_stream
+    def use_allocator(self, path: Path) -> None:
         table = ctypes.CDLL(str(path))
         self.library.host_install(*(_address(getattr(table, name)) for name in (ALLOCATE, FREE)))
 

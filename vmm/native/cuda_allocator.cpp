@@ -312,7 +312,4 @@ VMM_EXPORT void vmm_cuda_free(void* pointer, ssize_t, int, void*) {
   }
 }
 
-// A tensor is used on another stream: nothing to note, since all compute work is one chain.
-VMM_EXPORT void vmm_cuda_record_stream(void*, void*) {}
-
 }  // extern "C"
