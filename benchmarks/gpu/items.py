@@ -6,9 +6,10 @@ An item starts processes (`Shell`) and turns their answers into figures. A figur
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from benchmarks.gpu.child import Order
@@ -212,6 +213,19 @@ def tests(*paths: str) -> Measure:
     return measure
 
 
+def driver_calls(shell: Shell) -> Iterable[Figure]:
+    """Microseconds of each call, the device idle and with work queued."""
+    code, output = shell.command(["-m", "benchmarks.gpu.calls"])
+    try:
+        found = json.loads(output.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        yield Figure(variant="calls", metric="time", unit="us", value=None, note=f"exit code {code}: {output[-200:]}")
+        return
+    for load, times in found.items():
+        for name, us in times.items():
+            yield Figure(variant=load, metric=name, unit="us", value=us)
+
+
 def sanitizer(workload: str) -> Measure:
     """A small run under compute-sanitizer, where that is installed."""
 
@@ -237,9 +251,6 @@ def sanitizer(workload: str) -> Measure:
 
 def order_text(order: Order) -> str:
     """As `benchmarks.gpu.child` reads it."""
-    import json
-    from dataclasses import asdict
-
     return json.dumps(asdict(order))
 
 
@@ -261,6 +272,7 @@ ITEMS: tuple[Item, ...] = (
     Item(name="bitwise gpt, adamw_fused", limit_s=240, measure=bitwise("gpt", optimizer="adamw_fused")),
     Item(name="bitwise gpt, adamw_foreach", limit_s=240, measure=bitwise("gpt", optimizer="adamw_foreach")),
     Item(name="sanitizer", limit_s=240, measure=sanitizer("conv_stack")),
+    Item(name="driver calls", limit_s=60, measure=driver_calls),
     Item(
         name="resnet50 16GiB, small batches",
         limit_s=540,
@@ -286,6 +298,7 @@ ITEMS: tuple[Item, ...] = (
 """In order of importance. The same items run over the fake with small models (`gate.fake_items`)."""
 
 FAKE_ITEMS: tuple[Item, ...] = (
+    Item(name="driver calls", limit_s=60, measure=driver_calls),
     Item(name="bitwise conv_stack", limit_s=120, measure=bitwise("conv_stack", preset="small", chunk_nbytes=64 << 10)),
     Item(name="sanitizer", limit_s=120, measure=sanitizer("conv_stack")),
     Item(
@@ -301,6 +314,5 @@ NOT_THERE: tuple[str, ...] = (
     "best-fit caching allocator and remapping each time, beside standing aliases",
     "internal fragmentation by chunk size",
     "DenseNet-121, Pix2PixHD, DeepLabv3, GPT of 1.3 B parameters",
-    "costs of each driver call, alone and under load",
 )
 """Figures that issue 3 asks for and that no item measures yet; the table names them."""

@@ -156,7 +156,6 @@ def test_a_child_that_dies_or_hangs_is_a_figure() -> None:
 
 def test_an_item_over_the_fake_driver(tmp_path: Path) -> None:
     """Half the memory, in processes of their own, as on a GPU."""
-    assert FAKE_ITEMS[0].name == "bitwise conv_stack"
 
     class Fewer(gate.Processes):
         def train(self, order: Order) -> dict[str, Any]:
@@ -173,6 +172,15 @@ def test_an_item_over_the_fake_driver(tmp_path: Path) -> None:
     results = Results(tmp_path / "r.jsonl")
     results.add("bitwise conv_stack", figures, took_s=1.0, machine=shell.machine, commit="c")
     assert "fake driver" in Results(tmp_path / "r.jsonl").items["bitwise conv_stack"]["machine"]["gpu"]
+
+
+def test_driver_calls_over_the_fake() -> None:
+    assert FAKE_ITEMS[0].name == "driver calls"
+    figures = list(FAKE_ITEMS[0].measure(gate.Processes(limit_s=60, fake=True)))
+    assert {figure.variant for figure in figures} == {"idle", "loaded"}
+    names = {figure.metric for figure in figures}
+    assert names >= {"cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease", "cuEventRecord"}
+    assert all(figure.value is not None and figure.value > 0 for figure in figures)
 
 
 def test_a_child_needs_torch_and_numpy_alone() -> None:
