@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ NUM_PROGRAMS = 30
 
 def _run_seed(seed: int) -> dict[str, Any]:
     """As `programs.run_seed`, on the fake. Its file cannot fail: the host memory holds all."""
+    faulthandler.enable(2)  # nobody serves a fault here: say where it was, in the child's own output
     program = replace(programs.generate(seed), delay_ns=0, fail_call=0)
     device = FakeCudaDevice(seed=seed, eagerness=(seed % 5) / 6)
 
