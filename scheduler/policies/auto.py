@@ -72,12 +72,12 @@ _NO_STALL_AT_ALL = 0.00002
 
 # The others, the likely winners first, and the most ops of a step for which they are asked: they search their own
 # parameters by simulation, or walk op by op.
-_OTHERS = ((window, 16_000), (capuchin, 4_000), (lms, 4_000), (on_demand, 4_000), (vdnn, 4_000), (nntrainer, 2_000))
+_OTHERS = ((window, 2_500), (capuchin, 2_500), (lms, 2_500), (on_demand, 2_500), (vdnn, 2_500), (nntrainer, 2_500))
 
 # Likewise, those that recompute: asked where that is allowed and some op may run again.
 _RECOMPUTING = (
     (poet, 2_500),
-    (capuchin, 4_000),
+    (capuchin, 2_500),
     (melon, 2_000),
     (dtr, 2_000),
     (sublinear, 2_000),
@@ -92,8 +92,10 @@ _MOST_ADOPTED = 6
 _MUCH_STALL = 0.02
 _MOST_OPS_FOR_ANOTHER = 2_500
 
-# So many candidates at most are coloured as the finished plan will be, the fastest first.
+# So many candidates at most are coloured as the finished plan will be, the fastest first; fewer of a long step, whose
+# colouring takes seconds: as many as have so many ops together, but for two.
 _MOST_FINALS = 8
+_MOST_OPS_COLOURED = 8_000
 
 # Recorded steps of ResNet-50 and GPT need no remaps when planned for this share of the pool, and hardly stall for it.
 _SLACK = 0.92
@@ -231,8 +233,9 @@ class _Search:
         waiting = sorted(self.candidates, key=lambda found: found.rank)
         seen: set[tuple[Residency, ...]] = set()
         best: Evaluation | None = None
+        most_finals = min(_MOST_FINALS, max(_MOST_OPS_COLOURED // len(self.trace.ops), 2))
         for found in waiting:
-            if found.proposal in seen or len(seen) == _MOST_FINALS:
+            if found.proposal in seen or len(seen) == most_finals:
                 continue
             if best is not None and found.simulation.duration_ns >= best.duration_ns:
                 continue
@@ -284,7 +287,7 @@ class _Search:
         seen: set[bytes] = set()
         for candidate in sorted(self.candidates, key=lambda found: found.rank):
             found = candidate
-            if self.is_perfect or len(seen) == _MOST_ADOPTED:
+            if self.is_perfect or len(seen) == _MOST_ADOPTED or len(self.trace.ops) > _MOST_OPS_FOR_ANOTHER:
                 return
             selection = Selection(self.trace, self.chains)
             selection.choose_as(found.proposal)
