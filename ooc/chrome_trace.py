@@ -163,11 +163,16 @@ def _move_slices(view: StepView, tids: Sequence[int], pid: int, at: Callable[[in
 
 
 def _flows(view: StepView, tids: Sequence[int], pid: int, at: Callable[[int], float]) -> Iterator[dict[str, Any]]:
-    """An arrow from each transfer that an op waited for to that op."""
+    """An arrow from each transfer that an op waited for to that op.
+
+    None where the op waited for the transfer's like of the step before: what is drawn of it comes after the op.
+    """
     for number, wait in enumerate(view.waits):
         move = view.moves[wait.move]
+        if move.start_ns > view.op_start_ns[wait.op]:
+            continue
         common = {"name": f"op waits for {move.kind}", "cat": "ooc_wait", "id": (pid << 24) + number, "pid": pid}
-        inside = at(move.start_ns + (move.stop_ns - move.start_ns) // 2)
+        inside = at(min(move.start_ns + (move.stop_ns - move.start_ns) // 2, view.op_start_ns[wait.op]))
         yield {**common, "ph": "s", "tid": tids[wait.move], "ts": inside}
         yield {**common, "ph": "f", "bp": "e", "tid": _OPS, "ts": at(view.op_start_ns[wait.op])}
 

@@ -139,7 +139,7 @@ class _Builder:
             operands = tuple(v for v in map(self._operand, op.occurrences) if v is not None)
             written = {self._operand(address) for address in op.written}
             name = str(op.func)
-            born = consume(2 * index + 2, name)
+            born = consume(2 * index + 2, f"{name}, {op.where}" if op.where else name)
             for address in op.results:
                 if address in self.live:
                     self.drafts[self.live[address]].seen = True

@@ -83,7 +83,7 @@ class Variable:
             operand or result (a library's workspace): later ops may use it unseen, so it must
             never be away.
         kind: parameter, gradient, optimizer_state, buffer, activation, temporary, input, other.
-        label: For people: a parameter's name, or the op that made it.
+        label: For people: a parameter's name, or the op that made it, with its place.
     """
 
     nbytes: int

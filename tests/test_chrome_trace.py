@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import ooc
-from ooc.chrome_trace import chrome_trace, profiler_base_ns
+from ooc.chrome_trace import _flows, chrome_trace, profiler_base_ns
 from ooc.cli import main
 from ooc.documents import BadDocument, Document, parse_document
 from ooc.step_view import StepView
@@ -101,6 +102,20 @@ def test_flows_lead_from_a_transfer_to_the_op_that_waited() -> None:
         assert source["args"]["variable"] == view.moves[wait.move].variable
         (target,) = [e for e in slices if e["cat"] == "op" and e["args"]["op"] == wait.op]
         assert end["ts"] == target["ts"] >= start["ts"]
+
+
+def test_no_arrow_leads_backwards() -> None:
+    """A wait at the step's start may be for an eviction of the step before, whose like in this step comes later."""
+    document = simulated()
+    view = document.view()
+    assert view is not None
+    last = len(view.moves) - 1
+    late = replace(view.moves[last], issue_ns=view.duration_ns, start_ns=view.duration_ns, stop_ns=view.duration_ns + 9)
+    moved = replace(view, moves=(*view.moves[:last], late), waits=(replace(view.waits[0], move=last), *view.waits[1:]))
+    tids = [1] * len(view.moves)
+    arrows = [e["id"] for e in _flows(moved, tids, 7, float) if e["ph"] == "s"]
+    assert arrows == [(7 << 24) + number for number, wait in enumerate(moved.waits) if wait.move != last]
+    assert len(arrows) < len(view.waits)
 
 
 def test_counters_reach_what_the_plan_says() -> None:

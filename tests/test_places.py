@@ -170,3 +170,6 @@ def test_people_are_shown_the_place(tmp_path: Path) -> None:
     document = read_document(tmp_path / "run.json")
     facts = make_facts(document, document.view(), document.planned_view())
     assert any("blocks.1" in op.name and f"({FILE}:" in op.name for op in facts.ops)
+    made = [variable.label for variable in facts.variables if variable.label.startswith("aten.")]
+    assert made
+    assert all(FILE in label for label in made)
