@@ -52,6 +52,8 @@ from vmm.store import FileStore
 
 _log = logging.getLogger(__name__)
 
+_STEP_BOUNDARIES = "explicit", "optimizer"
+
 _current: Session | None = None
 
 
@@ -111,8 +113,11 @@ class Session:
         if _current is not None:
             raise SessionError(
                 "a session is open already: one at a time owns the process's allocations. "
-                "Close it first (leave its `with` block)."
+                "Options: close it first (leave its `with` block); under `ooc run`, which opens one for the whole "
+                "script, take the script's own out, or start it with python."
             )
+        if step_boundary not in _STEP_BOUNDARIES:
+            raise ValueError(f"step_boundary={step_boundary!r}: Options: {', '.join(_STEP_BOUNDARIES)}.")
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r}: there is no such policy. Options: {', '.join(sorted(POLICIES))}.")
         chosen = find_device(device, host_budget=host_budget)

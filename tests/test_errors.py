@@ -209,6 +209,7 @@ def test_an_op_that_goes_on_without_the_memory_that_it_was_refused_fails() -> No
         ({"budget": 0}, ["0", "at least 1"]),
         ({"budget": "1MiB", "device": "tpu"}, ["'tpu'", "'cpu'"]),
         ({"budget": "1MiB", "policy": "oracle"}, ["'oracle'", "auto"]),
+        ({"budget": "1MiB", "step_boundary": "batch"}, ["'batch'", "explicit", "optimizer"]),
     ],
 )
 def test_arguments(arguments: dict[str, Any], parts: list[str]) -> None:

@@ -144,7 +144,7 @@ def check_directory(directory: Path, *, allow_memory: bool) -> None:
     if not allow_memory and is_in_memory(directory):
         raise StoreUnavailable(
             f"store directory {directory} is kept in memory ({file_system_name(directory)}): what is "
-            f"evicted there frees no memory.{options} on a disk; allow_memory=True for tests.",
+            f"evicted there frees no memory.{options} on a disk.",
             directory=str(directory),
         )
 
