@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +56,7 @@ def open_files() -> set[str]:
 
 def num_threads() -> int:
     """Threads of this process, native ones too."""
+    time.sleep(0.01)  # a thread that was joined may still be listed
     return len(os.listdir("/proc/self/task"))
 
 
