@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 os.environ["OOC_PLAN_CACHE"] = "0"  # each test plans for itself, whatever ran before it
+
+_HANG_S = 900
+_stderr = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,10 +24,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_stderr] = os.dup(2)  # while nothing is captured
     # A shell without job control starts what runs in the background with Ctrl-C ignored, and children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that hangs ends its process, with a traceback of each thread, instead of the whole run's time."""
+    if item.get_closest_marker("slow") is None:
+        faulthandler.dump_traceback_later(_HANG_S, exit=True, file=item.config.stash[_stderr])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

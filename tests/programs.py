@@ -4,26 +4,21 @@ A program is plain data: setup, loop bodies of statements (tests/program_stateme
 step runs. The same interpreter runs it in core, where it notes the bytes of every live storage at the end of
 each step, and in a session, where each storage is compared with what was noted.
 
-    python -m tests.programs --seed 17            # replay one seed verbosely; shrink it if it fails
-    python -m tests.programs --seed 0 --count 500 # many; print those that fail
+`tests/program_runs.py` runs many, or replays one.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import faulthandler
 import gc
-import json
 import os
 import random
 import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -40,7 +35,7 @@ from vmm.store import FileStore, StoreSpeed
 
 CHUNK_NBYTES = 1 << 16
 _MAX_CHUNKS = 400
-_HANG_S = 90
+_HANG_S = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -444,7 +439,7 @@ def _num_tasks() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-# -- many programs, in child processes, so that a crash names its seed
+# -- one program, and where it fails
 
 
 @contextlib.contextmanager
@@ -461,99 +456,12 @@ def fixed_store_speed() -> Iterator[None]:
         FileStore.measure = measured  # type: ignore[method-assign]
 
 
-@dataclass
-class Tally:
-    """What many programs did."""
-
-    num_run: int = 0
-    num_steady: int = 0
-    num_steady_planned: int = 0
-    modes: Counter[str] = field(default_factory=Counter)
-    failures: dict[int, str] = field(default_factory=dict)
-
-    def add(self, program: Program, outcome: Outcome) -> None:
-        self.num_run += 1
-        self.modes.update(outcome.modes)
-        if program.is_steady:
-            self.num_steady += 1
-            self.num_steady_planned += "planned" in outcome.modes
-
-
-def run_seed(seed: int) -> dict[str, Any]:
-    """Run one seed in this process."""
-    program = generate(seed)
-    outcome = run_in_session(program, run_in_core(program))
-    return {"modes": outcome.modes, "num_chunks": outcome.num_chunks}
-
-
-def run_many(seeds: Sequence[int], *, batch: int = 50) -> Tally:
-    """Run seeds in forked children, a batch each; a child that dies names the seed that it was at."""
-    tally = Tally()
-    todo = list(seeds)
-    while todo:
-        done, failure = _run_batch(todo[:batch])
-        for seed, result in done.items():
-            if "error" in result:
-                tally.num_run += 1
-                tally.failures[seed] = result["error"]
-            else:
-                tally.add(generate(seed), Outcome(modes=tuple(result["modes"]), num_chunks=result["num_chunks"]))
-        todo = todo[len(done) :]
-        if failure is not None:
-            tally.num_run += 1
-            tally.failures[todo[0]] = failure
-            todo = todo[1:]
-    return tally
-
-
-def _run_batch(seeds: Sequence[int]) -> tuple[dict[int, dict[str, Any]], str | None]:
-    """Results of the seeds that were finished, and how the child died at the next one, if it did."""
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        pid = os.fork()
-        if pid == 0:
-            os.dup2(errors.fileno(), 2)
-            status = 1
-            try:
-                _child(seeds, output)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                output.flush()
-                os._exit(status)
-        _, status = os.waitpid(pid, 0)
-        output.seek(0)
-        done = {}
-        for line in output:
-            seed, _, body = line.partition(" ")
-            done[int(seed)] = json.loads(body)
-        if status == 0:
-            return done, None
-        errors.seek(0)
-        how = f"signal {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else f"exit {status >> 8}"
-        return done, f"{how}\n{errors.read()[-3000:]}"
-
-
-def _prepare_process() -> None:
+def prepare_process() -> None:
+    """For a process that runs programs and nothing else."""
     torch.set_num_threads(1)
     faulthandler.enable()
     gc.collect()
     gc.freeze()  # what torch brought need not be looked at by each collection
-
-
-def _child(seeds: Sequence[int], output: Any) -> None:
-    _prepare_process()
-    with fixed_store_speed():
-        for seed in seeds:
-            faulthandler.dump_traceback_later(_HANG_S, exit=True)
-            try:
-                result = run_seed(seed)
-            except (Exception, SystemExit):
-                result = {"error": traceback.format_exc(limit=-6)}
-            print(seed, json.dumps(result), file=output, flush=True)
-            if "error" in result:
-                gc.collect()
-        faulthandler.cancel_dump_traceback_later()
 
 
 def fails(program: Program, *, refusal_is_failure: bool = False) -> str:
@@ -563,8 +471,9 @@ def fails(program: Program, *, refusal_is_failure: bool = False) -> str:
         if pid == 0:
             os.dup2(errors.fileno(), 2)
             try:
-                _prepare_process()
-                faulthandler.dump_traceback_later(20, exit=True)
+                prepare_process()
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(_HANG_S)
                 with fixed_store_speed():
                     run = _run_once_at if refusal_is_failure else run_in_session
                     run(program, run_in_core(program))
@@ -629,40 +538,3 @@ def _smaller(program: Program) -> Iterator[Program]:
             if s.mask != 0xFFFF:
                 whole = body[:number] + (replace(s, mask=0xFFFF),) + body[number + 1 :]
                 yield replace(program, bodies=program.bodies[:index] + (whole,) + program.bodies[index + 1 :])
-
-
-def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.programs", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=1)
-    parser.add_argument("--no-shrink", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.count == 1:
-        return _replay(generate(arguments.seed), do_shrink=not arguments.no_shrink)
-    tally = run_many(range(arguments.seed, arguments.seed + arguments.count))
-    for seed, failure in tally.failures.items():
-        print(f"seed {seed}: {failure.strip()}\n")
-    print(
-        f"{tally.num_run} programs, {len(tally.failures)} failed; steps {dict(tally.modes)}; "
-        f"{tally.num_steady_planned} of {tally.num_steady} steady programs had planned steps"
-    )
-    return 1 if tally.failures else 0
-
-
-def _replay(program: Program, *, do_shrink: bool) -> int:
-    how = fails(program)
-    if how and do_shrink:
-        print(f"fails ({how}); shrinking")
-        program = shrink(program)
-    print(program, flush=True)
-    print(repr(program), flush=True)
-    _prepare_process()
-    with fixed_store_speed():
-        outcome = run_in_session(program, run_in_core(program), verbose=bool(how))
-    print(outcome)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

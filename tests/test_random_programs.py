@@ -1,7 +1,7 @@
 """Thousands of random programs, in core and under a session, equal to the last bit.
 
 Programs run in child processes, so that a crash names its seed. To see one again, and have it shrunk:
-`python -m tests.programs --seed N`.
+`python -m tests.program_runs --seed N`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.programs import Tally, generate, run_many
+from tests.program_runs import Tally, run_many
+from tests.programs import generate
 
 NUM_PROGRAMS = 2000
 NUM_PROCESSES = 2

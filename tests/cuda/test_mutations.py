@@ -190,6 +190,7 @@ def through_the_file(scene: Scene) -> None:
     for chunk, num_chunks in places:
         scene.fill(chunk, 9, num_chunks)
     loads = [scene.store.read(slot, [scene.chunk(*place)]) for slot, place in zip(slots, places, strict=True)]
+    scene.store.file.store.wait_all()  # the file is quick: whatever may be filled anew has been
     for index, (load, (chunk, num_chunks)) in enumerate(zip(loads, places, strict=True)):
         load.order()
         scene.expect(chunk, index + 1, num_chunks)

@@ -12,14 +12,15 @@ import ooc
 from ooc.fake_device import FakeCudaDevice
 from tests import programs
 from tests.cuda.cases import CudaSession, fixed_speed
+from tests.program_runs import run_many
 
 NUM_PROGRAMS = 30
 PLAIN = [seed for seed in range(3 * NUM_PROGRAMS) if not programs.generate(seed).debug]
 DEBUG = [seed for seed in range(100) if programs.generate(seed).debug]
 
 
-def _run_seed(seed: int) -> dict[str, Any]:
-    """As `programs.run_seed`, on the fake. Its file cannot fail: the host memory holds all."""
+def run_seed(seed: int) -> dict[str, Any]:
+    """As `program_runs.run_seed`, on the fake. Its file cannot fail: the host memory holds all."""
     faulthandler.enable(2)  # nobody serves a fault here: say where it was, in the child's own output
     program = replace(programs.generate(seed), delay_ns=0, fail_call=0)
     device = FakeCudaDevice(seed=seed, eagerness=(seed % 5) / 6)
@@ -42,9 +43,8 @@ def _run_seed(seed: int) -> dict[str, Any]:
         pytest.param(DEBUG, id="debug", marks=pytest.mark.slow),
     ],
 )
-def test_random_programs(monkeypatch: pytest.MonkeyPatch, seeds: list[int]) -> None:
-    monkeypatch.setattr(programs, "run_seed", _run_seed)
-    tally = programs.run_many(seeds, batch=15)
+def test_random_programs(seeds: list[int]) -> None:
+    tally = run_many(seeds, runner=f"{__name__}:{run_seed.__name__}")
     report = "\n".join(f"seed {seed}: {failure}" for seed, failure in list(tally.failures.items())[:5])
     assert not tally.failures, f"{len(tally.failures)} of {tally.num_run} programs failed\n{report}"
     assert tally.num_run == len(seeds)
