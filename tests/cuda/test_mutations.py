@@ -131,7 +131,8 @@ class Scene:
         """A kernel that reads a chunk finds this."""
         self.memory.kernel(f"look for {value}", reads=[self.chunk(index, num_chunks)])
         found = ctypes.string_at(*self.chunk(index, num_chunks))
-        assert found == bytes([value]) * len(found), f"{found[0]} .. {found[-1]} instead of {value}"
+        if found != bytes([value]) * len(found):
+            raise AssertionError(f"{found[0]} .. {found[-1]} instead of {value}")
         assert not self.fake.races, self.fake.races[0]
 
 
