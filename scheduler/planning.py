@@ -13,9 +13,9 @@ from typing import Any
 from scheduler.bounds import lower_bounds
 from scheduler.budget import BudgetTooSmall
 from scheduler.evaluate import remap_ns
-from scheduler.plan import Machine, Plan, PlanError
+from scheduler.plan import Machine, Plan, PlanError, Residency
 from scheduler.policies import POLICIES
-from scheduler.scratch import ScratchColouring, colour_with_scratch
+from scheduler.scratch import ScratchColouring, schedule_that_colours
 from scheduler.simulate import simulate
 from scheduler.stays import ordered
 from scheduler.trace import Trace
@@ -87,21 +87,15 @@ def _coloured_schedule(
     if parameters.get("wrap", True) and "wrap" in POLICIES[policy].parameters:
         attempts.append({**parameters, "wrap": False})
     for attempt in attempts:
-        logical, step = machine, 1
-        while True:
+
+        def schedule(logical: Machine, attempt: dict[str, Any] = attempt) -> tuple[Residency, ...]:
             notes.clear()
             sink = {"notes": notes} if "notes" in POLICIES[policy].parameters else {}
-            try:
-                residencies = POLICIES[policy].schedule(trace, logical, **attempt, **sink)
-            except BudgetTooSmall:
-                if logical is machine:
-                    raise
-                break
-            outcome = colour_with_scratch(residencies, trace, machine)
-            if isinstance(outcome, ScratchColouring):
-                return outcome
-            logical = replace(logical, num_chunks=max(logical.num_chunks - outcome.num_chunks * step, 0))
-            step *= 2
+            return POLICIES[policy].schedule(trace, logical, **attempt, **sink)
+
+        found = schedule_that_colours(schedule, trace, machine)
+        if found is not None:
+            return found[1]
     raise PlanError(
         f"no chunk assignment found for {machine.num_chunks} chunks of {machine.chunk_nbytes} bytes: variables that "
         f"can never be away cross the step boundary and cut the pool up. Options: a larger budget."

@@ -1,4 +1,4 @@
-"""Chunks for residencies and for re-runs together.
+"""Chunks for residencies and for re-runs together, and a schedule that they suffice for.
 
 A re-run's scratch room is held at one tick, like a variable that is allocated when its op starts
 and freed at once. So it is coloured as one: the trace is extended by such variables, and what they
@@ -7,8 +7,10 @@ got is taken out again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from scheduler.budget import BudgetTooSmall
 from scheduler.colouring import Colouring, Shortage, colour
 from scheduler.plan import Born, Dies, Machine, Residency, Scratch
 from scheduler.reruns import Rerun, reruns_of
@@ -51,6 +53,32 @@ def colour_with_scratch(
     )
     coloured = tuple(r for r in outcome.residencies if r.variable < num_variables)
     return ScratchColouring(colouring=replace(outcome, residencies=coloured), scratch=scratch)
+
+
+def schedule_that_colours(
+    schedule: Callable[[Machine], tuple[Residency, ...]], trace: Trace, machine: Machine
+) -> tuple[tuple[Residency, ...], ScratchColouring] | None:
+    """What `schedule` proposes for `machine` or, where that falls short of chunks, for smaller and smaller pools.
+
+    Returns:
+        The first proposal that colours, and its colouring; None: before one did, the pool became too small.
+
+    Raises:
+        BudgetTooSmall: The pool is too small as it is.
+    """
+    logical, step = machine, 1
+    while True:
+        try:
+            residencies = schedule(logical)
+        except BudgetTooSmall:
+            if logical is machine:
+                raise
+            return None
+        outcome = colour_with_scratch(residencies, trace, machine)
+        if isinstance(outcome, ScratchColouring):
+            return residencies, outcome
+        logical = replace(logical, num_chunks=max(logical.num_chunks - outcome.num_chunks * step, 0))
+        step *= 2
 
 
 def _room(rerun: Rerun, trace: Trace, machine: Machine) -> Variable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -13,6 +14,14 @@ import torch
 os.environ["OOC_PLAN_CACHE"] = "0"  # each test plans for itself, whatever ran before it
 for name in "CI", "BUILD_NUMBER":  # there pytest spells out how two values differ: of whole chunks that takes hours
     os.environ.pop(name, None)
+
+with contextlib.suppress(ImportError):  # an image for GPUs does not have it
+    from hypothesis import settings
+
+    # The same examples in each run: what fails here fails for everybody. OOC_TEST_TIMES=50 looks for new ones.
+    settings.register_profile("repeatable", derandomize=True)
+    if os.environ.get("OOC_TEST_TIMES", "1") == "1":
+        settings.load_profile("repeatable")
 
 _HANG_S = 900
 _stderr = pytest.StashKey[int]()

@@ -48,6 +48,7 @@ from scheduler.policies import (
 )
 from scheduler.policies._placement import Placement
 from scheduler.policies._recompute import exchanged, with_reruns
+from scheduler.scratch import schedule_that_colours
 from scheduler.selection import Selection
 from scheduler.trace import Trace
 
@@ -278,9 +279,18 @@ class _Search:
             own = {name: value for name, value in parameters.items() if name in taken}
             try:
                 tuned = policy.tune(self.trace, self.machine, own) if hasattr(policy, "tune") else own
-                self.consider(policy.schedule(self.trace, self.machine, **tuned))
+                if self.consider(policy.schedule(self.trace, self.machine, **tuned)) is None:
+                    self._consider_for_less(policy, tuned)
             except BudgetTooSmall:
                 continue
+
+    def _consider_for_less(self, policy: ModuleType, parameters: Mapping[str, Any]) -> None:
+        """As `make_plan` would have it from this policy: planned for a pool so small that it does colour."""
+        found = schedule_that_colours(
+            lambda logical: policy.schedule(self.trace, logical, **parameters), self.trace, self.machine
+        )
+        if found is not None:
+            self.consider(found[0])
 
     def adopt_choices(self) -> None:
         """Place the gaps that the fastest candidates have away by our own rules: others choose well and wait long."""

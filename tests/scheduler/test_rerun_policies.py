@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from model_traces import conv_net, resnet50, transformer
 from random_traces import TIMES, random_machine, random_trace, replayable
@@ -292,6 +292,7 @@ def test_auto_recomputes_only_where_it_is_told_to_and_never_gets_slower_by_it(se
 
 @settings(max_examples=40 * TIMES, deadline=None)
 @given(seed=seeds)
+@example(seed=1031)  # `checkmate` falls short of chunks, and does better than all others when planned for fewer
 def test_auto_that_may_recompute_is_legal_and_never_slower_than_any_policy(seed: int) -> None:
     trace, machine = some_case(seed)
     auto = make_plan(trace, machine, "auto", recompute=True)  # verifies
