@@ -148,7 +148,7 @@ def _machine(facts: MachineFacts) -> Iterator[Finding]:
         value=f"{format_nbytes(facts.available_nbytes)} available of {format_nbytes(facts.total_nbytes)}",
     )
     yield Finding(name="swap", value=format_nbytes(facts.swap_nbytes) if facts.swap_nbytes else "none")
-    yield Finding(name="huge pages for the pool", value=_huge_pages(facts.shmem_huge_pages))
+    yield Finding(name="huge pages for the pool", value=_huge_pages(facts))
     if facts.cgroup is None:
         yield Finding(name="control group", value="none")
     elif facts.cgroup.limit_nbytes is None:
@@ -161,11 +161,13 @@ def _machine(facts: MachineFacts) -> Iterator[Finding]:
         )
 
 
-def _huge_pages(setting: str) -> str:
+def _huge_pages(facts: MachineFacts) -> str:
     try:
         os.close(open_huge_file("probe"))
     except OSError as error:
-        return f"as shmem_enabled says: {setting} (no tmpfs of our own: {error})"
+        return f"as shmem_enabled says: {facts.shmem_huge_pages} (no tmpfs of our own: {error})"
+    if facts.samples_accesses:
+        return "split into small ones: the kernel samples accesses (DAMON), which costs more the larger a page"
     return "yes, on a tmpfs of our own"
 
 

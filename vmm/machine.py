@@ -24,6 +24,7 @@ __all__ = [
     "memory_room",
     "page_nbytes",
     "process_memory",
+    "samples_accesses",
     "shmem_huge_pages",
 ]
 
@@ -96,6 +97,7 @@ class MachineFacts:
         cgroup: The memory control group with the tightest limit; None without control groups.
         shmem_huge_pages: The kernel's setting for huge pages in shared memory ("advise"); "unknown"
             where it has none.
+        samples_accesses: See `samples_accesses`.
         num_cores: Processors that this process may run on.
     """
 
@@ -107,6 +109,7 @@ class MachineFacts:
     swap_nbytes: int
     cgroup: CgroupMemory | None
     shmem_huge_pages: str
+    samples_accesses: bool
     num_cores: int
 
 
@@ -224,6 +227,17 @@ def shmem_huge_pages(root: Path = _ROOT) -> str:
     return text.partition("[")[2].partition("]")[0] or "unknown"
 
 
+def samples_accesses(root: Path = _ROOT) -> bool:
+    """Whether the kernel samples accesses to memory (DAMON), as far as its threads, `kdamond.N`, can be seen."""
+    for path in (root / "proc").glob("[0-9]*/comm"):
+        try:
+            if path.read_text().startswith("kdamond"):
+                return True
+        except OSError:
+            continue  # a process that ended meanwhile
+    return False
+
+
 def machine_facts(root: Path = _ROOT) -> MachineFacts:
     """Everything about the machine that decides what we can do on it."""
     meminfo = meminfo_nbytes(root)
@@ -236,6 +250,7 @@ def machine_facts(root: Path = _ROOT) -> MachineFacts:
         swap_nbytes=meminfo.get("SwapFree", 0),
         cgroup=cgroup_memory(root),
         shmem_huge_pages=shmem_huge_pages(root),
+        samples_accesses=samples_accesses(root),
         num_cores=len(os.sched_getaffinity(0)),
     )
 

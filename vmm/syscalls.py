@@ -7,9 +7,11 @@ import os
 
 from vmm.huge_pages import open_huge_file
 
-__all__ = ["MADV_POPULATE_WRITE", "MAP_FIXED", "MAP_NORESERVE", "Syscalls"]
+__all__ = ["MADV_COLD", "MADV_POPULATE_READ", "MADV_POPULATE_WRITE", "MAP_FIXED", "MAP_NORESERVE", "Syscalls"]
 
 # Not in the mmap module of Python 3.11; the same on all of Linux's architectures that PyTorch runs on.
+MADV_COLD = 20  # since Linux 5.4
+MADV_POPULATE_READ = 22  # since Linux 5.14
 MADV_POPULATE_WRITE = 23  # since Linux 5.14
 MAP_FIXED = 0x10
 MAP_NORESERVE = 0x4000

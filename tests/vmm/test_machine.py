@@ -166,6 +166,14 @@ def test_shmem_setting(fake: FakeMachine) -> None:
     assert machine.shmem_huge_pages(fake.root) == "advise"
 
 
+def test_sampling_of_accesses(fake: FakeMachine) -> None:
+    fake.write("proc/1/comm", "init\n")
+    fake.write("proc/77/stat", "a process without a name\n")
+    assert not machine.samples_accesses(fake.root)
+    fake.write("proc/78/comm", "kdamond.0\n")
+    assert machine.samples_accesses(fake.root)
+
+
 def test_this_machine_agrees_with_other_sources() -> None:
     facts = machine.machine_facts()
     assert facts.page_nbytes == mmap.PAGESIZE == resource.getpagesize()

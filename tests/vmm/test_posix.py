@@ -497,9 +497,12 @@ def test_a_lent_arena_is_empty_in_a_forked_child(case: PosixCase, lent: tuple[in
 
 
 @pytest.mark.parametrize("from_namespace", [False, True])
+@pytest.mark.parametrize("are_sampled", [False, True])
 def test_huge_pages_whatever_the_setting_for_memfds(
-    case: PosixCase, monkeypatch: pytest.MonkeyPatch, from_namespace: bool
+    case: PosixCase, monkeypatch: pytest.MonkeyPatch, from_namespace: bool, are_sampled: bool
 ) -> None:
+    """They are split, with all their bytes, where the kernel samples accesses."""
+    monkeypatch.setattr(machine, "samples_accesses", lambda: are_sampled)
     if from_namespace:  # as for a user who may not mount
         monkeypatch.setattr(vmm.huge_pages, "_on_own_tmpfs", raiser(PermissionError))
     try:
@@ -513,7 +516,7 @@ def test_huge_pages_whatever_the_setting_for_memfds(
         assert os.fstat(driver._descriptor).st_blocks * 512 == 5 << 20  # no huge page past the end
         stamp(case, driver)
         assert shown(case, driver, driver.view_address, num_chunks) == list(range(num_chunks))
-        assert smaps_nbytes(driver.view_address, "ShmemPmdMapped") == 4 << 20
+        assert smaps_nbytes(driver.view_address, "ShmemPmdMapped") == (0 if are_sampled else 4 << 20)
     assert case.holdings() == before
 
 
