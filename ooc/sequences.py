@@ -172,9 +172,9 @@ class Sequences:
         try:
             with self._planning(len(trace.ops)):
                 plan = make_plan(trace, machine, policy=self._policy, **self._parameters)
-            new_ns = plan.predicted["duration_ns"]
-            _log.info("planned anew: %.4f s a step instead of %.4f s", new_ns / 1e9, old.duration_ns / 1e9)
-            if new_ns > old.duration_ns * _WORTHWHILE:
+            old_ns = old.duration_ns + compiled.plan.predicted.get("remap_ns", 0)
+            _log.info("planned anew: %.4f s a step instead of %.4f s", plan.step_ns / 1e9, old_ns / 1e9)
+            if plan.step_ns > old_ns * _WORTHWHILE:
                 return compiled
             better = self._compile(trace, plan, self._seen[key])
         except PlanError as error:
