@@ -7,13 +7,12 @@ Residencies are named by their index in `Plan.residencies`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
 from scheduler.budget import first_op_to_end_after
-from scheduler.plan import Born, Evicted, Kept, Loaded, Plan, Recomputed, Scratch, occupied_ticks
+from scheduler.plan import Born, Evicted, Kept, Loaded, Plan, Recomputed, occupied_ticks
 from scheduler.reruns import reruns_of
 from scheduler.trace import Trace
 
@@ -142,36 +141,54 @@ def _kept_from(plan: Plan, trace: Trace) -> dict[int, int]:
 
 def _waits_for(plan: Plan, trace: Trace) -> tuple[tuple[tuple[int, ...], ...], dict[int, tuple[int, ...]]]:
     """For each residency, and for the scratch of each re-run, the writes that must be done first."""
-    occupant = np.full(plan.machine.num_chunks, -1, dtype=np.int64)
-    chunks = [np.array(r.chunk_indices(), dtype=np.int64) for r in plan.residencies]
-    evicted = [isinstance(r.stop, Evicted) for r in plan.residencies]
+    num_stays = len(plan.residencies)
+    evicted = np.array([isinstance(r.stop, Evicted) for r in plan.residencies], dtype=np.bool_)
+    found: list[list[int]] = [[] for _ in range(num_stays + len(plan.scratch))]
+    for holder, before in _occupants_before(plan, trace):
+        if before < num_stays and evicted[before]:  # a re-run has waited; whoever comes after it need not
+            found[holder].append(before)
     last_stay: dict[int, int] = {}
-    found: list[tuple[int, ...]] = [()] * len(plan.residencies)
-    scratch_found: dict[int, tuple[int, ...]] = {}
+    if trace.cyclic:  # over the boundary, a variable goes on as its heir
+        last = {r.variable: index for index, r in enumerate(plan.residencies)}
+        becomes = ((v, variable.becomes) for v, variable in enumerate(trace.variables))
+        last_stay = {heir: last[v] for v, heir in becomes if heir is not None and v in last}
+    for index, r in enumerate(plan.residencies):
+        if isinstance(r.start, Kept):
+            found[index] = []
+        elif isinstance(r.start, Loaded) and r.variable in last_stay:
+            written = last_stay[r.variable]
+            if evicted[written] and written not in found[index]:
+                found[index] = sorted([*found[index], written])
+        last_stay[r.variable] = index
+    in_scratch = {room.before_op: tuple(found[num_stays + i]) for i, room in enumerate(plan.scratch)}
+    return tuple(tuple(own) for own in found[:num_stays]), in_scratch
 
-    def enter_room(room: Scratch) -> None:
-        mine = np.array([c for first, n in room.chunks for c in range(first, first + n)], dtype=np.int64)
-        scratch_found[room.before_op] = tuple(i for i in np.unique(occupant[mine]).tolist() if i >= 0 and evicted[i])
-        occupant[mine] = -1  # the re-run has waited; whoever comes after it need not
 
-    for period in range(2 if trace.cyclic else 1):
-        if period:  # over the boundary, a variable goes on as its heir
-            last_stay = {
-                heir: last_stay[v]
-                for v, variable in enumerate(trace.variables)
-                if (heir := variable.becomes) is not None and v in last_stay
-            }
-        rooms = deque(plan.scratch)
-        for index, r in enumerate(plan.residencies):
-            while rooms and trace.ops[rooms[0].before_op].start_tick <= occupied_ticks(r, trace)[0]:
-                enter_room(rooms.popleft())
-            if not isinstance(r.start, Kept):
-                before = {int(i) for i in np.unique(occupant[chunks[index]])}
-                if isinstance(r.start, Loaded) and r.variable in last_stay:
-                    before.add(last_stay[r.variable])
-                found[index] = tuple(i for i in sorted(before) if i >= 0 and evicted[i])
-            occupant[chunks[index]] = index
-            last_stay[r.variable] = index
-        while rooms:
-            enter_room(rooms.popleft())
-    return tuple(found), scratch_found
+def _occupants_before(plan: Plan, trace: Trace) -> list[tuple[int, int]]:
+    """Pairs of holders, in order: one, and another that held one of its chunks last before it.
+
+    Holders are residencies, then scratch rooms, by index. In a cyclic trace the first holder of a chunk comes after
+    its last one.
+    """
+    num_stays = len(plan.residencies)
+    starts = [(occupied_ticks(r, trace)[0], 1, index) for index, r in enumerate(plan.residencies)]
+    rooms = [(trace.ops[room.before_op].start_tick, 0, num_stays + i) for i, room in enumerate(plan.scratch)]
+    order = [holder for _, _, holder in sorted([*starts, *rooms])] if rooms else list(range(num_stays))
+    holders = [*(r.chunks for r in plan.residencies), *(room.chunks for room in plan.scratch)]
+    runs = np.array([(holder, *run) for holder in order for run in holders[holder]], dtype=np.int64).reshape(-1, 3)
+    if not len(runs):
+        return []
+    who, first, count = runs.T
+    ends = np.cumsum(count)
+    chunk = np.repeat(first - (ends - count), count) + np.arange(ends[-1])
+    by_chunk = np.argsort(chunk, kind="stable")
+    holder, chunk = np.repeat(who, count)[by_chunk], chunk[by_chunk]
+    before = np.roll(holder, 1)
+    is_first = np.ones(len(chunk), dtype=np.bool_)
+    is_first[1:] = chunk[1:] != chunk[:-1]
+    if trace.cyclic:
+        before[is_first] = holder[np.roll(is_first, -1)]
+    else:
+        holder, before = holder[~is_first], before[~is_first]
+    pairs = np.unique(holder * len(holders) + before)
+    return list(zip((pairs // len(holders)).tolist(), (pairs % len(holders)).tolist(), strict=True))

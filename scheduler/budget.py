@@ -111,7 +111,7 @@ def pins_of(trace: Trace) -> tuple[tuple[Pin, ...], ...]:
 
 def first_op_to_end_after(trace: Trace, tick: int) -> int:
     """The first op whose stop lies after `tick` (the last op where there is none)."""
-    index = max(bisect_right(trace.ops, tick, key=lambda op: op.start_tick) - 1, 0)
+    index = max(bisect_right(trace.op_starts, tick) - 1, 0)
     if trace.ops[index].stop_tick <= tick:
         index += 1
     return min(index, len(trace.ops) - 1)
@@ -150,8 +150,7 @@ def budget_too_small(
     trace: Trace, machine: Machine, *, tick: int, variables: list[int], smallest_num_chunks: int
 ) -> BudgetTooSmall:
     """The error for an op (the one at `tick`) that needs all of `variables` at once."""
-    starts = [op.start_tick for op in trace.ops]
-    index = max(bisect_right(starts, tick) - 1, 0)
+    index = max(bisect_right(trace.op_starts, tick) - 1, 0)
     op = trace.ops[index] if trace.ops else None
     sizes = {v: machine.chunks_of(trace.variables[v].nbytes) for v in variables}
     return BudgetTooSmall(

@@ -96,7 +96,7 @@ class PositionTicks:
     def __init__(self, trace: Trace) -> None:
         self.num_ops = len(trace.ops)
         self.num_ticks = trace.num_ticks
-        self._starts = [op.start_tick for op in trace.ops]
+        self._starts = trace.op_starts
 
     def load(self, position: int) -> int:
         """Tick from which a load at `position` holds chunks."""

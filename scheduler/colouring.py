@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -41,7 +41,7 @@ _NEVER = np.iinfo(np.int64).max
 _NO_CHUNKS: IntArray = np.empty(0, dtype=np.int64)
 
 # From this many residencies on, only the faster of the two ways to colour is tried: planning stays within seconds.
-_MANY = 2000
+MANY_TO_COLOUR = 2000
 
 # Waiting for a write costs the step more than any number of remaps, which happen off the critical path.
 _LATE = 1000
@@ -98,7 +98,7 @@ def colour(
     written = _written_ticks(residencies, trace, machine)
     best: tuple[tuple[int, int], _Painter] | None = None
     for give_way in (False, True) if trace.cyclic else (False,):
-        for best_fit in (False,) if quick or len(residencies) > _MANY else (True, False):
+        for best_fit in (False,) if quick or len(residencies) > MANY_TO_COLOUR else (True, False):
             arcs = _from_the_cut(_arcs(residencies, written, trace, machine), trace, at_boundary=give_way)
             painter = _Painter(residencies, trace, machine, arcs, give_way=give_way, best_fit=best_fit)
             shortage = painter.paint()
@@ -162,7 +162,7 @@ class _Painter:
         self.hard_from = np.full(num_chunks, _NEVER)  # an arc over the cut takes it at this tick
         self.written_at = np.zeros(num_chunks, dtype=np.int64)  # about when its last bytes are written out
         self.first_at = np.full(num_chunks, _NEVER)  # its first arc from the cut on takes it at this tick
-        self.family_of = np.array([arc.family for arc in self.arcs], dtype=np.int64)
+        self.starts = [arc.start for arc in self.arcs]  # in order; what `_cut` adds comes behind
         self.start_of = np.array([arc.start for arc in self.arcs], dtype=np.int64)
         self.stop_of = np.array([arc.stop for arc in self.arcs], dtype=np.int64)
         self.claims_home = np.zeros(len(self.arcs), dtype=np.bool_)  # not coloured yet, but its family has a home
@@ -182,14 +182,16 @@ class _Painter:
         while waiting:
             index = heapq.heappop(waiting)[2]
             arc = self.arcs[index]
-            missing = arc.num_chunks - int(np.count_nonzero(self._usable(arc)))
+            usable = self._usable(arc)
+            missing = arc.num_chunks - int(np.count_nonzero(usable))
             if missing > 0 and self.give_way:
                 for later in self._make_way(arc, missing):
                     heapq.heappush(waiting, (self.arcs[later].start, False, later))
-                missing = arc.num_chunks - int(np.count_nonzero(self._usable(arc)))
+                usable = self._usable(arc)
+                missing = arc.num_chunks - int(np.count_nonzero(usable))
             if missing > 0:
                 return self._shortage(missing, arc)
-            self._assign(index, self._choose(index))
+            self._assign(index, self._choose(index, usable))
         return None
 
     def _retouch(self) -> None:
@@ -264,7 +266,6 @@ class _Painter:
             )
         )
         arc.residencies, arc.start, arc.stop = (start,), 0, arc.stop - self.trace.num_ticks
-        self.family_of = np.append(self.family_of, arc.family)
         self.start_of = np.append(self.start_of, self.arcs[-1].start)
         self.stop_of = np.append(self.stop_of, self.arcs[-1].stop)
         self.claims_home = np.append(self.claims_home, True)
@@ -290,31 +291,31 @@ class _Painter:
         """Chunks that nobody holds from the arc's start to its stop."""
         return (self.free_at <= arc.start) & (self.hard_from >= arc.stop)
 
-    def _choose(self, index: int) -> IntArray:
+    def _choose(self, index: int, usable: BoolArray) -> IntArray:
         arc = self.arcs[index]
-        usable = self._usable(arc)
         home = self.home.get(arc.family)
         if home is None:
-            return np.sort(self._pick(usable, arc.num_chunks, index))
+            return np.sort(self._pick(np.flatnonzero(usable), arc.num_chunks, index))
         at_home = usable[home]
         chunks = home.copy()
         away = int(np.count_nonzero(~at_home))
         if away:
             usable[home[at_home]] = False
-            chunks[~at_home] = np.sort(self._pick(usable, away, index))
+            chunks[~at_home] = np.sort(self._pick(np.flatnonzero(usable), away, index))
         return chunks
 
-    def _pick(self, usable: BoolArray, size: int, index: int) -> IntArray:
-        """`size` of the usable chunks: the best ones in long runs, then the next best."""
-        late = self._is_late(index)
-        price = self._conflicts(index) + _LATE * late
-        best = np.flatnonzero(usable & (price == 0))
+    def _pick(self, free: IntArray, size: int, index: int) -> IntArray:
+        """`size` of the free chunks: the best ones in long runs, then the next best."""
+        late = self._is_late(free, index)
+        price = self._conflicts(free, index) + _LATE * late
+        costs = price > 0
+        best = free[~costs]
         if len(best) >= size:
             return self._tightest(best, size)
-        other = np.flatnonzero(usable & (price > 0))
-        cheapest = other[np.lexsort((self.written_at[other], price[other]))[: size - len(best)]]
+        other = np.flatnonzero(costs)
+        cheapest = other[np.lexsort((self.written_at[free[other]], price[other]))[: size - len(best)]]
         self.num_late += int(np.count_nonzero(late[cheapest]))
-        return np.concatenate([best, cheapest])
+        return np.concatenate([best, free[cheapest]])
 
     def _tightest(self, free: IntArray, size: int) -> IntArray:
         """`size` of the free chunks: those that are wanted back soonest, so that the others stay free for longer."""
@@ -328,37 +329,60 @@ class _Painter:
         if self.claims_changed:
             self.next_claim = np.full(len(self.free_at), _NEVER)
             pending = np.flatnonzero(self.claims_home)
-            for index in pending[np.argsort(-self.start_of[pending], kind="stable")].tolist():
-                self.next_claim[self.home[self.arcs[index].family]] = self.arcs[index].start
+            homes = [self.home[self.arcs[index].family] for index in pending.tolist()]
+            if homes:
+                starts = np.repeat(self.start_of[pending], [len(home) for home in homes])
+                np.minimum.at(self.next_claim, np.concatenate(homes), starts)
             self.claims_changed = False
         return self.next_claim
 
-    def _is_late(self, index: int) -> BoolArray:
+    def _is_late(self, free: IntArray, index: int) -> BoolArray:
         """Chunks whose bytes would still be on their way out: their next holder would have to wait."""
         arc = self.arcs[index]
-        late = self.written_at > arc.start
+        late = self.written_at[free] > arc.start
         if arc.written > arc.stop:
-            late |= self.hard_from < arc.written
-            late |= (self.first_at < _NEVER) & (self.first_at < arc.written - self.trace.num_ticks)
+            late |= self.hard_from[free] < arc.written
+            first_at = self.first_at[free]
+            late |= (first_at < _NEVER) & (first_at < arc.written - self.trace.num_ticks)
         return late
 
-    def _conflicts(self, index: int) -> IntArray:
-        """For each chunk, how many arcs claim it while this arc's family holds it.
+    def _conflicts(self, free: IntArray, index: int) -> IntArray:
+        """For each of the free chunks, how many arcs claim it while this arc's family holds it.
 
         The family is this arc and, if it is about to make its home, its later arcs.
         """
-        own = [index]
-        if self.arcs[index].family not in self.home:
-            own += [other for other in self.members[self.arcs[index].family] if other != index]
-        overlap = np.zeros(len(self.arcs), dtype=np.bool_)
-        for i in own:
-            overlap |= (self.start_of < self.arcs[i].stop) & (self.stop_of > self.arcs[i].start)
-        overlap &= self.claims_home & (self.family_of != self.arcs[index].family)
-        homes = [self.home[family] for family in self.family_of[overlap].tolist()]
-        conflicts = np.bincount(np.concatenate([*homes, _NO_CHUNKS]), minlength=len(self.free_at))
+        arc = self.arcs[index]
+        own = [arc]
+        if arc.family not in self.home:
+            own += [self.arcs[other] for other in self.members[arc.family] if other != index]
+        homes = [self.home[self.arcs[i].family] for i in self._claims(own)]
+        conflicts = np.zeros(len(free), dtype=np.int64)
+        if homes:
+            conflicts += np.bincount(np.concatenate(homes), minlength=len(self.free_at))[free]
         for later in own[1:]:
-            conflicts += self.hard_from < self.arcs[later].stop
+            conflicts += self.hard_from[free] < later.stop
         return conflicts
+
+    def _claims(self, own: list[_Arc]) -> list[int]:
+        """Arcs that claim their homes while one of `own` holds its chunks.
+
+        Arcs are coloured in order of start, so none that still claims starts before the first of `own`. The home
+        of a family is claimed by its own arcs, too, but none of it is among the free chunks that this is asked for.
+        """
+        first, stop = own[0].start, max(arc.stop for arc in own)
+        low, high, count = bisect_left(self.starts, first), bisect_left(self.starts, stop), len(self.starts)
+        claims = np.flatnonzero(self.claims_home[low:high]) + low
+        if len(self.arcs) > count:
+            added = np.flatnonzero(self.claims_home[count:]) + count
+            claims = np.concatenate([claims, added])
+        if not len(claims):
+            return []
+        start_of, stop_of = self.start_of[claims], self.stop_of[claims]
+        overlap = np.zeros(len(claims), dtype=np.bool_)
+        for arc in own:
+            overlap |= (start_of < arc.stop) & (stop_of > arc.start)
+        found: list[int] = claims[overlap].tolist()
+        return found
 
     def result(self, *, retouches: bool) -> Colouring:
         """The colouring, improved by exchanges or as it was painted."""
@@ -369,7 +393,10 @@ class _Painter:
             assert arc.chunks is not None
             for index in arc.residencies:
                 chunks[index] = arc.chunks
-        coloured = tuple(replace(r, chunks=_runs(own)) for r, own in zip(self.residencies, chunks, strict=True))
+        coloured = tuple(
+            Residency(variable=r.variable, start=r.start, stop=r.stop, chunks=runs)
+            for r, runs in zip(self.residencies, _all_runs(chunks), strict=True)
+        )
         return Colouring(
             residencies=not_kept(coloured, self.given_up, self.trace) if self.given_up else coloured,
             num_remapped_chunks=self.num_remapped_chunks(),
@@ -378,23 +405,24 @@ class _Painter:
 
     def num_runs(self) -> int:
         """Mappings of the step-start layout."""
-        return sum(len(_runs(self._chunks(own[0]))) for own in self.members.values())
+        homes = [self._chunks(own[0]) for own in self.members.values()]
+        return int(np.count_nonzero(_run_starts(homes)))
 
     def num_remapped_chunks(self) -> int:
-        """Chunk mappings that change within a step."""
-        return sum(self._num_remapped(own) for own in self.members.values())
+        """Chunk mappings that change from each of a family's arcs to the next, around the circle."""
+        before, after = [_NO_CHUNKS], [_NO_CHUNKS]
+        for own in self.members.values():
+            if len(own) == 1:
+                continue
+            chunks = [self._chunks(index) for index in sorted(own, key=lambda index: self.arcs[index].start)]
+            before += chunks if self.trace.cyclic else chunks[:-1]
+            after += [*chunks[1:], chunks[0]] if self.trace.cyclic else chunks[1:]
+        return int(np.count_nonzero(np.concatenate(before) != np.concatenate(after)))
 
     def _chunks(self, index: int) -> IntArray:
         chunks = self.arcs[index].chunks
         assert chunks is not None
         return chunks
-
-    def _num_remapped(self, own: list[int]) -> int:
-        """Chunk mappings that change from each of a family's arcs to the next, around the circle."""
-        arcs = sorted((self.arcs[index] for index in own), key=lambda arc: arc.start)
-        chunks = [arc.chunks for arc in arcs if arc.chunks is not None]
-        following = [*chunks[1:], chunks[0]] if self.trace.cyclic else chunks[1:]
-        return sum(int(np.count_nonzero(a != b)) for a, b in zip(chunks, following, strict=False))
 
 
 def _written_ticks(residencies: tuple[Residency, ...], trace: Trace, machine: Machine) -> dict[int, int]:
@@ -485,9 +513,9 @@ def _families(trace: Trace) -> list[int]:
 
 def _best_runs(free: IntArray, size: int) -> IntArray:
     """`size` of the free chunks: from the shortest run that is long enough, else from the longest runs."""
-    breaks = np.flatnonzero(np.diff(free) != 1) + 1
+    breaks = np.flatnonzero(free[1:] - free[:-1] != 1) + 1
     firsts = np.concatenate([[0], breaks])
-    lengths = np.diff(np.concatenate([firsts, [len(free)]]))
+    lengths = np.concatenate([breaks, [len(free)]]) - firsts
     enough = np.flatnonzero(lengths >= size)
     if len(enough):
         best = enough[np.argmin(lengths[enough])]
@@ -497,9 +525,25 @@ def _best_runs(free: IntArray, size: int) -> IntArray:
     return np.concatenate([free[firsts[i] : firsts[i] + lengths[i]] for i in order[:last]])[:size]
 
 
-def _runs(chunks: IntArray) -> tuple[tuple[int, int], ...]:
-    """Chunks in order as `(first chunk, count)` runs."""
-    breaks = np.flatnonzero(np.diff(chunks) != 1) + 1
-    firsts = np.concatenate([[0], breaks])
-    lengths = np.diff(np.concatenate([firsts, [len(chunks)]]))
-    return tuple(zip(chunks[firsts].tolist(), lengths.tolist(), strict=True))
+def _all_runs(places: list[IntArray]) -> list[tuple[tuple[int, int], ...]]:
+    """For each list of chunks in order, its `(first chunk, count)` runs."""
+    is_first = _run_starts(places)
+    if not len(is_first):
+        return [() for _ in places]
+    at = np.flatnonzero(is_first)
+    lengths = np.diff(at, append=len(is_first))
+    runs = list(zip(np.concatenate(places)[at].tolist(), lengths.tolist(), strict=True))
+    ends = np.searchsorted(at, np.cumsum([len(chunks) for chunks in places])).tolist()
+    return [tuple(runs[start:stop]) for start, stop in zip([0, *ends], ends, strict=False)]
+
+
+def _run_starts(places: list[IntArray]) -> BoolArray:
+    """With the lists of chunks one after another: where each run of neighbouring chunks starts."""
+    if not places:
+        return np.empty(0, dtype=np.bool_)
+    chunks = np.concatenate(places)
+    is_first = np.ones(len(chunks), dtype=np.bool_)
+    is_first[1:] = chunks[1:] - chunks[:-1] != 1
+    starts = np.cumsum([len(own) for own in places])[:-1]
+    is_first[starts[starts < len(chunks)]] = True
+    return is_first

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.colouring import Shortage
+from scheduler.colouring import MANY_TO_COLOUR, Shortage
 from scheduler.plan import Machine, Plan, Residency
-from scheduler.scratch import colour_with_scratch
+from scheduler.scratch import ScratchColouring, colour_with_scratch
 from scheduler.simulate import Simulation, simulate
 from scheduler.trace import Trace
 
@@ -26,11 +26,13 @@ class Evaluation:
     """What a proposal (uncoloured residencies) costs, and the plan that was simulated to know it.
 
     Attributes:
-        is_final: Whether its remaps are those that the finished plan will have.
+        coloured: The proposal with chunks.
+        is_final: Whether the finished plan will have the same chunks, hence the same remaps.
     """
 
     proposal: tuple[Residency, ...]
     plan: Plan
+    coloured: ScratchColouring
     simulation: Simulation
     num_remapped_chunks: int
     is_final: bool
@@ -61,6 +63,7 @@ def evaluate(
     A `Shortage` means that they do not colour.
     """
     quick = len(residencies) > _MANY and not is_final
+    as_ever = not quick or len(residencies) > MANY_TO_COLOUR  # all but exchanges, of which there may be no need
     outcome = colour_with_scratch(residencies, trace, machine, quick=quick, retouches=is_final)
     if isinstance(outcome, Shortage):
         return outcome
@@ -76,7 +79,8 @@ def evaluate(
     return Evaluation(
         proposal=residencies,
         plan=plan,
+        coloured=outcome,
         simulation=simulation,
         num_remapped_chunks=colouring.num_remapped_chunks,
-        is_final=is_final,
+        is_final=is_final or (as_ever and not colouring.num_remapped_chunks),
     )

@@ -97,16 +97,21 @@ class Links:
     def _step(self, until_ns: int | None) -> bool:
         """Go to the next event, at most to `until_ns`. False if both lanes are idle."""
         self._start_idle()
-        busy = [lane for lane in (self._out, self._in) if lane.current is not None]
-        if not busy:
+        out_lane, in_lane = self._out, self._in
+        out_busy, in_busy = out_lane.current is not None, in_lane.current is not None
+        if not (out_busy or in_busy):
             return False
-        scale = self._slowdown if all(lane.in_flight for lane in (self._out, self._in)) else 1.0
-        elapsed_ns = min(lane.remaining_ns(scale) for lane in busy)
+        scale = self._slowdown if out_lane.in_flight and in_lane.in_flight else 1.0
+        elapsed_ns = out_lane.remaining_ns(scale) if out_busy else in_lane.remaining_ns(scale)
+        if out_busy and in_busy:
+            elapsed_ns = min(elapsed_ns, in_lane.remaining_ns(scale))
         if until_ns is not None:
             elapsed_ns = min(elapsed_ns, until_ns - self.now_ns)
         self.now_ns += elapsed_ns
-        for lane in busy:
-            lane.progress(elapsed_ns, scale, self.now_ns)
+        if out_busy:
+            out_lane.progress(elapsed_ns, scale, self.now_ns)
+        if in_busy:
+            in_lane.progress(elapsed_ns, scale, self.now_ns)
         return True
 
     def _start_idle(self) -> None:
@@ -114,7 +119,7 @@ class Links:
             self._out.start(self._writes.popleft(), self._latency_ns, self.now_ns)
         if self._in.current is None:
             for position, load in enumerate(self._loads):
-                if all(write.stop_ns is not None for write in load.after):
+                if not load.after or all(write.stop_ns is not None for write in load.after):
                     self._in.start(self._loads.pop(position), self._latency_ns, self.now_ns)
                     break
 

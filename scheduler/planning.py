@@ -58,7 +58,7 @@ def make_plan(trace: Trace, machine: Machine, policy: str = "auto", **parameters
         notes=tuple(notes),
     )
     verify(plan, trace)
-    result = simulate(plan, trace)
+    result = simulate(plan, trace, with_timeline=False)
     predicted = {
         "duration_ns": result.duration_ns,
         "stall_ns": result.stall_ns,
@@ -87,13 +87,19 @@ def _coloured_schedule(
     if parameters.get("wrap", True) and "wrap" in POLICIES[policy].parameters:
         attempts.append({**parameters, "wrap": False})
     for attempt in attempts:
+        known: dict[tuple[Residency, ...], ScratchColouring] = {}
 
-        def schedule(logical: Machine, attempt: dict[str, Any] = attempt) -> tuple[Residency, ...]:
+        def schedule(
+            logical: Machine,
+            attempt: dict[str, Any] = attempt,
+            known: dict[tuple[Residency, ...], ScratchColouring] = known,
+        ) -> tuple[Residency, ...]:
             notes.clear()
-            sink = {"notes": notes} if "notes" in POLICIES[policy].parameters else {}
+            sinks = {"notes": notes, "colourings": known if logical is machine else None}
+            sink = {name: where for name, where in sinks.items() if name in POLICIES[policy].parameters}
             return POLICIES[policy].schedule(trace, logical, **attempt, **sink)
 
-        found = schedule_that_colours(schedule, trace, machine)
+        found = schedule_that_colours(schedule, trace, machine, known)
         if found is not None:
             return found[1]
     raise PlanError(

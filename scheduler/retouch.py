@@ -59,6 +59,19 @@ def retouch(holders: Sequence[Holder], num_ticks: int, *, cyclic: bool) -> list[
     return table.chunks()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InVain:
+    """A trial that changed nothing: it would end the same way until one of its two rows changes.
+
+    Attributes:
+        rows: The two rows, and how often each had changed.
+        gain: Of the better exchange; None if there was none.
+    """
+
+    rows: tuple[tuple[int, int], tuple[int, int]]
+    gain: int | None
+
+
 class _Table:
     """Rows of pieces. A *unit* is one place of one holder; pieces are its stretches, two if it crosses the cut."""
 
@@ -77,6 +90,8 @@ class _Table:
             self._rows[row].extend(self._pieces(unit))
         for pieces in self._rows:
             pieces.sort()
+        self._num_changes = [0] * num_rows
+        self._in_vain: dict[int, _InVain] = {}
         self._links(cyclic)
 
     def _pieces(self, unit: int) -> Iterator[tuple[int, int, int]]:
@@ -121,6 +136,10 @@ class _Table:
     def _try(self, unit: int, other: int, *, allows_even: bool) -> None:
         """Make the better of the two exchanges that join a unit and its successor, if it is good enough."""
         rows = self.row[unit], self.row[other]
+        now = rows, (self._num_changes[rows[0]], self._num_changes[rows[1]])
+        tried = self._in_vain.get(unit)
+        if tried is not None and tried.rows == now and (tried.gain is None or tried.gain < 0 or not allows_even):
+            return
         best: tuple[int, set[int]] | None = None
         for moved, stays in ((other, unit), (unit, other)):
             cluster = self._cluster(rows, moved)
@@ -131,6 +150,8 @@ class _Table:
                 best = gain, cluster
         if best is not None and best[0] >= (0 if allows_even else 1):
             self._exchange(best[1], rows)
+        else:
+            self._in_vain[unit] = _InVain(rows=now, gain=None if best is None else best[0])
 
     def _cluster(self, rows: tuple[int, int], unit: int) -> set[int] | None:
         """The units of two rows that must change rows together with `unit`; None if they are many."""
@@ -187,6 +208,8 @@ class _Table:
 
     def _exchange(self, cluster: set[int], rows: tuple[int, int]) -> None:
         one, two = rows
+        for row in rows:
+            self._num_changes[row] += 1
         first, second = self._rows[one], self._rows[two]
         self._rows[one] = sorted([p for p in first if p[2] not in cluster] + [p for p in second if p[2] in cluster])
         self._rows[two] = sorted([p for p in second if p[2] not in cluster] + [p for p in first if p[2] in cluster])

@@ -7,7 +7,7 @@ got is taken out again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from scheduler.budget import BudgetTooSmall
@@ -56,9 +56,17 @@ def colour_with_scratch(
 
 
 def schedule_that_colours(
-    schedule: Callable[[Machine], tuple[Residency, ...]], trace: Trace, machine: Machine
+    schedule: Callable[[Machine], tuple[Residency, ...]],
+    trace: Trace,
+    machine: Machine,
+    known: Mapping[tuple[Residency, ...], ScratchColouring] | None = None,
 ) -> tuple[tuple[Residency, ...], ScratchColouring] | None:
     """What `schedule` proposes for `machine` or, where that falls short of chunks, for smaller and smaller pools.
+
+    Args:
+        schedule: Called with `machine` first.
+        trace, machine: As of `colour_with_scratch`.
+        known: Colourings, by proposal, that need not be made again; `schedule` may fill it.
 
     Returns:
         The first proposal that colours, and its colouring; None: before one did, the pool became too small.
@@ -74,7 +82,7 @@ def schedule_that_colours(
             if logical is machine:
                 raise
             return None
-        outcome = colour_with_scratch(residencies, trace, machine)
+        outcome = (known or {}).get(residencies) or colour_with_scratch(residencies, trace, machine)
         if isinstance(outcome, ScratchColouring):
             return residencies, outcome
         logical = replace(logical, num_chunks=max(logical.num_chunks - outcome.num_chunks * step, 0))

@@ -19,6 +19,10 @@ FloatArray = npt.NDArray[np.float64]
 
 _NO_MATTER = 1 << 60
 
+# Ticks within their limit are forgotten when they are more than an eighth: often enough to be quick, and seldom
+# enough to cost nothing.
+_FORGET_BELOW = 7 / 8
+
 
 class Selection:
     """Which gaps are away.
@@ -33,16 +37,18 @@ class Selection:
         self.chains = chains
         self.gaps: list[Gap] = [gap for chain in chains for gap in chain.gaps]
         self.chosen = np.array([gap.forced for gap in self.gaps], dtype=np.bool_)
-        self.occupancy = Occupancy(trace.num_ticks)
-        for chain in chains:
-            if chain.pins or not chain.starts_away:
-                self.occupancy.add(chain.start_tick, chain.stop_tick, chain.num_chunks)
         self.start = np.array([gap.start_tick for gap in self.gaps], dtype=np.int64)
         self.stop = np.array([gap.stop_tick for gap in self.gaps], dtype=np.int64)
         self.size = np.array([gap.num_chunks for gap in self.gaps], dtype=np.int64)
-        for gap in self.gaps:
-            if gap.forced:
-                self.occupancy.add(gap.start_tick, gap.stop_tick, -gap.num_chunks)
+        alive = [chain for chain in chains if chain.pins or not chain.starts_away]
+        self.occupancy = Occupancy(trace.num_ticks)
+        self.occupancy.add_all(
+            np.array([chain.start_tick for chain in alive], dtype=np.int64),
+            np.array([chain.stop_tick for chain in alive], dtype=np.int64),
+            np.array([chain.num_chunks for chain in alive], dtype=np.int64),
+        )
+        forced = self.chosen
+        self.occupancy.add_all(self.start[forced], self.stop[forced], -self.size[forced])
 
     @property
     def gaps_chosen(self) -> list[Gap]:
@@ -73,27 +79,88 @@ class Selection:
         Always for the tick that is furthest over its limit, the gap that covers the most time over
         the limit. Unless `by_length`, a gap counts less if it frees more than that tick needs.
         """
-        weight = _tick_durations(self.trace)
+        crowd = _Crowd(self, limit)
         while True:
-            over = self.occupancy.held - limit
-            tick = int(over.argmax())
-            if over[tick] <= 0:
+            worst, excess = crowd.worst()
+            if excess <= 0:
                 return
-            excess = _NO_MATTER if by_length else int(over[tick])
-            best = self._best_over(tick, excess, np.cumsum(np.tile(weight * (over > 0), 2)))
+            best = crowd.best_gap_over(worst, _NO_MATTER if by_length else excess)
             gap = self.gaps[best]
             self.chosen[best] = True
             self.occupancy.add(gap.start_tick, gap.stop_tick, -gap.num_chunks)
 
-    def _best_over(self, tick: int, excess: int, relief: FloatArray) -> int:
-        """The gap over `tick` that covers the most time over the limit."""
-        folded = tick + self.trace.num_ticks
-        covers = ((self.start <= tick) & (tick < self.stop)) | ((self.start <= folded) & (folded < self.stop))
-        candidates = np.flatnonzero(covers & ~self.chosen)
-        padded = np.concatenate([[0.0], relief])
-        covered = padded[self.stop[candidates]] - padded[self.start[candidates]]
-        useful = np.minimum(1.0, excess / self.size[candidates])
-        return int(candidates[np.argmax(covered * useful)])
+
+class _Crowd:
+    """The ticks that hold too much, and the gaps that would relieve them: what `Selection.choose` works on.
+
+    A gap only takes chunks away, so a tick that is within its limit never comes back, nor does a gap over none of the
+    ticks that are left. Both are forgotten now and then: their shares of every sum are zero, so no sum changes.
+    Positions count the ticks that are left, on an axis of two steps.
+    """
+
+    def __init__(self, selection: Selection, limit: IntArray) -> None:
+        self._selection = selection
+        over = selection.occupancy.held - limit
+        self._ticks = np.flatnonzero(over > 0)
+        self._over = over[self._ticks]
+        self._weight = _tick_durations(selection.trace)[self._ticks]
+        self._gaps = np.flatnonzero(~selection.chosen)
+        self._count()
+
+    def worst(self) -> tuple[int, int]:
+        """The position that is furthest over its limit, and by how many chunks; none are left if by none."""
+        if self._num_left < _FORGET_BELOW * len(self._ticks):
+            self._forget()
+        if not len(self._over):
+            return 0, 0
+        position = int(self._over.argmax())
+        return position, int(self._over[position])
+
+    def best_gap_over(self, position: int, excess: int) -> int:
+        """Take the gap over `position` that covers the most time over the limit; returns its index."""
+        folded = position + len(self._ticks)
+        covers = ((self._first <= position) & (position < self._last)) | (
+            (self._first <= folded) & (folded < self._last)
+        )
+        candidates = np.flatnonzero(covers)
+        covered = self._relief[self._last[candidates]] - self._relief[self._first[candidates]]
+        useful = np.minimum(1.0, excess / self._size[candidates])
+        best = int(candidates[np.argmax(covered * useful)])
+        self._take(best)
+        return int(self._gaps[best])
+
+    def _take(self, index: int) -> None:
+        first, last, whole = int(self._first[index]), int(self._last[index]), len(self._ticks)
+        parts = ((first, min(last, whole)), (max(first - whole, 0), last - whole))
+        for start, stop in ((start, stop) for start, stop in parts if start < stop):
+            over = self._over[start:stop]
+            before = np.count_nonzero(over > 0)
+            over -= self._size[index]
+            counts = over > 0
+            self._num_left -= int(before - np.count_nonzero(counts))
+            weight = self._weight[start:stop] * counts
+            self._twice[start:stop] = self._twice[whole + start : whole + stop] = weight
+        first = min(start for start, stop in parts if start < stop)
+        self._relief[first:] = np.cumsum(np.concatenate([self._relief[first : first + 1], self._twice[first:]]))
+        self._first[index] = self._last[index] = 0  # chosen: over no position any more
+
+    def _forget(self) -> None:
+        left = self._over > 0
+        self._ticks, self._over, self._weight = self._ticks[left], self._over[left], self._weight[left]
+        self._gaps = self._gaps[self._first < self._last]
+        self._count()
+
+    def _count(self) -> None:
+        selection = self._selection
+        self._num_left = len(self._ticks)
+        self._twice = np.tile(self._weight, 2)
+        self._relief = np.concatenate([[0.0], np.cumsum(self._twice)])  # time over the limit before each position
+        positions = np.concatenate([self._ticks, self._ticks + selection.trace.num_ticks])
+        self._first = np.searchsorted(positions, selection.start[self._gaps])
+        self._last = np.searchsorted(positions, selection.stop[self._gaps])
+        useful = self._first < self._last
+        self._gaps, self._first, self._last = self._gaps[useful], self._first[useful], self._last[useful]
+        self._size = selection.size[self._gaps]
 
 
 class Occupancy:
@@ -108,25 +175,12 @@ class Occupancy:
         for start, stop in self._fold(start_tick, stop_tick):
             self.held[start:stop] += num_chunks
 
-    def first_over(self, start_tick: int, stop_tick: int, limit: int) -> int | None:
-        """The first unrolled tick of the interval at which more than `limit` is held."""
-        offset = start_tick
-        for start, stop in self._fold(start_tick, stop_tick):
-            over = self.held[start:stop] > limit
-            if over.any():
-                return offset + int(over.argmax())
-            offset += stop - start
-        return None
-
-    def last_over(self, start_tick: int, stop_tick: int, limit: int) -> int | None:
-        """The last unrolled tick of the interval at which more than `limit` is held."""
-        offset = stop_tick
-        for start, stop in reversed(self._fold(start_tick, stop_tick)):
-            over = self.held[start:stop] > limit
-            if over.any():
-                return offset - 1 - int(over[::-1].argmax())
-            offset -= stop - start
-        return None
+    def add_all(self, start_ticks: IntArray, stop_ticks: IntArray, num_chunks: IntArray) -> None:
+        """Hold more in many intervals at once, each as in `add`."""
+        change = np.zeros(2 * self.num_ticks + 1, dtype=np.int64)
+        np.add.at(change, start_ticks, num_chunks)
+        np.add.at(change, stop_ticks, -num_chunks)
+        self.held += np.cumsum(change)[:-1].reshape(2, self.num_ticks).sum(axis=0)
 
     def _fold(self, start_tick: int, stop_tick: int) -> list[tuple[int, int]]:
         parts = []

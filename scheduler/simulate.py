@@ -217,7 +217,7 @@ class _Run:
 
     def _time_of(self, tick: int) -> int:
         """When a tick happens; the ticks within an op are spread evenly over it."""
-        index = bisect_right(self.trace.ops, tick, key=lambda op: op.start_tick) - 1
+        index = bisect_right(self.trace.op_starts, tick) - 1
         if index < 0:
             return 0
         op = self.trace.ops[index]

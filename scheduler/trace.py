@@ -107,6 +107,7 @@ class Trace:
             residency wraps around. False for a step taken alone: what exists at its start is
             outside (in the store), and must be outside at its end if still alive.
         metadata: Free-form facts for reports (model, torch version); not in the fingerprint.
+        op_starts: The start tick of each op, to look ops up by; follows from `ops`.
     """
 
     ops: tuple[Op, ...]
@@ -114,8 +115,10 @@ class Trace:
     num_ticks: int
     cyclic: bool = True
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    op_starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "op_starts", tuple(op.start_tick for op in self.ops))
         _validate(self)
 
     @property

@@ -48,7 +48,7 @@ from scheduler.policies import (
 )
 from scheduler.policies._placement import Placement
 from scheduler.policies._recompute import exchanged, with_reruns
-from scheduler.scratch import schedule_that_colours
+from scheduler.scratch import ScratchColouring, schedule_that_colours
 from scheduler.selection import Selection
 from scheduler.trace import Trace
 
@@ -116,6 +116,7 @@ def schedule(
     thorough: bool = True,
     recompute: bool = False,
     exact: bool = True,
+    colourings: dict[tuple[Residency, ...], ScratchColouring] | None = None,
 ) -> tuple[Residency, ...]:
     """Keep what fits, move what does not, and hide the moves.
 
@@ -130,6 +131,8 @@ def schedule(
         exact: With `thorough` and `recompute`: whether the programs of `poet` and `checkmate` are solved where they
             are small enough. It takes up to their time limit, and where that strikes, the plan depends on the
             machine's speed. If not, their relaxations are rounded.
+        colourings: Gets the chunks of what is returned, if they were found on the way as `colour_with_scratch` would
+            find them; they need not be found again.
 
     Raises:
         BudgetTooSmall: An op needs more at once than the budget.
@@ -144,7 +147,7 @@ def schedule(
     if not thorough:
         if search.stalls_much and len(trace.ops) <= _MOST_OPS_FOR_ANOTHER:
             search.try_others(((capuchin, _MOST_OPS_FOR_ANOTHER),), {"wrap": wrap, "recompute": False})
-        proposal = _best_with_slack(search)
+        proposal = search.returned(_best_with_slack(search), colourings)
         return with_reruns(proposal, trace, machine, wrap=wrap) if recompute else proposal
     for num_chunks in _smaller_budgets(trace, machine):
         if search.is_perfect:
@@ -159,14 +162,14 @@ def schedule(
     search.adopt_choices()
     if recompute:
         search.exchange()
-    return search.fastest_proposal
+    return search.returned(search.fastest(), colourings)
 
 
-def _best_with_slack(search: _Search) -> tuple[Residency, ...]:
+def _best_with_slack(search: _Search) -> Evaluation | None:
     """The best choice; or one made for a little less memory, if its colouring saves more than it stalls."""
     best = min(search.candidates, key=lambda found: found.rank, default=None)
     if best is None or not best.num_remapped_chunks:
-        return search.fallback if best is None else best.proposal
+        return best
     machine = search.machine
     slack = _Search(
         search.trace, replace(machine, num_chunks=int(machine.num_chunks * _SLACK)), search.chains, search.pinned
@@ -174,7 +177,7 @@ def _best_with_slack(search: _Search) -> tuple[Residency, ...]:
     slack.try_choices()
     proposals = [own.proposal for own in (best, slack.best) if own is not None]
     finals = [evaluate(proposal, search.trace, machine, is_final=True) for proposal in proposals]
-    return min((f for f in finals if not isinstance(f, Shortage)), key=lambda f: f.rank, default=best).proposal
+    return min((f for f in finals if not isinstance(f, Shortage)), key=lambda f: f.rank, default=best)
 
 
 def _smaller_budgets(trace: Trace, machine: Machine) -> list[int]:
@@ -225,8 +228,17 @@ class _Search:
         """The best choice, and what was considered."""
         return self.considered if self.best is None else [self.best, *self.considered]
 
-    @property
-    def fastest_proposal(self) -> tuple[Residency, ...]:
+    def returned(
+        self, found: Evaluation | None, colourings: dict[tuple[Residency, ...], ScratchColouring] | None
+    ) -> tuple[Residency, ...]:
+        """What the policy returns for the candidate that was found; `colourings` gets its chunks if they are final."""
+        if found is None:
+            return self.fallback
+        if colourings is not None and found.is_final:
+            colourings[found.proposal] = found.coloured
+        return found.proposal
+
+    def fastest(self) -> Evaluation | None:
         """The fastest of the best choice and of what was considered, coloured as the finished plan will be.
 
         Until then a candidate's remaps are an estimate. So all are coloured that could still be the fastest.
@@ -242,13 +254,13 @@ class _Search:
                 continue
             seen.add(found.proposal)
             if len(seen) == 1 and len(waiting) == 1:
-                return found.proposal
-            final = evaluate(found.proposal, self.trace, self.machine, is_final=True)
+                return found
+            final: Evaluation | Shortage = found
+            if not found.is_final:
+                final = evaluate(found.proposal, self.trace, self.machine, is_final=True)
             if not isinstance(final, Shortage) and (best is None or final.rank < best.rank):
                 best = final
-        if best is not None:
-            return best.proposal
-        return waiting[0].proposal if waiting else self.fallback
+        return best or next(iter(waiting), None)
 
     def exchange(self) -> None:
         """Note the fastest so far with some of its gaps recomputed."""

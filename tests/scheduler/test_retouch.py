@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.retouch import Holder, retouch
+from scheduler.retouch import Holder, _Table, retouch
 
 NUM_TICKS = 40
 
@@ -82,3 +83,19 @@ def test_an_exchange_that_joins() -> None:
     assert num_remaps(holders, [h.chunks for h in holders]) == 2
     after = retouch(holders, NUM_TICKS, cyclic=True)
     assert num_remaps(holders, after) == 0
+
+
+class _Forgetful(dict[int, Any]):
+    """Remembers nothing."""
+
+    def __setitem__(self, unit: int, trial: Any) -> None:
+        return
+
+
+@given(timetables())
+def test_a_trial_that_is_not_made_again_would_have_changed_nothing(holders: list[Holder]) -> None:
+    remembering, forgetful = (_Table(holders, NUM_TICKS, cyclic=True) for _ in range(2))
+    forgetful._in_vain = _Forgetful()
+    remembering.improve()
+    forgetful.improve()
+    assert remembering.row == forgetful.row
