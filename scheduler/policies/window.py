@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from scheduler.budget import BudgetTooSmall, budget_too_small, first_op_to_end_after
 from scheduler.colouring import Shortage
@@ -39,9 +39,10 @@ from scheduler.trace import Trace
 # steps the best one lay between an eighth of the budget and twice the budget.
 _WINDOWS_PER_BUDGET = (0.0, 0.0625, 0.125, 0.25, 0.375, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
 
-# Ops between two snapshots: a backtrack repeats at most that many, and copying the state of a
-# 5,000-op step costs about as much as walking 64 ops.
+# Ops between two snapshots, at least, and variables for each op between them: a backtrack repeats at most that many
+# ops, and copying the state of 5,000 variables costs about as much as walking 64 ops.
 _SNAPSHOT_EVERY = 64
+_VARIABLES_PER_OP_BETWEEN = 80
 
 
 class State(Enum):
@@ -94,9 +95,8 @@ class Act(Enum):
     DEATH = "freed in op, or between it and the next"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """One act on one variable, at one op."""
+class Decision(NamedTuple):
+    """One act on one variable, at one op. A tuple: a walk makes tens of thousands, and a frozen dataclass is slow."""
 
     act: Act
     variable: int
@@ -170,13 +170,14 @@ class WindowWalk:
         self.decisions: list[Decision] = []
         self._entered_at = [0] * len(self.sequence)
         self._snapshots: list[tuple[WindowState, int]] = []
+        self._snapshot_every = max(_SNAPSHOT_EVERY, len(trace.variables) // _VARIABLES_PER_OP_BETWEEN)
 
     def run(self) -> None:
         """Walk all ops. Raises `BudgetTooSmall`."""
         index = 0
         while index < len(self.trace.ops):
-            if index % _SNAPSHOT_EVERY == 0:
-                del self._snapshots[index // _SNAPSHOT_EVERY :]
+            if index % self._snapshot_every == 0:
+                del self._snapshots[index // self._snapshot_every :]
                 self._snapshots.append((self.state.copy(), len(self.decisions)))
             missing = self._swap_in(index)
             if missing is None:
@@ -190,7 +191,7 @@ class WindowWalk:
             self._wait_oldest(len(self.trace.ops))
 
     def _decide(self, act: Act, variable: int, op_index: int) -> None:
-        self.decisions.append(Decision(act=act, variable=variable, op_index=op_index))
+        self.decisions.append(Decision(act, variable, op_index))
 
     def _swap_in(self, index: int) -> int | None:
         """A: let the window run ahead. Returns the chunks of an operand that does not fit, if one does not."""
@@ -299,11 +300,11 @@ class WindowWalk:
         raise self._too_small()
 
     def _restore(self, index: int) -> int:
-        number = index // _SNAPSHOT_EVERY
+        number = index // self._snapshot_every
         state, num_decisions = self._snapshots[number]
         self.state = state.copy()
         del self.decisions[num_decisions:]
-        return number * _SNAPSHOT_EVERY
+        return number * self._snapshot_every
 
     def _too_small(self) -> BudgetTooSmall:
         """The error for the op with the largest sum of operands."""
@@ -335,7 +336,7 @@ class _Layout:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.starts = [op.start_tick for op in trace.ops]
+        self.starts = trace.op_starts
         evictable = [v.evictable for v in trace.variables]
         self.operands = [[u.variable for u in op.uses if evictable[u.variable]] for op in trace.ops]
         self.fixed: list[set[int]] = [set() for _ in trace.ops]
@@ -369,24 +370,23 @@ def _residencies(walk: WindowWalk) -> Iterator[Residency]:
     """The plan's acts, read off the walk's decisions."""
     starts: dict[int, Start] = {}
     write_ops: dict[int, int] = {}
-    for d in walk.decisions:
-        match d.act:
-            case Act.BIRTH:
-                starts[d.variable] = Born()
-            case Act.LOAD:
-                starts[d.variable] = Loaded(d.op_index)
-            case Act.EVICT:
-                write_ops[d.variable] = d.op_index
-            case Act.WITHDRAW:
-                del write_ops[d.variable]
-            case Act.RELEASE:
-                stop = Evicted(write_op=write_ops.pop(d.variable), release_op=d.op_index)
-                yield Residency(variable=d.variable, start=starts.pop(d.variable), stop=stop)
-            case Act.DEATH:
-                write_ops.pop(d.variable, None)
-                yield Residency(variable=d.variable, start=starts.pop(d.variable), stop=Dies())
-            case _:
-                assert_never(d.act)
+    for act, v, op_index in walk.decisions:
+        if act is Act.BIRTH:
+            starts[v] = Born()
+        elif act is Act.LOAD:
+            starts[v] = Loaded(op_index)
+        elif act is Act.EVICT:
+            write_ops[v] = op_index
+        elif act is Act.WITHDRAW:
+            del write_ops[v]
+        elif act is Act.RELEASE:
+            stop = Evicted(write_op=write_ops.pop(v), release_op=op_index)
+            yield Residency(variable=v, start=starts.pop(v), stop=stop)
+        elif act is Act.DEATH:
+            write_ops.pop(v, None)
+            yield Residency(variable=v, start=starts.pop(v), stop=Dies())
+        else:
+            assert_never(act)
 
 
 def _always_resident(trace: Trace) -> Iterator[Residency]:
