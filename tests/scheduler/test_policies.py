@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,3 +178,17 @@ def test_plans_without_torch_and_the_same_under_any_hash_seed() -> None:
         assert done.returncode == 0, done.stderr
         digests.add(done.stdout)
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("num_chunks", [0, 1000])
+def test_the_search_for_cycles_goes_on_as_before(enabled: bool, num_chunks: int) -> None:
+    trace = random_trace(3)
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with nullcontext() if num_chunks else pytest.raises(BudgetTooSmall):
+            make_plan(trace, random_machine(3, num_chunks), "on_demand")
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
