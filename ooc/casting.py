@@ -222,11 +222,13 @@ class Casting:
         self._books.guards.lift(role.record)
         self._space.map(role.record.reservation, role.stays[0].runs)
 
-    def set_alive(self, compiled: Compiled, role: Role, record: VariableRecord) -> None:
-        compiled.role_alive[role.index] = 1
+    def set_alive(self, compiled: Compiled, role: Role, record: VariableRecord, *, is_born: bool = False) -> None:
+        """`record` plays `role` from now on, unless its storage was freed a moment ago."""
+        compiled.role_alive[role.index] = 1  # first: a free that comes right after `bind` takes it back
         compiled.role_address[role.index] = record.address
         record.role = role.index
-        self._allocator.bind(record.address, role.index)
+        if not self._allocator.bind(record.address, role.index, is_born=is_born):
+            compiled.role_alive[role.index] = 0
 
     def expel(self, compiled: Compiled, role: Role) -> None:
         """A record that is alive where the plan has no more role for it goes back to the books, away."""

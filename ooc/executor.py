@@ -352,7 +352,7 @@ class Executor:
                 if other.transfer is not None:
                     self._await(other)
             self._prepare_birth(stay)
-            self._casting.set_alive(compiled, role, role.record)
+            self._casting.set_alive(compiled, role, role.record, is_born=True)
             return role.record.address
         return 0
 

@@ -20,7 +20,7 @@ from ooc.books import Books, State, VariableRecord
 from ooc.device_memory import DeviceMemory
 from vmm.device_streams import DeviceStreams
 from vmm.fake_cuda import FakeCuda
-from vmm.syscalls import MAP_FIXED, Syscalls
+from vmm.syscalls import MAP_FIXED, MAP_NORESERVE, Syscalls
 from vmm.torch_cpu import GRANULE_NBYTES, cpu_allocator
 
 if TYPE_CHECKING:
@@ -163,15 +163,18 @@ class FakeDeviceMemory(FakeKernels, DeviceMemory):
             length = -(-len(content) // GRANULE_NBYTES) * GRANULE_NBYTES
             syscalls.mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
             ctypes.memmove(address, content, len(content))
-            self.allocator.survive(address, length)
+            if not self.allocator.survive(address, length):  # freed a moment ago
+                syscalls.mmap(address, length, 0, flags | MAP_NORESERVE, -1, 0)
         books.records.clear()
 
     def close(self) -> None:
         """As `DeviceMemory.close`, and what the fake has of this machine."""
-        super().close()
-        while self._streams_of_program:
-            self.streams.calls.destroy_stream(self._streams_of_program.pop())
-        self.fake.close()
+        try:
+            super().close()
+            while self._streams_of_program:
+                self.streams.calls.destroy_stream(self._streams_of_program.pop())
+        finally:
+            self.fake.close()  # the arena is torch's allocator's: whatever went wrong, nothing may stay mapped there
 
     def _content(self, books: Books, record: VariableRecord) -> bytes:
         if record.state is State.RESIDENT:

@@ -8,6 +8,7 @@ import os
 
 from ooc.books import Books, State
 from vmm.posix import PosixDriver
+from vmm.syscalls import MAP_FIXED, MAP_NORESERVE, Syscalls
 from vmm.torch_cpu import GRANULE_NBYTES, CpuAllocator
 
 
@@ -17,9 +18,8 @@ def release_survivors(books: Books, driver: PosixDriver, allocator: CpuAllocator
     The budget ends with the session, so they all come back; each is private to the process from
     now on and is unmapped when it is freed.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
+    syscalls = Syscalls()
+    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
     total = 0
     for record in list(books.records.values()):
         books.settle(record)
@@ -28,10 +28,11 @@ def release_survivors(books: Books, driver: PosixDriver, allocator: CpuAllocator
         if record.state is State.RESIDENT:
             content = books.segments(record.runs, record.nbytes)
         num_chunks = record.reservation.num_chunks
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
-        prot = mmap.PROT_READ | mmap.PROT_WRITE
-        if libc.mmap(record.address, length, prot, flags, -1, 0) != record.address:
-            raise OSError(ctypes.get_errno(), f"cannot keep {record!r} after its session")
+        whole = num_chunks * books.chunk_nbytes
+        # The rest of the last chunk, too: one page of the pool that stays mapped keeps all of the pool's memory.
+        if whole > length:
+            syscalls.mmap(record.address + length, whole - length, 0, anonymous | MAP_NORESERVE, -1, 0)
+        syscalls.mmap(record.address, length, mmap.PROT_READ | mmap.PROT_WRITE, anonymous, -1, 0)
         if content is not None:
             offset = 0
             for address, nbytes in content:
@@ -41,8 +42,10 @@ def release_survivors(books: Books, driver: PosixDriver, allocator: CpuAllocator
             assert record.slot is not None
             _read(books.store.descriptor, record.slot.offset, record.address, length)
         driver.disown(record.address, num_chunks)
-        allocator.survive(record.address, length)
-        total += record.nbytes
+        if allocator.survive(record.address, length):
+            total += record.nbytes
+        else:  # freed a moment ago, by the cycle collector or another thread: nobody will free it again
+            syscalls.mmap(record.address, length, 0, anonymous | MAP_NORESERVE, -1, 0)
     books.records.clear()
     return total
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -11,13 +12,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import ooc
 from tests.continuation import BUDGET, Trainer
 from vmm.machine import map_count, process_memory
+from vmm.posix import PosixDriver
 from vmm.store import StoreSpeed
+from vmm.torch_cpu import PlanTables, cpu_allocator
 
 ROOT = Path(__file__).parent.parent
 FIXED_SPEED = StoreSpeed(
@@ -191,6 +195,62 @@ def test_nothing_is_open_after_a_session(tmp_path: Path, end: Callable[[ooc.Sess
     assert list(tmp_path.iterdir()) == []
     del session
     assert trainer.step(3)  # in core, with what the session has left
+
+
+def test_what_outlives_its_session_does_not_keep_the_pool() -> None:
+    """One page of the pool that stays mapped would keep all of its memory, for the life of the process."""
+    with ooc.Session("8MiB", chunk_nbytes=MIB):
+        resident = torch.full((MIB // 16,), 2.0)  # a quarter of a chunk
+        away = torch.full((MIB // 16,), 3.0)
+        for value in range(7):  # in turn, so that the first goes
+            torch.full((MIB // 4 * 7,), float(value)).add_(1)
+    assert not _holds_pool(os.getpid())
+    assert resident.unique().tolist() == [2.0]
+    assert away.unique().tolist() == [3.0]
+
+
+def test_a_storage_that_is_freed_while_its_session_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the cycle collector, say, right before it would be noted as one that lives on."""
+    disown = PosixDriver.disown
+
+    def free_first(driver: PosixDriver, address: int, num_chunks: int) -> None:
+        held.clear()
+        disown(driver, address, num_chunks)
+
+    with ooc.Session("4MiB", chunk_nbytes="64KiB") as session:
+        held = [torch.full((20_000,), 2.0)]
+        address = session._dispatcher.address(held[0])
+        monkeypatch.setattr(PosixDriver, "disown", free_first)
+    assert not held
+    assert address not in cpu_allocator().survivors
+    assert _permissions_at(address) == "---p"
+
+
+def test_a_freed_storage_plays_no_role() -> None:
+    """Else the next one at its address would: when that is freed, a role that is alive would count as dead."""
+    is_alive = np.ones(1, dtype=np.uint8)
+    tables = PlanTables(role_alive=is_alive.ctypes.data, num_roles=1)
+    with ooc.Session("4MiB", chunk_nbytes="64KiB") as session:
+        allocator, address_of = session._allocator, session._dispatcher.address
+        first = torch.full((20_000,), 1.0)
+        address = address_of(first)
+        del first
+        assert not allocator.bind(address, 0)
+        second = torch.full((20_000,), 1.0)
+        assert address_of(second) == address
+        allocator.state.plan = ctypes.addressof(tables)
+        del second
+        allocator.state.plan = None
+    assert is_alive[0]
+
+
+def _permissions_at(address: int) -> str:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, permissions = line.split()[:2]
+        first, last = (int(it, 16) for it in place.split("-"))
+        if first <= address < last:
+            return permissions
+    return "a hole"
 
 
 @pytest.mark.parametrize("way", ["normal", "exception", "abandon", "SIGINT", "SIGTERM", "SIGKILL"])

@@ -92,7 +92,7 @@ class AllocatorTable:
         library.vmm_allocator_drain.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
         library.vmm_allocator_drain.restype = ctypes.c_uint64
         library.vmm_allocator_is_alive.argtypes = (ctypes.c_uint64,)
-        library.vmm_allocator_bind.argtypes = (ctypes.c_uint64, ctypes.c_int64)
+        library.vmm_allocator_bind.argtypes = (ctypes.c_uint64, ctypes.c_int64, ctypes.c_int)
         library.vmm_allocator_survive.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
         self._library = library
         self.state: Any = library.vmm_allocator_state().contents
@@ -158,11 +158,26 @@ class AllocatorTable:
         """Whether the storage that starts at this address of the arena is alive."""
         return bool(self._library.vmm_allocator_is_alive(address))
 
-    def bind(self, address: int, role: int) -> None:
-        """Let the live variable at `address` play `role` of the installed plan (-1: none)."""
-        self._library.vmm_allocator_bind(address, role)
+    def bind(self, address: int, role: int, *, is_born: bool = False) -> bool:
+        """Let the live variable at `address` play `role` of the installed plan (-1: none).
 
-    def survive(self, address: int, nbytes: int) -> None:
-        """The live variable at `address` outlives its session: unmap `nbytes` there when it is freed."""
-        self._library.vmm_allocator_survive(address, nbytes)
+        Args:
+            address, role: Which one, and what.
+            is_born: It is not alive yet: the allocation that is being served gets this address.
+
+        Returns:
+            Whether that was noted. If not, the variable is alive no more: a storage may be freed at any moment, by
+            the cycle collector or on another thread.
+        """
+        return bool(self._library.vmm_allocator_bind(address, role, is_born))
+
+    def survive(self, address: int, nbytes: int) -> bool:
+        """The live variable at `address` outlives its session: unmap `nbytes` there when it is freed.
+
+        Returns:
+            Whether it is alive. If not, its memory is the caller's to unmap.
+        """
+        if not self._library.vmm_allocator_survive(address, nbytes):
+            return False
         self.survivors[address] = nbytes
+        return True

@@ -39,8 +39,7 @@ def run_seed(seed: int) -> dict[str, Any]:
     "seeds",
     [
         pytest.param(PLAIN[:NUM_PROGRAMS], id="plain"),
-        # Beside much other work one of them sometimes dies of SIGSEGV, and never by itself: not understood yet.
-        pytest.param(DEBUG, id="debug", marks=pytest.mark.slow),
+        pytest.param(DEBUG, id="debug"),
     ],
 )
 def test_random_programs(seeds: list[int]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
+import mmap
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from hypothesis import strategies as st
 
 from vmm.cuda import CudaDriver
 from vmm.fake_cuda import CUresult, FakeCuda, RuleBroken, names
+from vmm.syscalls import MAP_NORESERVE, Syscalls
 
 GRANULE = 2 << 20
 OK, INVALID = CUresult.CUDA_SUCCESS, CUresult.CUDA_ERROR_INVALID_VALUE
@@ -602,6 +607,64 @@ def test_what_was_overwritten_in_part_is_not_forgotten() -> None:
     fake.launch(other, int, writes=[(mapped.at(2) + 56, 8)], name="end")
     assert [race.first.name for race in fake.races if race.second.name == "end"] == ["all"]
     fake.close()
+
+
+@pytest.fixture
+def arena() -> Iterator[tuple[int, int]]:
+    """Addresses mapped to nothing, for fakes that are lent them."""
+    start = _SYSCALLS.mmap(0, 64 * GRANULE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+    yield start, start + 64 * GRANULE
+    _SYSCALLS.munmap(start, 64 * GRANULE)
+
+
+_SYSCALLS = Syscalls()
+
+
+def _shown(start: int, stop: int) -> list[tuple[int, int, str]]:
+    """What the kernel shows in a range, as `(start, stop, permissions)`; holes are not in it."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, permissions = line.split()[:2]
+        first, last = (int(it, 16) for it in place.split("-"))
+        if first < stop and last > start:
+            found.append((max(first, start), min(last, stop), permissions))
+    return found
+
+
+def _in_child(check: Callable[[], bool]) -> bool:
+    """Whether something holds in a forked child."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = 0 if check() else 1
+        finally:
+            os._exit(status)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_lent_arena_has_neither_memory_nor_holes_in_a_forked_child(arena: tuple[int, int]) -> None:
+    """In a hole, code that the child compiles could land, and be overwritten by the child's own fake."""
+    with contextlib.closing(FakeCuda(total_nbytes=32 * GRANULE, arena=arena)) as fake:
+        fake.cuInit(0)
+        mapped = Mapped(fake)
+        ctypes.memset(mapped.at(0), 7, GRANULE)
+
+        def is_empty() -> bool:
+            shown = _shown(*arena)
+            return all(it[2] == "---p" for it in shown) and sum(it[1] - it[0] for it in shown) == 64 * GRANULE
+
+        def leaves_the_childs_own_alone() -> bool:
+            own = FakeCuda(total_nbytes=32 * GRANULE, arena=arena)
+            own.cuInit(0)
+            address = Mapped(own).address
+            fake.close()
+            ctypes.memset(address, 9, GRANULE)
+            return address == mapped.address and ctypes.string_at(address, 1) == b"\x09"
+
+        assert _in_child(is_empty)
+        assert _in_child(leaves_the_childs_own_alone)
+        assert ctypes.string_at(mapped.at(0), 1) == b"\x07"
 
 
 def test_names_and_numbers_are_those_of_the_real_bindings() -> None:

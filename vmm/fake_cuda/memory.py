@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import weakref
 from bisect import bisect_right, insort
 from collections import abc
 from collections.abc import Iterator
@@ -62,6 +64,8 @@ class FakeMemory:
 
     With `arena` (`[start, stop)`, mapped to nothing by its owner) they are taken from there, but not from the
     ranges `occupied` (address to bytes), and what is given back is mapped to nothing again.
+
+    A forked child has none of it: its addresses show nothing there, and `close` does nothing.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class FakeMemory:
         self._outer: dict[int, tuple[int, int]] = {}  # by reservation: the whole mmap, alignment included
         self._mappings: dict[int, Mapping] = {}
         self._starts: list[int] = []
+        _live_memories.add(self)
 
     @property
     def free_nbytes(self) -> int:
@@ -108,11 +113,19 @@ class FakeMemory:
 
     def close(self) -> None:
         """Give all of it back to the system."""
+        _live_memories.discard(self)
         for address in list(self._outer):
             self._give_addresses_back(address)
         if self._descriptor >= 0:
             self._sys.close(self._descriptor)
         self._descriptor = -1
+
+    def _become_inherited(self) -> None:
+        """In a forked child: let every address of ours show nothing, and let go of the memory."""
+        for outer, nbytes in self._outer.values():
+            self._sys.mmap(outer, nbytes, 0, _NOTHING | MAP_FIXED, -1, 0)
+        self._outer.clear()  # a later fake, the child's own, may have them
+        self.close()
 
     def create(self, nbytes: int, properties: Any) -> int:
         """cuMemCreate."""
@@ -258,8 +271,9 @@ class FakeMemory:
         return any(start <= address < start + nbytes for start, nbytes in self._reservations.items())
 
     def _mmap(self, address: int, nbytes: int, offset: int) -> None:
+        # Without MADV_DONTFORK: it leaves holes in a child, where the child's own mappings land (code that oneDNN
+        # compiles, say), to be overwritten by the next fake that is lent these addresses. See `_become_inherited`.
         self._sys.mmap(address, nbytes, 0, mmap.MAP_SHARED | MAP_FIXED, self._descriptor, offset)
-        self._sys.madvise(address, nbytes, mmap.MADV_DONTFORK)
 
     def _free_unused(self, handle: int) -> None:
         allocation = self._allocations[handle]
@@ -358,3 +372,15 @@ def _check_observed(call: str, mapping: Mapping, clock: Clock) -> None:
                 f"{call} of {mapping.address:#x}: the host has not observed the end of {name}, "
                 "and the driver does not wait for it"
             )
+
+
+_live_memories: weakref.WeakSet[FakeMemory] = weakref.WeakSet()
+"""Fakes that a fork must take from the child; a hook of the interpreter cannot be removed."""
+
+
+def _after_fork_in_child() -> None:
+    for memory in list(_live_memories):
+        memory._become_inherited()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

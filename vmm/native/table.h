@@ -206,15 +206,26 @@ VMM_EXPORT int vmm_allocator_is_alive(uint64_t address) {
 }
 
 // Say which role (or -1: none) the live variable at this address plays, so that its free is noted.
-VMM_EXPORT void vmm_allocator_bind(uint64_t address, int64_t role) {
-  vmm::g_role[vmm::granule_of(address)] = static_cast<uint32_t>(role + 1);
+// Returns 0, and notes nothing, if it was freed already: whoever is given these addresses next plays no such role.
+// With `is_born` it is only about to be allocated there.
+VMM_EXPORT int vmm_allocator_bind(uint64_t address, int64_t role, int is_born) {
+  using namespace vmm;
+  const uint64_t granule = granule_of(address);
+  std::lock_guard<std::mutex> lock(g_log_mutex);
+  if (!g_alive[granule] && !is_born) return 0;
+  g_role[granule] = static_cast<uint32_t>(role + 1);
+  return 1;
 }
 
 // From now on the live variable at this address is ordinary memory of `nbytes` (whole granules),
-// to be unmapped when it is freed.
-VMM_EXPORT void vmm_allocator_survive(uint64_t address, uint64_t nbytes) {
-  std::lock_guard<std::mutex> lock(vmm::g_log_mutex);
-  vmm::g_survivor[vmm::granule_of(address)] = static_cast<uint32_t>((nbytes + vmm::kGranule - 1) / vmm::kGranule);
+// to be unmapped when it is freed. Returns 0, and notes nothing, if it was freed already.
+VMM_EXPORT int vmm_allocator_survive(uint64_t address, uint64_t nbytes) {
+  using namespace vmm;
+  const uint64_t granule = granule_of(address);
+  std::lock_guard<std::mutex> lock(g_log_mutex);
+  if (!g_alive[granule]) return 0;
+  g_survivor[granule] = static_cast<uint32_t>((nbytes + kGranule - 1) / kGranule);
+  return 1;
 }
 
 VMM_EXPORT uint64_t vmm_allocator_this_thread() { return vmm::this_thread(); }
