@@ -19,7 +19,7 @@ from ooc.settings import SETTINGS, resolve
 FAILURE_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
 INTERRUPT_EXIT_CODE = 130
-_NEEDS_BUDGET = ("budget", "store", "policy", "window", "chunk", "threshold", "progress", "debug")
+_NEEDS_BUDGET = ("budget", "host_budget", "store", "policy", "window", "chunk", "threshold", "progress", "debug")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,9 +98,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
             continue
         metavars = {"device": "NAME", "store": "DIR", "policy": "NAME", "report": "FILE", "plan": "FILE"}
         metavar = metavars.get(setting.name, "SIZE")
-        run.add_argument(
-            f"--{setting.name}", metavar=metavar, help=f"{setting.description} (default: {setting.default})"
-        )
+        run.add_argument(setting.option, metavar=metavar, help=f"{setting.description} (default: {setting.default})")
     run.add_argument("--debug", action="store_true", help="make each touch of an evicted tensor a fault; slow")
     run.add_argument(
         "--diagnose",
@@ -188,8 +186,9 @@ def _diagnose(parsed: argparse.Namespace) -> int:
 
     given = [name for name in vars(parsed) if name in _NEEDS_BUDGET and getattr(parsed, name)]
     if given:
+        option = given[0].replace("_", "-")
         print(
-            f"ooc run: --diagnose runs the script without a budget; --{given[0]} is for running within one. "
+            f"ooc run: --diagnose runs the script without a budget; --{option} is for running within one. "
             "Options: one of the two.",
             file=sys.stderr,
         )

@@ -156,7 +156,10 @@ def find_device(device: str | Device, *, host_budget: int | str | None = None) -
         host_nbytes = parse_nbytes(host_budget) if host_budget is not None else None
         return CudaDevice(index=int(found[1] or 0), host_budget_nbytes=host_nbytes)
     if host_budget is not None:
-        raise ValueError(f"host_budget={host_budget!r}: only for device='cuda', whose evicted bytes go to host memory")
+        raise ValueError(
+            f"host_budget={host_budget!r}: only for device='cuda', whose evicted bytes go to host memory; this is "
+            f"device={device!r}. Options: device='cuda'; no host_budget."
+        )
     if not isinstance(device, str):
         return device
     if device == "cpu":

@@ -246,8 +246,8 @@ def _print_tables(findings: list[Finding], settings: dict[str, Resolved], stoppe
     table = Table(title="Settings of ooc run", title_justify="left")
     for heading in ("setting", "variable", "value", "from"):
         table.add_column(heading, overflow="fold")
-    for name, found in settings.items():
-        table.add_row(f"--{name}", found.setting.variable, found.value or found.setting.default, found.source)
+    for found in settings.values():
+        table.add_row(found.setting.option, found.setting.variable, found.value or found.setting.default, found.source)
     console.print(table)
     if stopped:
         names = ", ".join(f.name for f in findings if f.verdict is Verdict.STOP)

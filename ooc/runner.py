@@ -64,8 +64,8 @@ class RunOptions:
     """How to run a script.
 
     Attributes:
-        budget, device, store, policy, window, chunk, threshold, debug, progress: As `Session`'s arguments; None: its
-            default.
+        budget, device, host_budget, store, policy, window, chunk, threshold, debug, progress: As `Session`'s
+            arguments; None: its default.
         plan: File of a plan to play (`ooc.given_plan`); gives the budget and the chunk size too, where those are not.
         report: File for the JSON report, written also when the script fails. Of several ranks each writes its own:
             run.json, run.rank1.json, ...
@@ -74,6 +74,7 @@ class RunOptions:
 
     budget: int | str | None = None
     device: str | None = None
+    host_budget: int | str | None = None
     store: str | None = None
     policy: str | None = None
     window: int | str | None = None
@@ -89,6 +90,7 @@ class RunOptions:
         """Keyword arguments for `Session`."""
         given = {
             "device": self.device,
+            "host_budget": self.host_budget,
             "store": self.store,
             "policy": self.policy,
             "window_nbytes": self.window,

@@ -12,7 +12,7 @@ class Setting:
     """One setting of `ooc run`.
 
     Attributes:
-        name: As in `--name`.
+        name: As a parameter is named; on the command line with hyphens.
         default: What happens without it, in words.
         description: One line.
     """
@@ -20,6 +20,11 @@ class Setting:
     name: str
     default: str
     description: str
+
+    @property
+    def option(self) -> str:
+        """The option that sets it."""
+        return f"--{self.name.replace('_', '-')}"
 
     @property
     def variable(self) -> str:
@@ -39,6 +44,11 @@ class Resolved:
 SETTINGS: tuple[Setting, ...] = (
     Setting(name="budget", default="none: must be given", description="bytes for all large tensors, such as 400MiB"),
     Setting(name="device", default="cpu", description="whose memory the budget is of: cpu or cuda"),
+    Setting(
+        name="host_budget",
+        default="half of what is free",
+        description="with --device cuda, bytes of host memory to pin for what is evicted; the rest goes to the file",
+    ),
     Setting(
         name="store",
         default="the first of $TMPDIR, /var/tmp and the current directory that will do",

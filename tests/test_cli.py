@@ -23,6 +23,7 @@ FLAGS = {
         "--device",
         "--diagnose",
         "--help",
+        "--host-budget",
         "--plan",
         "--policy",
         "--progress",

@@ -214,3 +214,28 @@ def test_the_command_line_passes_it_on(
     monkeypatch.setattr(ooc.cuda_device, "load_bindings", _without_gpu)
     assert main(["run", "--budget", "64MiB", "--device", "cuda", str(script)]) == 2
     assert "ooc run: device='cuda': this machine cannot run it" in capsys.readouterr().err
+
+
+def test_the_command_line_passes_the_host_budget_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError('must not run')")
+    given = []
+
+    def look(self: CudaDevice) -> Any:
+        given.append(self._host_budget_nbytes)
+        raise DeviceUnavailable("no GPU here")
+
+    monkeypatch.setattr(CudaDevice, "_find_driver", look)
+    run = ["run", "--budget", "64MiB"]
+    assert main([*run, "--device", "cuda", "--host-budget", "3MiB", str(script)]) == 2
+    monkeypatch.setenv("OOC_HOST_BUDGET", "5MiB")
+    assert main([*run, "--device", "cuda", str(script)]) == 2
+    assert given == [3 << 20, 5 << 20]
+    capsys.readouterr()
+    assert main([*run, str(script)]) == 2
+    assert "host_budget='5MiB': only for device='cuda'" in capsys.readouterr().err
+    assert main([*run, "--device", "cuda", "--host-budget", "3G", str(script)]) == 2
+    assert "ooc run: size '3G' could mean two sizes" in capsys.readouterr().err
+    assert given == [3 << 20, 5 << 20]
