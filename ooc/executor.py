@@ -28,11 +28,12 @@ from ooc.casting import Casting
 from ooc.compiled import Compiled, Role, Stay
 from ooc.errors import StoreFailed
 from ooc.leaving import has_landed, land_transfers, pinned_by, recorder_so_far, return_records
-from ooc.op_watch import OpWatch
+from ooc.op_watch import OpWatch, named_calls
 from ooc.recorder import StepRecorder
 from scheduler.plan import Loaded, occupied_ticks
 from vmm.chunks import ChunkPool
 from vmm.driver import MemoryFault
+from vmm.nvtx_ranges import names_ops
 from vmm.store import StoreFull
 from vmm.torch_cpu import MODE_DEMAND, MODE_PLANNED, AllocatorTable, Event
 
@@ -159,6 +160,8 @@ class Executor:
     def _install(self, compiled: Compiled) -> None:
         if self._watch is not None:
             compiled.calls = self._watch.calls_of(compiled)
+        if names_ops():
+            compiled.calls = named_calls(compiled.funcs, compiled.calls)
         self._dispatcher.install(*compiled.install_arguments())
         self._allocator.state.plan = compiled.tables_address
         self._allocator.state.mode = MODE_PLANNED

@@ -6,6 +6,7 @@ the allocator calls it for every large allocation that the plan's table does not
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -23,6 +24,7 @@ from ooc.interrupts import CriticalLock
 from ooc.op_watch import OpWatch
 from ooc.places import Places
 from ooc.recorder import OpRecord, StepRecorder
+from vmm.nvtx_ranges import marked, names_ops
 from vmm.torch_cpu import AllocatorTable
 
 _log = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ MAX_PERIOD_OPS = 1 << 16
 
 _SPLIT_FRACTION = 8
 """List ops and convolution_backward run in parts when their operands exceed 1/8 of the budget."""
+
+_NOTHING = contextlib.nullcontext()
 
 _Call = tuple[Any, Sequence[Any], Mapping[str, Any]]
 """An op, its arguments and its keyword arguments."""
@@ -63,6 +67,7 @@ class OpRunner:
         self._is_open = is_open
         self._is_mode_on = is_mode_on
         self._watch = watch
+        self._names_ops = names_ops()
         self._thread = threading.get_ident()
         self._pending: BaseException | None = None
         self._places = Places()
@@ -228,7 +233,8 @@ class OpRunner:
                 self._watch.begins(func, records, op.written)
         started = time.monotonic_ns()
         try:
-            result = func(*args, **kwargs)
+            with marked(str(func)) if self._names_ops else _NOTHING:
+                result = func(*args, **kwargs)
             if self._watch is not None:
                 with self._lock:
                     self._watch.ended()

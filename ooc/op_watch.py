@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import functools
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+
+from vmm.nvtx_ranges import marked
 
 if TYPE_CHECKING:
     from ooc.books import VariableRecord
@@ -24,3 +27,16 @@ class OpWatch(Protocol):
 
     def calls_of(self, compiled: Compiled) -> list[Any]:
         """Per op of a plan, what is to be called for it."""
+
+
+def named_calls(funcs: Sequence[Any], calls: Sequence[Any]) -> list[Any]:
+    """What is called for each op of a plan, each as a range under its op's name; what is one already stays."""
+    return [
+        call if getattr(call, "func", None) is _call_named else functools.partial(_call_named, str(func), call)
+        for func, call in zip(funcs, calls, strict=True)
+    ]
+
+
+def _call_named(name: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with marked(name):
+        return call(*args, **kwargs)

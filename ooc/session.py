@@ -48,6 +48,7 @@ from scheduler.plan import Plan
 from scheduler.policies import POLICIES
 from scheduler.trace import Trace
 from vmm.chunks import ChunkPool
+from vmm.nvtx_ranges import NamedRange
 from vmm.store import FileStore
 
 _log = logging.getLogger(__name__)
@@ -196,6 +197,7 @@ class Session:
         self.steps = StepLog(self._books, self._space)
         self._progress = Progress(when, self._position)
         self.timeline = Timeline(self._books, self._store, self.addresses)
+        self._step_range = NamedRange("step")
         self._mode = _Mode(self._dispatcher)
         self._step_boundary = step_boundary
         self._hook: Any = None
@@ -216,6 +218,7 @@ class Session:
 
             self._hook = register_optimizer_step_post_hook(lambda *_: self._optimizer_stepped())
             self.steps.begin(planned=False)
+            self._step_range.begin()
 
     def __repr__(self) -> str:
         state = "open" if self._is_open else "closed"
@@ -269,6 +272,7 @@ class Session:
         self._begin_step()
 
     def _note_step(self) -> None:
+        self._step_range.end()
         before = self.steps.num_steps
         self.steps.end(on_plan=self._executor.active is not None, learned=self._sequences.num_plans > 0)
         if self._progress.is_on and self.steps.num_steps > before:
@@ -285,6 +289,7 @@ class Session:
         return Position(mode=mode, num_done=num_done, num_ops=self._sequences.last_num_ops)
 
     def _begin_step(self) -> None:
+        self._step_range.begin()
         self.timeline.begin_step(self._executor.active)
         self.steps.begin(planned=self._executor.active is not None)
 
@@ -494,6 +499,7 @@ class Session:
                 self._allocator.close()
                 _current = None
                 self._progress.close()
+                self._step_range.end()
                 self._books.close()
                 self.timeline.close()
                 self._memory.close()

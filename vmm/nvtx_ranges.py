@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ["marked"]
+__all__ = ["NamedRange", "marked", "names_ops"]
 
 _DOMAIN = "ooc"
 
@@ -29,3 +30,35 @@ def marked(name: str) -> AbstractContextManager[Any]:
         return _NOTHING
     found: AbstractContextManager[Any] = _nvtx.annotate(name, domain=_DOMAIN)
     return found
+
+
+def names_ops() -> bool:
+    """Whether each op is to be a range: where the variable `OOC_NVTX` is 1, since it costs something with each op."""
+    return _nvtx is not None and os.environ.get("OOC_NVTX") == "1"
+
+
+class NamedRange:
+    """A range of the host's timeline that begins and ends in different functions. One at a time.
+
+    Args:
+        name: Of every range that is begun.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._open: Any = None
+
+    def __repr__(self) -> str:
+        return f"<NamedRange {self._name!r}{', open' if self._open is not None else ''}>"
+
+    def begin(self) -> None:
+        """A range begins; one that is open ends first."""
+        self.end()
+        if _nvtx is not None:
+            self._open = _nvtx.start_range(self._name, domain=_DOMAIN)
+
+    def end(self) -> None:
+        """The range that is open ends, if there is one. Idempotent."""
+        if self._open is not None:
+            _nvtx.end_range(self._open)
+            self._open = None
