@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import ooc
 from ooc.compiled import Compiled
-from scheduler.plan import PlanError
+from scheduler import planning
+from scheduler.plan import Machine, Plan, PlanError
+from scheduler.trace import Trace
 from tests.continuation import BUDGET, Trainer
 
 FAILURES = pytest.mark.parametrize("failure", [PlanError("not to be played"), RuntimeError("a fault")], ids=type)
@@ -70,3 +73,25 @@ def test_a_plan_made_anew_that_does_not_compile_leaves_the_old_one(
     assert losses == expected
     assert modes[-1] == "planned"
     assert "the plan so far stays" in caplog.text or "cannot plan anew" in caplog.text
+
+
+def test_a_better_plan_pays_for_its_remaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan made anew that stalls less, but whose remaps cost more than that, does not replace the first."""
+    made: list[Plan] = []
+
+    def make_plan(trace: Trace, machine: Machine, **how: Any) -> Plan:
+        plan = planning.make_plan(trace, machine, **how)
+        if made:
+            plan = replace(plan, predicted={**plan.predicted, "duration_ns": 1, "remap_ns": 10**15})
+        made.append(plan)
+        return plan
+
+    monkeypatch.setattr("ooc.sequences.make_plan", make_plan)
+    monkeypatch.setattr("ooc.sequences._WORTHWHILE_STALL", -1)  # always plan anew
+    with ooc.Session(BUDGET, plan_cache=False) as session:
+        trainer = Trainer()
+        for index in range(14):
+            with session.step():
+                trainer.step(index)
+        assert session.plan() is made[0]
+    assert len(made) == 3  # the first, and one for each of `_REFINE_AFTER`
