@@ -32,6 +32,7 @@ def budget_too_small(
     address_of: Callable[[Any], int],
     threshold_nbytes: int,
     place: str,
+    earlier_needed_nbytes: int = 0,
 ) -> BudgetTooSmall:
     """The error for an op that could not have its operands, or an allocation of `new_nbytes`.
 
@@ -48,6 +49,7 @@ def budget_too_small(
         address_of: A tensor's storage address in the arena, else 0.
         threshold_nbytes: Smaller storages are not counted.
         place: Where in the program the op is (`ooc.places`).
+        earlier_needed_nbytes: The largest need refused before.
     """
     names = _names(address_of)
     tensors = _operand_tensors(func, args, kwargs, address_of)
@@ -74,6 +76,7 @@ def budget_too_small(
         needed_nbytes=max(together, at_its_end) * books.chunk_nbytes,
         budget_nbytes=books.pool.num_chunks * books.chunk_nbytes,
         operands=listed,
+        earlier_needed_nbytes=earlier_needed_nbytes,
     )
 
 

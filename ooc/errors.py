@@ -27,6 +27,7 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):
             not known, and a later op may need more).
         budget_nbytes: The pool's size.
         operands: `(label, nbytes)` of what must be in memory together.
+        largest_needed_nbytes: The largest need refused so far in this session, this one included.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):
         needed_nbytes: int,
         budget_nbytes: int,
         operands: Sequence[tuple[str, int]] = (),
+        earlier_needed_nbytes: int = 0,
     ) -> None:
         self.op_index = op_index
         self.op_name = op_name
@@ -45,17 +47,21 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):
         self.needed_nbytes = needed_nbytes
         self.budget_nbytes = budget_nbytes
         self.operands = tuple(operands)
+        self.largest_needed_nbytes = max(needed_nbytes, earlier_needed_nbytes)
         place = f"{op_name}, {where}" if where else op_name
         head = f"op {op_index} ({place})" if op_index is not None else place
         shown = [f"{label} {format_nbytes(nbytes)}" for label, nbytes in self.operands[:_NUM_OPERANDS_SHOWN]]
         if len(self.operands) > len(shown):
             shown.append(f"and {len(self.operands) - len(shown)} more")
         listed = ", ".join(shown)
+        reach = "for this op" if self.largest_needed_nbytes == needed_nbytes else "for the largest need seen so far"
         super().__init__(
             f"{head} needs {format_nbytes(needed_nbytes)} at once; the budget is {format_nbytes(budget_nbytes)}.\n"
             + (f"  in memory together: {listed}\n" if listed else "")
-            + f"  Options: budget >= {math.ceil(needed_nbytes / MIB)}MiB (for this op; a later one may need more); "
-            "a smaller batch (operands grow with it)."
+            + f"  Options: budget >= {math.ceil(self.largest_needed_nbytes / MIB)}MiB ({reach}; a later one may need "
+            "more); a smaller batch (operands grow with it).\n"
+            "  To know the smallest budget at once: ooc fit SCRIPT ARGS (runs a few steps in what memory there "
+            "is); ooc fit --fake SCRIPT ARGS (without the memory, and without what ops take for themselves)."
         )
 
 

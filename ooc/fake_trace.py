@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ooc import ops
 from ooc.places import Places
-from ooc.recorder import Observed, OpRecord, StepRecorder, close_cycle
+from ooc.recorder import NEED, Observed, OpRecord, StepRecorder, close_cycle, need_nbytes
 from scheduler.profiles import Profile
 from scheduler.trace import Trace
 from vmm.torch_cpu import ALLOC, FREE, GRANULE_NBYTES, Event
@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 # As in a session: list ops and convolution_backward run in parts when their operands exceed this part of the budget.
 _SPLIT_FRACTION = 8
 _NEVER_SPLIT = 1 << 62
+MOST_SETUP_OPS = 1 << 16
+"""Ops before the first step that are kept at once, to see what they need: about 1 KiB each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +85,8 @@ class FakeRecording:
         self._mode = _Mode(self)
         self._known: dict[int, tuple[weakref.ref[Any], _Storage]] = {}  # by id() of the live storage object
         self._next_address = 1
-        self._recorder: StepRecorder | None = None
+        self._recorder: StepRecorder | None = StepRecorder({})
+        self._need_nbytes = 0
         self._costs: list[tuple[int, int]] = []
         self._small: list[tuple[frozenset[int], frozenset[int]]] = []  # per op: untracked storages read, and written
         self._places = Places()
@@ -114,13 +117,17 @@ class FakeRecording:
         if self._recorder is not None and self.trace is None:
             gc.collect()  # what only a reference cycle keeps must not look alive in one step and dead in the next
             observed = self._recorder.build(self._by_address())
-            before, self._before = self._before, observed
+            self._note_need(observed.trace)
+            before, self._before = self._before, observed if self.num_steps > 1 else None
             if before is not None and observed.trace.ops and _agree(before, observed):
                 self.trace = self._finish(close_cycle(before, observed))
         self._recorder = StepRecorder(self._by_address())
         self._places.clear()
         self._costs, self._small = [], []
         return self.trace is not None
+
+    def _note_need(self, trace: Trace) -> None:
+        self._need_nbytes = max(self._need_nbytes, need_nbytes(trace))
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One op, noted with its operands, results and work."""
@@ -151,6 +158,10 @@ class FakeRecording:
                 reads, writes = self._small[-1]
                 self._small[-1] = reads, writes | self._small_storages(changed)
             return result
+        if self.num_steps == 0 and len(recorder.ops) == MOST_SETUP_OPS:
+            self._note_need(recorder.build(self._by_address()).trace)
+            self._recorder = recorder = StepRecorder(self._by_address())
+            self._costs, self._small = [], []
         recorder.ops.append(
             OpRecord(
                 func=func,
@@ -177,6 +188,7 @@ class FakeRecording:
                 "torch": torch.__version__,
                 "threshold_nbytes": self.threshold_nbytes,
                 "num_made_up_values": self.num_made_up,
+                NEED: self._need_nbytes,
                 "costs": {"flops": list(flops), "nbytes": list(nbytes)},
             },
         )

@@ -12,16 +12,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from ooc import planning_cli
+from ooc.errors import BudgetTooSmall as BudgetTooLow
+from ooc.recorder import NEED, need_nbytes
 from ooc.units import format_duration, format_nbytes
 from scheduler.bounds import lower_bounds
-from scheduler.budget import BudgetTooSmall, smallest_num_chunks
+from scheduler.budget import pins_of, require_budget, smallest_num_chunks
 from scheduler.compare import DeadlineTooShort
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
 from scheduler.trace import Trace
+from vmm.torch_cpu import GRANULE_NBYTES
 
 PLACEHOLDER = "{batch}"
-_TRACE_LIMIT_S = 600
+_TRACE_LIMIT_S = 3600
+_MOST_ROUNDS = 8
+_RAISE_FRACTION = 16
+"""A budget that was too small after all is raised by this part of it."""
+
+
+class TooSmall(Exception):
+    """An op of the script did not fit the budget that it was recorded within."""
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -34,10 +44,16 @@ def run(parsed: argparse.Namespace) -> int:
     return _largest_batch(parsed) if parsed.budget is not None else _smallest_budget(parsed)
 
 
-def smallest_budget(trace: Trace, machine: Machine, policy: str, *, slowdown: float | None = None) -> Plan:
+def smallest_budget(
+    trace: Trace, machine: Machine, policy: str, *, slowdown: float | None = None, least: int = 1
+) -> Plan:
     """The plan of the smallest budget with which `policy` keeps the step within `slowdown` times its ops' time.
 
-    By bisection, as if the time never grew with the budget (which holds but for the search's noise).
+    The least that any plan needs is tried first (without a limit on the time it nearly always does), then by bisection,
+    as if the time never grew with the budget (which holds but for the search's noise).
+
+    Args:
+        least: Chunks below which the budget must not be, whatever the step needs.
 
     Raises:
         DeadlineTooShort: Not even with room for everything.
@@ -52,7 +68,9 @@ def smallest_budget(trace: Trace, machine: Machine, policy: str, *, slowdown: fl
             return None
         return plan if limit_ns is None or plan.step_ns <= limit_ns else None
 
-    low = max(smallest_num_chunks(trace, machine), 1)
+    low = max(smallest_num_chunks(trace, machine), least, 1)
+    if (at_once := plan_in_time(low)) is not None:
+        return at_once
     high = max(lower_bounds(trace, machine)["in_core_nbytes"] // machine.chunk_nbytes, low)
     best = plan_in_time(high)
     if best is None:
@@ -87,14 +105,19 @@ def largest_batch(fits: Callable[[int], bool], most: int) -> int:
 
 
 def _smallest_budget(parsed: argparse.Namespace) -> int:
-    if parsed.arguments:
-        raise planning_cli.UsageError(
-            f"{' '.join(parsed.arguments)}: a trace takes no arguments. Options: fit's own options before the trace; "
-            "--budget SIZE for a script."
-        )
-    trace, profile = planning_cli.timed_for(planning_cli.read_trace(parsed.target), parsed)
-    machine = planning_cli.machine_for(profile, max(trace.peak_nbytes(), 64), parsed.chunk)
-    plan = smallest_budget(trace, machine, parsed.policy, slowdown=parsed.slowdown)
+    if _is_trace(parsed.target):
+        if parsed.arguments:
+            raise planning_cli.UsageError(
+                f"{' '.join(parsed.arguments)}: a trace takes no arguments. Options: fit's own options before the "
+                "trace; a script in place of the trace."
+            )
+        recorded = planning_cli.read_trace(parsed.target)
+    else:
+        recorded = _record_within_least(parsed)
+    trace, profile = planning_cli.timed_for(recorded, parsed)
+    machine = planning_cli.machine_for(profile, max(trace.peak_nbytes(), 64), parsed.chunk, trace)
+    least = -(-int(trace.metadata.get(NEED, 0)) // machine.chunk_nbytes)
+    plan = smallest_budget(trace, machine, parsed.policy, slowdown=parsed.slowdown, least=least)
     body = {
         "budget_nbytes": plan.machine.budget_nbytes,
         "in_core_nbytes": plan.bounds["in_core_nbytes"],
@@ -111,7 +134,48 @@ def _smallest_budget(parsed: argparse.Namespace) -> int:
             f"a step then takes {format_duration(plan.step_ns / 1e9)} "
             f"({plan.step_ns / max(trace.duration_ns, 1):.2f} x its ops), by {parsed.policy}"
         )
+        if "times_of" in trace.metadata:
+            print("It was recorded on fake tensors: ops' own temporaries come on top (not seen).")
     return 0
+
+
+def _is_trace(name: str) -> bool:
+    """Whether the file is a recorded step (JSON, or compressed) and not a script."""
+    try:
+        with Path(name).open("rb") as file:
+            return file.read(2)[:1] == b"{" or name.endswith((".json", ".gz"))
+    except OSError:
+        return name.endswith((".json", ".gz"))
+
+
+def need_of(trace: Trace) -> int:
+    """Bytes that the step, and what ran before it, needs at least."""
+    return max(need_nbytes(trace), int(trace.metadata.get(NEED, 0)))
+
+
+def _record_within_least(parsed: argparse.Namespace) -> Trace:
+    """A step of the script, recorded within (about) the smallest budget that it runs with.
+
+    What large ops need depends on the budget, since a session runs some of them in parts. So it is recorded with much
+    memory, then within what that took, until that does not get less.
+    """
+    trace = _record(parsed, None, fake=parsed.fake)
+    best, budget_nbytes = trace, need_of(trace)
+    too_small = 0
+    for _ in range(_MOST_ROUNDS):
+        print(f"ooc fit: {format_nbytes(budget_nbytes)} would do; recording within that", file=sys.stderr)
+        try:
+            trace = _record(parsed, budget_nbytes, fake=parsed.fake)
+        except TooSmall:
+            too_small = budget_nbytes
+            budget_nbytes += max(budget_nbytes // _RAISE_FRACTION // GRANULE_NBYTES, 1) * GRANULE_NBYTES
+            continue
+        best = replace(trace, metadata={**trace.metadata, NEED: budget_nbytes})
+        need = need_of(trace)
+        if too_small or need >= budget_nbytes:
+            return best
+        budget_nbytes = need
+    return best
 
 
 def _largest_batch(parsed: argparse.Namespace) -> int:
@@ -127,11 +191,15 @@ def _largest_batch(parsed: argparse.Namespace) -> int:
     reasons: dict[int, str] = {}
 
     def fits(batch: int) -> bool:
-        trace = _record(parsed, batch)
+        trace = _record(parsed, budget_nbytes, fake=True, batch=batch)
         timed, profile = planning_cli.timed_for(trace, parsed)
+        machine = planning_cli.machine_for(profile, budget_nbytes, parsed.chunk, timed)
         try:
-            plan = make_plan(timed, planning_cli.machine_for(profile, budget_nbytes, parsed.chunk), parsed.policy)
-        except BudgetTooSmall as error:
+            if (need := need_of(timed)) > budget_nbytes:
+                require_budget(timed, machine, pins_of(timed))
+                raise PlanError(f"an op before the first step needs {format_nbytes(need)} at once")
+            plan = make_plan(timed, machine, parsed.policy)
+        except PlanError as error:
             reasons[batch] = str(error)
             print(f"batch {batch}: does not fit", file=sys.stderr)
             return False
@@ -141,7 +209,19 @@ def _largest_batch(parsed: argparse.Namespace) -> int:
         print(f"batch {batch}: {'fits' if in_time else 'too slow'}, {times:.2f} x its ops", file=sys.stderr)
         return in_time
 
+    def runs(batch: int) -> bool:
+        try:
+            _record(parsed, budget_nbytes, fake=False, batch=batch)
+        except TooSmall:
+            reasons[batch] = "an op needs more, with its own temporaries, than fake tensors show"
+            print(f"batch {batch}: does not run", file=sys.stderr)
+            return False
+        print(f"batch {batch}: runs", file=sys.stderr)
+        return True
+
     best = largest_batch(fits, parsed.most)
+    if best and not parsed.fake and not runs(best):
+        best = largest_batch(runs, best - 1)  # up to here, what fake tensors show fits
     if best == 0:
         raise PlanError(f"not even a batch of 1: {reasons[1]}")
     if parsed.json:
@@ -151,18 +231,34 @@ def _largest_batch(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _record(parsed: argparse.Namespace, batch: int) -> Trace:
-    """A step of the script with that batch, on fake tensors, in a process of its own."""
+def _record(parsed: argparse.Namespace, budget_nbytes: int | None, *, fake: bool, batch: int | None = None) -> Trace:
+    """A step of the script in a process of its own, as a session of that budget runs it (None: much memory).
+
+    Raises:
+        TooSmall: An op did not fit.
+        RecordingFailed: Another reason.
+    """
     from ooc.record import RecordingFailed
 
     with tempfile.TemporaryDirectory(prefix="ooc-fit-") as folder:
         output = Path(folder) / "step.json"
-        command = [sys.executable, "-m", "ooc.cli", "trace", "--fake", "--budget", parsed.budget, "-o", str(output)]
-        if parsed.profile is not None:
+        command = [sys.executable, "-m", "ooc.cli", "trace", "-o", str(output)]
+        command += ["--fake"] if fake else []
+        command += ["--budget", str(budget_nbytes)] if budget_nbytes is not None else []
+        if parsed.profile is not None and fake:
             command += ["--profile", parsed.profile]
-        command += [parsed.target, *(argument.replace(PLACEHOLDER, str(batch)) for argument in parsed.arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TRACE_LIMIT_S, check=False)
-        if done.returncode != 0 or not output.exists():
-            last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-            raise RecordingFailed(f"batch {batch} could not be recorded (exit code {done.returncode}): {last[0]}")
-        return planning_cli.read_trace(str(output))
+        given = parsed.arguments if batch is None else [a.replace(PLACEHOLDER, str(batch)) for a in parsed.arguments]
+        command += [parsed.target, *given]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TRACE_LIMIT_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise RecordingFailed(f"no step was recorded in {_TRACE_LIMIT_S} s") from error
+        if done.returncode == 0 and output.exists():
+            return planning_cli.read_trace(str(output))
+    lines = done.stderr.strip().splitlines()
+    if any(line.startswith(f"{BudgetTooLow.__module__}.{BudgetTooLow.__qualname__}: ") for line in lines):
+        raise TooSmall(done.stderr)
+    what = "the script" if batch is None else f"batch {batch}"
+    raise RecordingFailed(
+        f"{what} could not be recorded (exit code {done.returncode}): {(lines or ['no message'])[-1]}"
+    )

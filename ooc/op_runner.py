@@ -70,6 +70,7 @@ class OpRunner:
         self._names_ops = names_ops()
         self._thread = threading.get_ident()
         self._pending: BaseException | None = None
+        self._largest_refused_nbytes = 0
         self._places = Places()
         self.recorder: StepRecorder | None = StepRecorder({})
         self._dispatcher: Any = None
@@ -382,7 +383,9 @@ class OpRunner:
             address_of=self._dispatcher.address,
             threshold_nbytes=self._threshold_nbytes,
             place=active.trace.ops[cursor].where if active is not None and is_planned else self._places.of_this_op(),
+            earlier_needed_nbytes=self._largest_refused_nbytes,
         )
+        self._largest_refused_nbytes = error.largest_needed_nbytes
         self._pending = None  # to find the sizes of results, it may have run the op once more
         return error
 

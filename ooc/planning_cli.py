@@ -123,13 +123,17 @@ def _add_fit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     fit = commands.add_parser(
         "fit",
         help="the smallest budget for a step, or the largest batch for a budget",
-        description="With a TRACE: the smallest budget with which its step takes at most --slowdown times the time of "
-        "its ops. With --budget and a SCRIPT whose arguments contain {batch}: the largest batch that fits, recorded "
-        "on fake tensors.",
-        usage="ooc fit [options] TRACE\n       ooc fit [options] --budget SIZE SCRIPT ARGS... {batch} ARGS...",
+        description="With a SCRIPT: the smallest budget that it runs with, found by recording a few steps of it, at "
+        "last within that very budget; --fake only estimates it, without the memory. With a TRACE: the smallest "
+        "budget of its step. --slowdown asks for one with which a step takes at most so many times the time of its "
+        "ops. With --budget and a SCRIPT whose arguments contain {batch}: the largest batch that fits, searched on "
+        "fake tensors, then tried (not with --fake).",
+        usage="ooc fit [options] SCRIPT ARGS...\n       ooc fit [options] TRACE\n       "
+        "ooc fit [options] --budget SIZE SCRIPT ARGS... {batch} ARGS...",
         allow_abbrev=False,
     )
     fit.add_argument("--budget", metavar="SIZE", help="search the largest batch for this budget")
+    fit.add_argument("--fake", action="store_true", help="only fake tensors: fast, but ops' temporaries are not seen")
     fit.add_argument("--slowdown", type=float, metavar="X", help="at most this many times the ops' own time")
     fit.add_argument("--policy", default="auto", metavar="NAME", help="who plans (default: auto)")
     fit.add_argument("--most", type=int, default=65536, metavar="N", help="largest batch to try (default: 65536)")
@@ -196,7 +200,9 @@ def read_trace(name: str) -> Trace:
 def _check_sizes(trace: Trace) -> None:
     for index, v in enumerate(trace.variables):
         if v.nbytes > _MOST_VARIABLE_NBYTES:
-            raise TraceError(f"variable {index} ({v.label or v.kind}) has {v.nbytes} bytes; at most 64 TiB make sense")
+            raise TraceError(
+                f"variable {index} ({v.label or v.kind}) has {format_nbytes(v.nbytes)}; at most 64 TiB make sense"
+            )
     if trace.duration_ns > _MOST_STEP_NS:
         raise TraceError(f"the step takes {trace.duration_ns / 1e9:.0f} s; at most 30 days make sense")
 
@@ -226,16 +232,22 @@ def timed_for(trace: Trace, parsed: argparse.Namespace) -> tuple[Trace, Profile]
     return retimed(trace, profile), profile
 
 
-def machine_for(profile: Profile, budget_nbytes: int, chunk: str | None) -> Machine:
-    """The machine with that budget, in chunks as a session would choose them (finer below 16 MiB).
+def machine_for(profile: Profile, budget_nbytes: int, chunk: str | None, trace: Trace | None = None) -> Machine:
+    """The machine with that budget, in chunks as a session would choose them.
+
+    Where `trace` is of no session (a board's) they are finer below 16 MiB.
 
     Raises:
         UsageError: Less than a chunk, or more chunks than make sense.
     """
     chunk_nbytes = _size(chunk, "chunk") if chunk is not None else _chunk_nbytes(budget_nbytes)
+    if chunk is None and trace is not None and "threshold_nbytes" in trace.metadata:
+        chunk_nbytes = max(chunk_nbytes, 64 * KIB)
     num_chunks = budget_nbytes // chunk_nbytes
     if num_chunks < 1:
-        raise UsageError(f"budget of {budget_nbytes} bytes: less than one chunk of {chunk_nbytes} bytes")
+        raise UsageError(
+            f"budget of {format_nbytes(budget_nbytes)}: less than one chunk of {format_nbytes(chunk_nbytes)}"
+        )
     if num_chunks > _MOST_CHUNKS:
         raise UsageError(
             f"budget of {format_nbytes(budget_nbytes)}: {num_chunks} chunks of {format_nbytes(chunk_nbytes)} are more "
@@ -342,7 +354,7 @@ def _plan(parsed: argparse.Namespace) -> int:
     from scheduler.compare import choose, compare
 
     deadline = deadline_ns(parsed.deadline, trace) if parsed.deadline is not None else None
-    machine = machine_for(profile, budget_of(parsed.budget), parsed.chunk)
+    machine = machine_for(profile, budget_of(parsed.budget), parsed.chunk, trace)
     outcomes = compare(trace, machine, policies, profile=profile, recompute=not parsed.no_recompute)
     error: PlanError | None = None
     best = None
@@ -383,7 +395,7 @@ def _sweep(parsed: argparse.Namespace, trace: Trace, profile: Profile, policies:
     if parsed.output is not None and not parsed.output.endswith(".png"):
         raise UsageError(f"--output {parsed.output}: a sweep is drawn as .png")
     peak_nbytes = max(trace.peak_nbytes(), 64)
-    machine = machine_for(profile, peak_nbytes if peak_nbytes > 64 * KIB else 64 * KIB, parsed.chunk)
+    machine = machine_for(profile, max(peak_nbytes, 64 * KIB), parsed.chunk, trace)
     budgets = budgets_between(trace, machine, parsed.points)
     points = sweep(trace, machine, budgets, policies, profile=profile, recompute=not parsed.no_recompute)
     title = f"{len(trace.ops)} ops on {profile.name}: time of a step by budget, and how far above the bound"

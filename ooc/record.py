@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ooc import runner
 from ooc.errors import OocError
 from ooc.fake_trace import FakeRecording
+from ooc.recorder import NEED
 from scheduler.profiles import Profile
 from scheduler.trace import Trace
 from vmm.driver import MemoryFault
@@ -109,6 +110,7 @@ def record_real(
     try:
         _play(program, target, arguments, stepped)
         trace = opened.trace()
+        need_nbytes = opened.largest_need_nbytes()
         num_steps, unplannable = opened.steps.num_steps, list(opened.learned()["unplannable"].values())
     finally:
         opened.close(bring_back=False)
@@ -119,6 +121,7 @@ def record_real(
         "recorded": "a run on demand",
         "torch": torch.__version__,
         "budget_nbytes": opened.budget_nbytes,
+        NEED: need_nbytes,
         "threshold_nbytes": opened.threshold_nbytes,
         "script": [target, *arguments],
     }

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ooc.books import VariableRecord
+from scheduler.budget import smallest_num_chunks
+from scheduler.plan import Machine
 from scheduler.trace import Op, Trace, Use, Variable
-from vmm.torch_cpu import ALLOC, Event
+from vmm.torch_cpu import ALLOC, GRANULE_NBYTES, Event
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +57,16 @@ class Observed:
     start_serials: tuple[int | None, ...]
     start_ranks: tuple[int | None, ...]
     end_serials: tuple[int | None, ...]
+
+
+NEED = "largest_need_nbytes"
+"""In a trace's metadata: what the worst op, in the step or before it, needed at once (`need_nbytes`)."""
+
+
+def need_nbytes(trace: Trace) -> int:
+    """What its worst op needs at once, in chunks of the smallest size: no budget below that will do."""
+    machine = Machine(chunk_nbytes=GRANULE_NBYTES, num_chunks=1, load_bytes_per_s=1e9, evict_bytes_per_s=1e9)
+    return smallest_num_chunks(trace, machine) * GRANULE_NBYTES
 
 
 @dataclass(slots=True)

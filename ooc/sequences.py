@@ -11,7 +11,8 @@ from typing import Any
 
 from ooc.compiled import Compiled
 from ooc.plan_cache import PlanCache
-from ooc.recorder import Observed, close_cycle
+from ooc.recorder import Observed, close_cycle, need_nbytes
+from ooc.units import format_nbytes
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
 from scheduler.policies import POLICIES
@@ -81,6 +82,10 @@ class Sequences:
     def num_plans(self) -> int:
         """Sequences that have a plan."""
         return len(self._plans)
+
+    def largest_need_nbytes(self) -> int:
+        """What the worst op seen so far needed at once, in granules (of the sequences that are remembered)."""
+        return max((need_nbytes(observed.trace) for observed in self._seen.values()), default=0)
 
     @property
     def unplannable(self) -> Mapping[str, str]:
@@ -244,6 +249,7 @@ def _check_unseen(trace: Trace) -> None:
         comes = trace.cyclic and v.birth_tick is None and index not in heirs
         if not v.evictable and (comes or (v.death_tick is None and v.becomes is None)):
             raise PlanError(
-                f"variable {index} ({v.nbytes} bytes) can never be away, but it {'enters' if comes else 'outlives'} "
-                "the cycle: no op has named it yet, so it may be in use unseen (memory from another thread, say)."
+                f"variable {index} ({format_nbytes(v.nbytes)}) can never be away, but it "
+                f"{'enters' if comes else 'outlives'} the cycle: no op has named it yet, so it may be in use unseen "
+                "(memory from another thread, say)."
             )

@@ -43,7 +43,7 @@ from ooc.sequences import Sequences
 from ooc.statistics import session_stats, step_metrics
 from ooc.steps import StepLog
 from ooc.timeline import Timeline
-from ooc.units import parse_nbytes
+from ooc.units import format_exactly, format_nbytes, parse_nbytes
 from scheduler.plan import Plan
 from scheduler.policies import POLICIES
 from scheduler.trace import Trace
@@ -122,13 +122,15 @@ class Session:
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r}: there is no such policy. Options: {', '.join(sorted(POLICIES))}.")
         chosen = find_device(device, host_budget=host_budget)
-        self.budget_nbytes = parse_nbytes(budget)
+        self.budget_nbytes = parse_nbytes(budget, what="budget")
         self.chunk_nbytes = _choose_chunk(self.budget_nbytes, chunk_nbytes, chosen.granule_nbytes)
         if not isinstance(chosen, CpuDevice) and (rest := self.budget_nbytes % self.chunk_nbytes):
             self.budget_nbytes -= rest
-            _log.warning("budget: rounded down to %d bytes, whole chunks", self.budget_nbytes)
+            _log.warning("budget: rounded down to %s, whole chunks", format_exactly(self.budget_nbytes))
         self.threshold_nbytes = (
-            parse_nbytes(threshold_nbytes) if threshold_nbytes is not None else chosen.threshold_nbytes
+            parse_nbytes(threshold_nbytes, what="threshold")
+            if threshold_nbytes is not None
+            else chosen.threshold_nbytes
         )
         self.policy = policy
         self.debug = debug
@@ -188,7 +190,9 @@ class Session:
             self._cache = GivenPlan(plan, self._cache)
         self._sequences = Sequences(
             policy=policy,
-            parameters={"window_nbytes": parse_nbytes(window_nbytes)} if window_nbytes is not None else {},
+            parameters={"window_nbytes": parse_nbytes(window_nbytes, what="window")}
+            if window_nbytes is not None
+            else {},
             intercepts=_Intercepts(),
             view_address=self._driver.view_address,
             cache=self._cache,
@@ -458,6 +462,10 @@ class Session:
                 self.steps.note_trace(recorder.build(self._books.records).trace)
         return self.steps.in_core_peak_nbytes
 
+    def largest_need_nbytes(self) -> int:
+        """What the worst op so far needed at once, in chunks of 64 KiB: no budget below that would have done."""
+        return self._sequences.largest_need_nbytes()
+
     def learned(self) -> dict[str, Any]:
         """What is known of sequences, for the report."""
         sequences = self._sequences
@@ -541,16 +549,20 @@ class _Intercepts:
 def _choose_chunk(budget_nbytes: int, chunk: int | str | None, granule_nbytes: int) -> int:
     """The chunk size: as given, or the power of two from the granule to 2 MiB that gives about 4,096 chunks."""
     if chunk is not None:
-        nbytes = parse_nbytes(chunk)
+        nbytes = parse_nbytes(chunk, what="chunk size")
         if nbytes % granule_nbytes:
-            raise ValueError(f"chunk_nbytes={nbytes}: must be a multiple of {granule_nbytes}")
+            raise ValueError(
+                f"chunk size {chunk!r} is {format_exactly(nbytes)}; it must be a multiple of "
+                f"{format_exactly(granule_nbytes)}"
+            )
     else:
         nbytes = granule_nbytes
         while nbytes < 2 << 20 and budget_nbytes // nbytes > 4096:
             nbytes *= 2
     if budget_nbytes < nbytes:
         raise ValueError(
-            f"budget={budget_nbytes} bytes: less than one chunk ({nbytes} bytes). Options: a budget of at least "
-            f"{nbytes} bytes; a smaller chunk_nbytes (multiples of {granule_nbytes})."
+            f"budget of {format_exactly(budget_nbytes)}: less than one chunk of {format_nbytes(nbytes)}. Options: a "
+            f"budget of at least {format_nbytes(nbytes)}"
+            + ("." if nbytes == granule_nbytes else f"; smaller chunks (multiples of {format_nbytes(granule_nbytes)}).")
         )
     return nbytes

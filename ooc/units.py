@@ -1,7 +1,7 @@
 """Bytes, times and rates as people write them.
 
-The one module that knows KiB, MiB and GiB. Everything inside works with integer bytes (`*_nbytes`);
-text becomes a number here, at the edge, and a number becomes text here, in reports and errors.
+The module that knows KiB, MiB and GiB (`vmm.sizes` writes them). Everything inside works with integer bytes
+(`*_nbytes`); text becomes a number here, at the edge, and a number becomes text here, in reports and errors.
 """
 
 from __future__ import annotations
@@ -10,6 +10,20 @@ import operator
 import re
 from fractions import Fraction
 from typing import SupportsIndex
+
+from vmm.sizes import format_exactly, format_nbytes
+
+__all__ = [
+    "GIB",
+    "KIB",
+    "MIB",
+    "TIB",
+    "format_duration",
+    "format_exactly",
+    "format_nbytes",
+    "format_rate",
+    "parse_nbytes",
+]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -64,21 +78,6 @@ def parse_nbytes(value: str | SupportsIndex, *, what: str = "size") -> int:
     if nbytes <= 0:
         raise ValueError(f"{what} {value!r} is {nbytes} bytes; it must be at least 1")
     return nbytes
-
-
-def format_nbytes(nbytes: int) -> str:
-    """Bytes for people, in powers of 1024: `"512 B"`, `"96.0 MiB"`, `"-1.5 GiB"`.
-
-    One decimal, except that the whole part keeps all its digits. Not for parsing back.
-    """
-    magnitude = abs(nbytes)
-    if magnitude < KIB:
-        return f"{nbytes} B"
-    for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB")):
-        # 1023.96 KiB would print as "1024.0 KiB": from there on, take the next unit.
-        if magnitude >= factor - factor // 20480:
-            return f"{nbytes / factor:.1f} {unit}"
-    return f"{nbytes / KIB:.1f} KiB"
 
 
 def format_duration(duration_s: float) -> str:

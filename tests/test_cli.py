@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,7 @@ FLAGS = {
     "fit": [
         "--budget",
         "--chunk",
+        "--fake",
         "--help",
         "--json",
         "--keep-times",
@@ -169,3 +171,16 @@ def test_run_refuses_a_bad_size_before_the_script_starts(tmp_path: Path, capsys:
     script.write_text("raise SystemExit('it ran')")
     assert main(["run", "--budget", "12G", str(script)]) == 2
     assert "'12GiB'" in capsys.readouterr().err
+
+
+def test_a_budget_beyond_the_machine_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Readable sizes, what there is, and a budget that would do."""
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('it ran')")
+    assert main(["run", "--budget", "999TiB", str(script)]) == 2
+    told = capsys.readouterr().err
+    assert "a pool of 999.0 TiB (" in told
+    assert re.search(r"into memory: \d+\.\d [MG]iB are available", told)
+    assert re.search(r"Options: a budget of at most \d+MiB;", told)
+    assert main(["run", "--budget", "5kB", str(script)]) == 2
+    assert "budget of 4.9 KiB (5000 bytes): less than one chunk of 64.0 KiB" in capsys.readouterr().err

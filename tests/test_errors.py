@@ -124,6 +124,22 @@ def train_two_layers(session: ooc.Session) -> None:
             optimizer.zero_grad()
 
 
+def test_a_refusal_knows_the_larger_ones_before_it_and_where_to_ask() -> None:
+    """A program that goes on after refusals is told of the largest of them."""
+    with ooc.Session("4MiB"):
+        with pytest.raises(ooc.BudgetTooSmall) as first:
+            torch.empty(2048, 1024).relu()  # 8 MiB
+        large = first.value.needed_nbytes
+        with pytest.raises(ooc.BudgetTooSmall) as second:
+            torch.empty(1200, 1024).relu()  # 4.7 MiB
+    assert first.value.largest_needed_nbytes == second.value.largest_needed_nbytes == large
+    assert second.value.needed_nbytes < large
+    assert f"budget >= {-(-large // MIB)}MiB (for the largest need seen so far;" in str(second.value)
+    assert "(for this op;" in str(first.value)
+    assert "ooc fit SCRIPT" in str(first.value)
+    assert "ooc fit --fake SCRIPT" in str(first.value)
+
+
 def test_optimizer_state_is_named() -> None:
     """addcdiv_ needs a parameter of 4 MiB and two more of its size."""
     with ooc.Session("9MiB") as session, pytest.raises(ooc.BudgetTooSmall) as caught:
@@ -201,9 +217,9 @@ def test_an_op_that_goes_on_without_the_memory_that_it_was_refused_fails() -> No
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ({"budget": 1000}, ["budget=1000 bytes", "65536 bytes", "Options"]),
+        ({"budget": 1000}, ["budget of 1000 bytes", "64.0 KiB", "Options"]),
         ({"budget": "1MiB", "chunk_nbytes": "2MiB"}, ["less than one chunk", "Options"]),
-        ({"budget": "1MiB", "chunk_nbytes": 1000}, ["chunk_nbytes=1000", "multiple of 65536"]),
+        ({"budget": "1MiB", "chunk_nbytes": 1000}, ["chunk size 1000 ", "multiple of 64.0 KiB"]),
         ({"budget": "12G"}, ["'12G'", "12GiB"]),
         ({"budget": "lots"}, ["'lots' is not a size", "400MiB"]),
         ({"budget": 0}, ["0", "at least 1"]),
@@ -254,7 +270,7 @@ def test_store_full_while_learning(file_size_limit: Any) -> None:
         session.steps._speed = FIXED_SPEED
         trainer = Trainer()
         file_size_limit(256 * 1024)
-        with pytest.raises(StoreFull, match="more bytes") as caught, session.step():
+        with pytest.raises(StoreFull, match=r"bytes\) more; the file system has") as caught, session.step():
             trainer.step(0)
         assert "Options" in str(caught.value)
         assert caught.value.needed_nbytes > 0
@@ -289,7 +305,7 @@ def test_store_full_when_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(asked) > 0
     assert "planned" not in [step["mode"] for step in report["steps"]]
     assert report["not_played"]
-    assert all("more bytes" in reason and "Options" in reason for reason in report["not_played"])
+    assert all("bytes) more; the file system has" in reason and "Options" in reason for reason in report["not_played"])
 
 
 # -- the machine

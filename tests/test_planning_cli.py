@@ -279,6 +279,39 @@ def test_fit_records_the_script_at_each_batch_that_it_tries() -> None:
     assert "not even a batch of 1: op " in none.stderr
 
 
+def test_the_budget_that_fit_names_runs_and_hardly_less_does() -> None:
+    """Real steps: with the ops' own temporaries (oneDNN's copies), and ops run in parts as that budget has them."""
+    arguments = ("--batch-size", "48")
+    done = ooc("fit", "--json", "--policy", "on_demand", SCRIPT, *arguments)
+    assert done.returncode == 0, done.stderr
+    budget_nbytes = json.loads(done.stdout)["budget_nbytes"]
+    good = ooc("run", "--budget", str(budget_nbytes), SCRIPT, *arguments)
+    assert good.returncode == 0, good.stderr
+    bad = ooc("run", "--budget", str(budget_nbytes * 9 // 10), SCRIPT, *arguments)
+    assert bad.returncode == 1
+    assert "BudgetTooSmall: " in bad.stderr
+
+
+def test_fit_counts_what_runs_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The step needs a few MiB; 16 MiB of data are sorted before it (in, out, and 32 MiB of indices)."""
+    script = tmp_path / "setup.py"
+    script.write_text(f"import torch\ntorch.randn(4 << 20).sort()\n{SCRIPT.read_text()}")
+    step = tmp_path / "step.json"
+    assert ooc("trace", "--fake", "-o", step, script).returncode == 0
+    assert main(["fit", "--json", "--policy", "on_demand", str(step)]) == 0
+    assert 64 * MIB <= json.loads(capsys.readouterr().out)["budget_nbytes"] <= 66 * MIB
+    assert main(["fit", "--json", "--budget", "40MiB", "--most", "1", "--fake", str(script), "--batch-size", "{batch}"])
+    assert "an op before the first step needs 64.0 MiB at once" in capsys.readouterr().err
+
+
+def test_small_budgets_are_planned_in_chunks_that_a_session_can_play(tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    small = tmp_path / "small.json"
+    assert ooc("trace", "--fake", "-o", small, SCRIPT, "--batch-size", "8").returncode == 0
+    assert main(["plan", str(small), "--policy", "on_demand", "--budget", "8MiB", "-o", str(output)]) == 0
+    assert Plan.from_json(output.read_text()).machine.chunk_nbytes == 64 << 10
+
+
 def test_fit_refuses_what_cannot_be_varied(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--budget", "1MiB", str(SCRIPT), "--batch-size", "8"]) == 2
     assert "do not contain {batch}" in capsys.readouterr().err

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
+from vmm.sizes import format_exactly
+
 __all__ = [
     "CgroupMemory",
     "MachineFacts",
@@ -157,13 +159,14 @@ def memory_room(root: Path = _ROOT) -> MemoryRoom:
     """What this process may still take without the kernel killing somebody."""
     meminfo = meminfo_nbytes(root)
     machine = meminfo["MemAvailable"] + meminfo.get("SwapFree", 0)
-    explanation = f"machine: {machine} bytes available of {meminfo['MemTotal']}"
+    explanation = f"machine: {format_exactly(machine)} available of {format_exactly(meminfo['MemTotal'])}"
     cgroup = cgroup_memory(root)
     if cgroup is None or cgroup.available_nbytes is None:
         return MemoryRoom(available_nbytes=machine, explanation=explanation)
     explanation += (
-        f"; control group {cgroup.directory}: {cgroup.available_nbytes} bytes available "
-        f"(limit {cgroup.limit_nbytes}, in use {cgroup.usage_nbytes}, of it page cache {cgroup.reclaimable_nbytes})"
+        f"; control group {cgroup.directory}: {format_exactly(cgroup.available_nbytes)} available, limit "
+        f"{format_exactly(cgroup.limit_nbytes or 0)}, in use {format_exactly(cgroup.usage_nbytes)}, of it page cache "
+        f"{format_exactly(cgroup.reclaimable_nbytes)}"
     )
     return MemoryRoom(available_nbytes=min(machine, cgroup.available_nbytes), explanation=explanation)
 

@@ -18,6 +18,7 @@ from typing import NamedTuple, Self
 from vmm import machine
 from vmm.driver import Access, MapCountExceeded, MemoryFault
 from vmm.ranges import FreeRanges, Layout, Piece
+from vmm.sizes import format_exactly, format_nbytes
 from vmm.syscalls import MADV_COLD, MADV_POPULATE_READ, MADV_POPULATE_WRITE, MAP_FIXED, MAP_NORESERVE, Syscalls
 
 __all__ = ["PosixDriver", "Syscalls"]
@@ -343,9 +344,10 @@ class PosixDriver:
         # Beyond this the kernel kills a process instead of failing the call.
         if nbytes > room.available_nbytes:
             raise MemoryFault(
-                f"{self._what()} does not fit: {room.available_nbytes} bytes are available.\n"
+                f"{self._what()} does not fit into memory: {format_nbytes(room.available_nbytes)} are available.\n"
                 f"  {room.explanation}\n"
-                "  Options: a smaller budget; end other processes; a higher limit for the control group."
+                f"  Options: a budget of at most {room.available_nbytes >> 20}MiB; end other processes; "
+                "a higher limit for the control group."
             )
         descriptor = -1
         try:
@@ -384,8 +386,8 @@ class PosixDriver:
                     wanted //= 2
                     continue
                 raise MemoryFault(
-                    f"cannot hold {nbytes} bytes of addresses ({view_nbytes} for the pool, {wanted} for "
-                    f"reservations): {error}.\n"
+                    f"cannot hold {format_nbytes(nbytes)} of addresses ({format_nbytes(view_nbytes)} for the pool, "
+                    f"{format_nbytes(wanted)} for reservations): {error}.\n"
                     "  Options: no limit on address space (ulimit -v); a smaller arena_nbytes; a smaller budget."
                 ) from error
         self._whole = (address, nbytes)
@@ -403,7 +405,7 @@ class PosixDriver:
             if self._dontfork:
                 self._sys.madvise(self._view_address, nbytes, mmap.MADV_DONTFORK)
         except OSError as error:
-            raise self._fault(f"the linear view of {nbytes} bytes", error) from error
+            raise self._fault(f"the linear view of {format_exactly(nbytes)}", error) from error
 
     def _commit(self) -> None:
         """Give the file all its pages, huge ones where the kernel lets us ask for them.
@@ -448,7 +450,8 @@ class PosixDriver:
 
     def _what(self) -> str:
         nbytes = self._num_chunks * self._chunk_nbytes
-        return f"a pool of {self._num_chunks} chunks of {self._chunk_nbytes} bytes = {nbytes} bytes"
+        chunks = f"{self._num_chunks} chunks of {format_nbytes(self._chunk_nbytes)}"
+        return f"a pool of {format_nbytes(nbytes)} ({nbytes} bytes, {chunks})"
 
     def _pieces_of_runs(self, address: int, runs: Sequence[tuple[int, int]]) -> tuple[list[Piece[_Mapped]], int]:
         """The pieces that `runs` make at `address`, neighbours merged, and the place where they end."""
@@ -524,7 +527,7 @@ class PosixDriver:
                 f"the process has {present} memory mappings, {self.num_mappings} of them for the pool; {num_added} "
                 f"more would leave less than {_MAPPINGS_LEFT_TO_OTHERS} of the kernel's limit, vm.max_map_count = "
                 f"{self._max_map_count}, to the rest of the process.\n"
-                f"  Options: larger chunks (now {self._chunk_nbytes} bytes); a higher limit: "
+                f"  Options: larger chunks (now {format_nbytes(self._chunk_nbytes)}); a higher limit: "
                 f"sysctl -w vm.max_map_count={max(262144, 4 * self._max_map_count)} (as root)."
             )
         if left_to_others:

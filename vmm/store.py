@@ -30,6 +30,7 @@ from vmm.files import (
     open_file,
 )
 from vmm.ranges import FreeRanges
+from vmm.sizes import format_exactly, format_nbytes
 from vmm.transfers import Direction, Segments, TransferEngine, TransferRecord, TransferStatistics
 
 __all__ = ["FileStore", "Slot", "StoreError", "StoreFull", "StoreSpeed", "StoreUnavailable", "Transfer"]
@@ -417,7 +418,9 @@ class FileStore:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, old)  # a failed allocation may have got part of the way
                 if error.errno not in FULL_ERRORS:
-                    raise StoreError(f"cannot allocate {nbytes} bytes in {self._directory}: {error}") from error
+                    raise StoreError(
+                        f"cannot allocate {format_exactly(nbytes)} in {self._directory}: {error}"
+                    ) from error
                 failure = error
                 continue
             self._free.extend(old + nbytes)
@@ -428,8 +431,9 @@ class FileStore:
         status = os.fstatvfs(self._descriptor)
         free = status.f_bavail * status.f_frsize
         return StoreFull(
-            f"the store in {self._directory} needs {needed} more bytes; the file system has {free} bytes free "
-            f"({os.strerror(error.errno or 0)}; the store holds {self.file_nbytes}, in use {self.used_nbytes}).\n"
+            f"the store in {self._directory} needs {format_exactly(needed)} more; the file system has "
+            f"{format_exactly(free)} free ({os.strerror(error.errno or 0)}; the store's file has "
+            f"{format_nbytes(self.file_nbytes)}, in use {format_nbytes(self.used_nbytes)}).\n"
             "  Options: a store directory on a larger disk (OOC_STORE); free space there; a higher quota or "
             "file size limit (ulimit -f); a larger budget, which evicts less.",
             needed_nbytes=needed,

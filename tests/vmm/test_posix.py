@@ -6,6 +6,7 @@ import contextlib
 import errno
 import mmap
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from vmm import machine
 from vmm.driver import Access, MapCountExceeded, MemoryFault
 from vmm.machine import MemoryRoom
 from vmm.posix import PosixDriver, Syscalls
+from vmm.sizes import format_nbytes
 
 CHUNK = PosixCase.chunk_nbytes
 PAGE = mmap.PAGESIZE
@@ -152,7 +154,7 @@ def test_map_count_is_refused_before_the_kernel_refuses_it(case: PosixCase) -> N
         with pytest.raises(MapCountExceeded) as caught:
             driver.map(address, reversed_runs)
         message = str(caught.value)
-        for word in (str(limit), str(CHUNK), "vm.max_map_count", "larger chunks", "sysctl"):
+        for word in (str(limit), format_nbytes(CHUNK), "vm.max_map_count", "larger chunks", "sysctl"):
             assert word in message
         assert shown(case, driver, address, 64) == [None] * 64
         driver.map(address, [(32, 32), (0, 32)])  # fewer runs fit
@@ -219,8 +221,11 @@ def test_a_pool_larger_than_the_machine_is_refused_with_the_numbers() -> None:
     num_chunks = 4 * total // CHUNK
     with pytest.raises(MemoryFault, match="does not fit") as caught:
         PosixDriver(num_chunks, CHUNK, syscalls=NoMemory())
-    assert str(num_chunks * CHUNK) in str(caught.value)
-    assert str(total) in str(caught.value)
+    text = str(caught.value)
+    assert str(num_chunks * CHUNK) in text  # to the byte, and readable
+    assert f"a pool of {format_nbytes(num_chunks * CHUNK)} (" in text
+    assert str(total) in text
+    assert re.search(r"Options: a budget of at most \d+MiB;", text)
 
 
 def test_a_pool_larger_than_the_control_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
