@@ -110,7 +110,7 @@ def test_the_failed_request_by_hand() -> None:
     assert (culprit.stack, culprit.nbytes, culprit.adjoining_free_nbytes) == (("buffer B",), 4 * MIB, 3 * MIB)
     assert report.does_not_fit
     text = "\n".join(report.advice)
-    assert "ooc run --chunk 2MiB (peak 22.0 MiB)" in text
+    assert "ooc run --budget SIZE --chunk 2MiB (peak 22.0 MiB)" in text
     assert "expandable_segments" not in text  # two pages of 20 MiB do not fit either
 
 

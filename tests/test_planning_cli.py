@@ -144,7 +144,7 @@ def test_an_infeasible_budget_names_op_variables_and_the_smallest_that_works(
     assert main(["plan", str(fake_step), "--budget", "9MiB", "--policy", "auto,window"]) == 1
     message = capsys.readouterr().err
     trace = read(fake_step)
-    machine = Machine(chunk_nbytes=32 << 10, num_chunks=0)
+    machine = Machine(chunk_nbytes=64 << 10, num_chunks=0)  # as a session's
     least = smallest_num_chunks(trace, machine) * machine.chunk_nbytes
     assert "needs 24.0 MiB at once; the budget is 9.0 MiB" in message
     assert "operands: aten." in message
@@ -167,7 +167,7 @@ def test_an_infeasible_deadline_says_the_fastest_possible(fake_step: Path, capsy
         (["--budget", "0"], "must be at least 1"),
         (["--budget", "9000TiB"], "no machine has that"),
         (["--budget", "4TiB", "--chunk", "64KiB"], "more than the 1048576 that can be planned"),
-        (["--budget", "100", "--chunk", "64KiB"], "less than one chunk of 65536 bytes"),
+        (["--budget", "100", "--chunk", "64KiB"], "budget of 100 B: less than one chunk of 64.0 KiB"),
         (["--budget", "9MiB", "--policy", "best"], "policy 'best': there is no such policy. Options: all, auto"),
         (["--budget", "9MiB", "--profile", "vax"], "there is no profile 'vax'. Options: desktop"),
         (["--budget", "9MiB", "--deadline", "soon"], "deadline 'soon' is not a time. Options: 1.5s"),

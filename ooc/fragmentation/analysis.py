@@ -252,9 +252,9 @@ _ADVICE = {
     "first-fit-by-size": "a static plan, largest first, for a step that repeats",
     "melon": "a static plan as Melon makes it, for a step that repeats",
     "nntrainer": "a static plan as NNTrainer makes it, for a step that repeats",
-    "chunked-64KiB": "chunks of 64 KiB behind virtual addresses: ooc run --chunk 64KiB",
-    "chunked-2MiB": "chunks of 2 MiB behind virtual addresses: ooc run --chunk 2MiB",
-    "chunked-20MiB": "chunks of 20 MiB behind virtual addresses: ooc run --chunk 20MiB",
+    "chunked-64KiB": "chunks of 64 KiB behind virtual addresses: ooc run --budget SIZE --chunk 64KiB",
+    "chunked-2MiB": "chunks of 2 MiB behind virtual addresses: ooc run --budget SIZE --chunk 2MiB",
+    "chunked-20MiB": "chunks of 20 MiB behind virtual addresses: ooc run --budget SIZE --chunk 20MiB",
 }
 
 

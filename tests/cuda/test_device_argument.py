@@ -148,7 +148,7 @@ def test_a_store_in_memory_is_no_store() -> None:
 def test_a_budget_is_rounded_down_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING"), FakeSession((4 << 20) + 1000, device=FakeCudaDevice()) as session:
         assert session.budget_nbytes == 4 << 20
-    assert "rounded down to 4194304 bytes" in caplog.text
+    assert "rounded down to 4.0 MiB (4194304 bytes)" in caplog.text
 
 
 def test_a_budget_of_one_chunk() -> None:
