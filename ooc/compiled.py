@@ -288,7 +288,7 @@ class Compiled:
         uses = self.trace.uses_by_variable()
         births: list[list[Stay]] = [[] for _ in range(self.num_ops)]
         late = self._loaded_for_next_step()
-        starts = [op.start_tick for op in self.trace.ops]
+        starts = self.trace.op_starts
         for stay in stays:
             residency, index = stay.residency, stay.role.index
             first_tick, last_tick = occupied_ticks(residency, self.trace)

@@ -124,7 +124,7 @@ def _halves_ns(trace: Trace, machine: Machine, exempt: frozenset[int]) -> int:
         if uses:
             needed[trace.lifetime(index)[0]] += v.nbytes
             needed[min(trace.ops[uses[-1][0]].start_tick + 1, stop)] -= v.nbytes
-    starts = np.array([op.start_tick for op in trace.ops], dtype=np.int64)
+    starts = np.array(trace.op_starts, dtype=np.int64)
     written = np.maximum(np.cumsum(alive)[starts] - machine.budget_nbytes, 0)
     loaded = np.maximum(np.cumsum(needed)[starts] - machine.budget_nbytes, 0)
     durations = np.array([op.duration_ns for op in trace.ops], dtype=np.int64)

@@ -7,15 +7,13 @@ how far that is from the best possible.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from scheduler.bounds import lower_bounds
 from scheduler.budget import BudgetTooSmall
 from scheduler.evaluate import remap_ns
+from scheduler.garbage import without_collections
 from scheduler.plan import Machine, Plan, PlanError, Residency
 from scheduler.policies import POLICIES
 from scheduler.scratch import ScratchColouring, schedule_that_colours
@@ -43,7 +41,8 @@ def make_plan(trace: Trace, machine: Machine, policy: str = "auto", **parameters
         BudgetTooSmall: An op needs more at once than the budget.
         ValueError: Unknown policy.
     """
-    with _no_search_for_cycles():
+    # A third of `window`'s time for a step of 10,000 ops went into them.
+    with without_collections():
         return _plan(trace, machine, policy, parameters)
 
 
@@ -95,37 +94,26 @@ def _coloured_schedule(
     if parameters.get("wrap", True) and "wrap" in POLICIES[policy].parameters:
         attempts.append({**parameters, "wrap": False})
     for attempt in attempts:
-        known: dict[tuple[Residency, ...], ScratchColouring] = {}
-
-        def schedule(
-            logical: Machine,
-            attempt: dict[str, Any] = attempt,
-            known: dict[tuple[Residency, ...], ScratchColouring] = known,
-        ) -> tuple[Residency, ...]:
-            notes.clear()
-            sinks = {"notes": notes, "colourings": known if logical is machine else None}
-            sink = {name: where for name, where in sinks.items() if name in POLICIES[policy].parameters}
-            return POLICIES[policy].schedule(trace, logical, **attempt, **sink)
-
-        found = schedule_that_colours(schedule, trace, machine, known)
-        if found is not None:
-            return found[1]
+        coloured = _coloured_attempt(trace, machine, policy, attempt, notes)
+        if coloured is not None:
+            return coloured
     raise PlanError(
         f"no chunk assignment found for {machine.num_chunks} chunks of {machine.chunk_nbytes} bytes: variables that "
         f"can never be away cross the step boundary and cut the pool up. Options: a larger budget."
     )
 
 
-@contextmanager
-def _no_search_for_cycles() -> Iterator[None]:
-    """Python's search for reference cycles waits: planning makes objects by the 100,000 that are in none.
+def _coloured_attempt(
+    trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any], notes: list[str]
+) -> ScratchColouring | None:
+    """Schedule with these parameters, and colour; None if no pool, however small, leads to a colouring."""
+    known: dict[tuple[Residency, ...], ScratchColouring] = {}
 
-    Going through them again and again took a third of `window`'s time for a step of 10,000 ops.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    def schedule(logical: Machine) -> tuple[Residency, ...]:
+        notes.clear()
+        sinks = {"notes": notes, "colourings": known if logical is machine else None}
+        sink = {name: where for name, where in sinks.items() if name in POLICIES[policy].parameters}
+        return POLICIES[policy].schedule(trace, logical, **parameters, **sink)
+
+    found = schedule_that_colours(schedule, trace, machine, known)
+    return None if found is None else found[1]

@@ -60,7 +60,7 @@ class ReplayGraph:
         self.trace = trace
         self.maker: list[int | None] = [None] * len(trace.variables)
         self.births: list[list[int]] = [[] for _ in trace.ops]
-        self._starts = starts = [op.start_tick for op in trace.ops]
+        self._starts = starts = trace.op_starts
         for v, variable in enumerate(trace.variables):
             if variable.birth_tick is None:
                 continue

@@ -20,15 +20,13 @@ Python writes protocol 4 (up to 3.13) or 5; protocols 2 and 3 are read too.
 
 from __future__ import annotations
 
-import gc
 import pickletools
 import re
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from ooc.fragmentation.errors import BadFile
+from scheduler.garbage import without_collections
 
 MAX_OPEN_MARKS = 64
 """A snapshot nests seven deep: snapshot, segments, segment, blocks, block, frames, frame."""
@@ -52,7 +50,7 @@ def load_plain(data: bytes) -> Any:
     """
     if not data:
         raise BadFile("the file is empty")
-    with _without_garbage_collection():
+    with without_collections():  # they would double the time
         try:
             return _load(data)
         except IndexError:
@@ -62,18 +60,6 @@ def load_plain(data: bytes) -> Any:
             ) from None
         except UnicodeDecodeError as error:
             raise BadFile(f"the pickle is damaged: a string in it is not UTF-8 ({error.reason})") from None
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Millions of new containers, none of them garbage: collections would double the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _load(data: bytes) -> Any:

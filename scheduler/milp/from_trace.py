@@ -79,7 +79,7 @@ def graph_of(
 def _weights(trace: Trace) -> npt.NDArray[np.float64]:
     """Each op's share of the step's time, of its bytes, and of its ops."""
     born = np.zeros(len(trace.ops))
-    starts = [op.start_tick for op in trace.ops]
+    starts = trace.op_starts
     for v in trace.variables:
         if v.birth_tick is not None:
             born[max(bisect_right(starts, v.birth_tick) - 1, 0)] += v.nbytes

@@ -38,7 +38,7 @@ class _Slack:
         self.stays = stays
         self.trace = trace
         self.machine = machine
-        self.starts = [op.start_tick for op in trace.ops]
+        self.starts = trace.op_starts
         self.held: IntArray = np.zeros(trace.num_ticks + 1, dtype=np.int64)
         for stay in stays:
             start, stop = occupied_ticks(stay, trace)

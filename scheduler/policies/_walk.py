@@ -92,7 +92,7 @@ class Facts:
             i: v.becomes for i, v in enumerate(trace.variables) if v.becomes is not None and may_wrap(trace, i)
         }
         self.forced = {v for v in self.heirs.values() if not trace.variables[v].evictable}
-        starts = [op.start_tick for op in trace.ops]
+        starts = trace.op_starts
         self.last_op = [  # the last op that starts within the variable's life
             len(trace.ops) - 1 if v.death_tick is None else bisect_left(starts, v.death_tick) - 1
             for v in trace.variables

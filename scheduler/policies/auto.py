@@ -291,16 +291,24 @@ class _Search:
             own = {name: value for name, value in parameters.items() if name in taken}
             try:
                 tuned = policy.tune(self.trace, self.machine, own) if hasattr(policy, "tune") else own
-                if self.consider(policy.schedule(self.trace, self.machine, **tuned)) is None:
-                    self._consider_for_less(policy, tuned)
+                proposal = policy.schedule(self.trace, self.machine, **tuned)
+                if self.consider(proposal) is None:
+                    self._consider_for_less(policy, tuned, proposal)
             except BudgetTooSmall:
                 continue
 
-    def _consider_for_less(self, policy: ModuleType, parameters: Mapping[str, Any]) -> None:
-        """As `make_plan` would have it from this policy: planned for a pool so small that it does colour."""
-        found = schedule_that_colours(
-            lambda logical: policy.schedule(self.trace, logical, **parameters), self.trace, self.machine
-        )
+    def _consider_for_less(
+        self, policy: ModuleType, parameters: Mapping[str, Any], proposal: tuple[Residency, ...]
+    ) -> None:
+        """As `make_plan` would have it from this policy, whose proposal falls short: for a smaller pool."""
+
+        def schedule(logical: Machine) -> tuple[Residency, ...]:
+            if logical is self.machine:
+                return proposal
+            found: tuple[Residency, ...] = policy.schedule(self.trace, logical, **parameters)
+            return found
+
+        found = schedule_that_colours(schedule, self.trace, self.machine)
         if found is not None:
             self.consider(found[0])
 

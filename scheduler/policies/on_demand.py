@@ -123,7 +123,7 @@ class _Walk:
 
 def pins_by_zone(trace: Trace, pins: tuple[tuple[Pin, ...], ...]) -> list[dict[int, Pin]]:
     """For each op, the pins that touch the time from its start to the next op's (op 0: from the step's start)."""
-    starts = [op.start_tick for op in trace.ops]
+    starts = trace.op_starts
     zones: list[dict[int, Pin]] = [{} for _ in trace.ops]
     for v, own in enumerate(pins):
         for pin in own:
@@ -135,7 +135,7 @@ def pins_by_zone(trace: Trace, pins: tuple[tuple[Pin, ...], ...]) -> list[dict[i
 
 def deaths_by_zone(trace: Trace) -> list[list[int]]:
     """For each op, the variables freed in the time from its start to the next op's."""
-    starts = [op.start_tick for op in trace.ops]
+    starts = trace.op_starts
     zones: list[list[int]] = [[] for _ in trace.ops]
     for v, variable in enumerate(trace.variables):
         if variable.death_tick is not None:
