@@ -29,6 +29,10 @@ _OPS, _WAITS, _DISK = 1, 2, 3
 _FIRST_LANE = 10
 """Tracks by thread id. Slices on one track must nest, so transfers that overlap go to further lanes."""
 
+_ROUNDING_NS = 2
+"""What a start may lose on its way: half a nanosecond as a double of microseconds since the base, and up to one more
+when Perfetto cuts it off to whole nanoseconds."""
+
 _Lane = tuple[str, int]
 
 
@@ -119,12 +123,12 @@ def _step_events(name: str, view: StepView, *, pid: int, offset_ns: int, order: 
     yield from _compute_slices(view, pid, at)
     yield from _move_slices(view, [tids[lane] for lane in lanes], pid, at)
     yield from _flows(view, [tids[lane] for lane in lanes], pid, at)
-    yield from _counter("live bytes", pid, ((at(time), n) for time, n in view.live_curve()))
-    yield from _counter("resident bytes", pid, ((at(time), n) for time, n in view.resident_curve()))
+    yield from _counter("live", pid, ((at(time), n) for time, n in view.live_curve()))
+    yield from _counter("resident", pid, ((at(time), n) for time, n in view.resident_curve()))
     if view.plan is not None:
         budget = view.plan.machine.budget_nbytes
         yield from _counter("budget", pid, [(at(0), budget), (at(view.duration_ns), budget)])
-        yield from _counter("bytes in flight", pid, ((at(time), n) for time, n in _in_flight(view)))
+        yield from _counter("in flight", pid, ((at(time), n) for time, n in _in_flight(view)))
 
 
 def _compute_slices(view: StepView, pid: int, at: Callable[[int], float]) -> Iterator[dict[str, Any]]:
@@ -136,15 +140,15 @@ def _compute_slices(view: StepView, pid: int, at: Callable[[int], float]) -> Ite
             "where": op.where,
             "bytes": sum(view.trace.variables[u.variable].nbytes for u in op.uses),
         }
-        yield _slice(op.name, "op", pid, _OPS, at(start_ns), (stop_ns - start_ns) / 1000, arguments)
+        yield _slice(op.name, "op", pid, _OPS, at(start_ns), stop_ns - start_ns, arguments)
     for rerun in view.reruns:
-        length = (rerun.stop_ns - rerun.start_ns) / 1000
-        yield _slice("run again", "recompute", pid, _OPS, at(rerun.start_ns), length, {"before op": rerun.op})
+        length_ns = rerun.stop_ns - rerun.start_ns
+        yield _slice("run again", "recompute", pid, _OPS, at(rerun.start_ns), length_ns, {"before op": rerun.op})
     for wait in view.waits:
         move = view.moves[wait.move]
         asked = {"op": wait.op, "variable": move.variable}
-        length = (wait.stop_ns - wait.start_ns) / 1000
-        yield _slice(f"wait for {move.kind}", "wait", pid, _WAITS, at(wait.start_ns), length, asked)
+        length_ns = wait.stop_ns - wait.start_ns
+        yield _slice(f"wait for {move.kind}", "wait", pid, _WAITS, at(wait.start_ns), length_ns, asked)
 
 
 def _move_slices(view: StepView, tids: Sequence[int], pid: int, at: Callable[[int], float]) -> Iterator[dict[str, Any]]:
@@ -153,13 +157,11 @@ def _move_slices(view: StepView, tids: Sequence[int], pid: int, at: Callable[[in
         variable = view.trace.variables[move.variable]
         title = f"{move.kind} {variable.label or variable.kind} ({format_nbytes(move.nbytes)})"
         about: dict[str, Any] = {"variable": move.variable, "bytes": move.nbytes, "asked for (us)": at(move.issue_ns)}
-        length = (move.stop_ns - move.start_ns) / 1000
-        yield _slice(title, move.kind, pid, tid, at(move.start_ns), length, about)
+        yield _slice(title, move.kind, pid, tid, at(move.start_ns), move.stop_ns - move.start_ns, about)
     for start_ns, stop_ns, reads, writes in _busy(view):
         title = "read and write" if reads and writes else "read" if reads else "write"
-        yield _slice(
-            title, "disk", pid, _DISK, at(start_ns), (stop_ns - start_ns) / 1000, {"reads": reads, "writes": writes}
-        )
+        doing = {"reads": reads, "writes": writes}
+        yield _slice(title, "disk", pid, _DISK, at(start_ns), stop_ns - start_ns, doing)
 
 
 def _flows(view: StepView, tids: Sequence[int], pid: int, at: Callable[[int], float]) -> Iterator[dict[str, Any]]:
@@ -223,8 +225,9 @@ def _meta(what: str, pid: int, tid: int, **arguments: Any) -> dict[str, Any]:
 
 
 def _slice(
-    name: str, category: str, pid: int, tid: int, ts: float, duration: float, arguments: dict[str, Any]
+    name: str, category: str, pid: int, tid: int, ts: float, length_ns: int, arguments: dict[str, Any]
 ) -> dict[str, Any]:
+    """A slice that ends before the next on its track starts, in Perfetto's rounding too: it drops slices that cross."""
     return {
         "ph": "X",
         "name": name,
@@ -232,12 +235,13 @@ def _slice(
         "pid": pid,
         "tid": tid,
         "ts": ts,
-        "dur": duration,
+        "dur": max(length_ns - _ROUNDING_NS, 0) / 1000,
         "args": arguments,
     }
 
 
 def _counter(name: str, pid: int, points: Iterable[tuple[float, int]]) -> Iterator[dict[str, Any]]:
+    """Viewers show the series' name behind the counter's: "live bytes"."""
     for ts, value in points:
         yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": ts, "args": {"bytes": value}}
 

@@ -15,7 +15,6 @@ _OF_EVERY_PHASE = ("name", "ph", "pid", "tid", "ts")
 _METADATA = {"process_name": str, "process_sort_index": int, "thread_name": str}
 _MAX_EXACT = 1 << 53
 """Numbers in JSON are doubles to who reads them: ids and times in nanoseconds beyond this would be others."""
-_TOLERANCE_US = 2e-3
 
 
 def problems(text: str) -> list[str]:
@@ -28,7 +27,7 @@ def problems(text: str) -> list[str]:
 
     trace = json.loads(text, parse_constant=refuse)
     names: dict[tuple[int, int], str] = {}
-    slices: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    slices: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     counters: dict[tuple[int, str], float] = {}
     starts: dict[tuple[str, str, int], dict[str, Any]] = {}
     ends: dict[tuple[str, str, int], dict[str, Any]] = {}
@@ -47,7 +46,7 @@ def problems(text: str) -> list[str]:
             case "X":
                 if not event.get("cat") or event["dur"] < 0:
                     found.append(f"{place} has no category, or takes less than no time")
-                slices[track].append((event["ts"], event["ts"] + event["dur"]))
+                slices[track].append((_ns(event["ts"]), _ns(event["ts"]) + _ns(event["dur"])))
             case "C":
                 found += [f"{place} counts {v!r}" for v in event["args"].values() if type(v) is not int or v < 0]
                 key = event["pid"], event["name"]
@@ -73,7 +72,7 @@ def problems(text: str) -> list[str]:
         if ends[ids]["ts"] < starts[ids]["ts"]:
             found.append(f"flow {ids} ends before it starts")
         for event in (starts[ids], ends[ids]):
-            if not _has_slice_around(slices[event["pid"], event["tid"]], event["ts"]):
+            if not _has_slice_around(slices[event["pid"], event["tid"]], _ns(event["ts"])):
                 found.append(f"flow {ids}: no slice around its {event['ph']!r}")
     return found
 
@@ -91,18 +90,23 @@ def _bad_numbers(place: str, event: dict[str, Any]) -> list[str]:
     return found
 
 
-def _crossing(slices: list[tuple[float, float]]) -> list[Any]:
+def _ns(us: float) -> int:
+    """As Perfetto reads a time: cut off to whole nanoseconds. It drops slices that cross by one of them."""
+    return int(us * 1000) if math.isfinite(us) else 0
+
+
+def _crossing(slices: list[tuple[int, int]]) -> list[Any]:
     """Pairs of which neither holds the other and that have time in common."""
-    open_ones: list[tuple[float, float]] = []
+    open_ones: list[tuple[int, int]] = []
     found = []
     for start, stop in sorted(slices, key=lambda s: (s[0], -s[1])):
-        while open_ones and open_ones[-1][1] <= start + _TOLERANCE_US:
+        while open_ones and open_ones[-1][1] <= start:
             open_ones.pop()
-        if open_ones and stop > open_ones[-1][1] + _TOLERANCE_US:
+        if open_ones and stop > open_ones[-1][1]:
             found.append((open_ones[-1], (start, stop)))
         open_ones.append((start, stop))
     return found
 
 
-def _has_slice_around(slices: list[tuple[float, float]], ts: float) -> bool:
-    return any(start - _TOLERANCE_US <= ts <= stop + _TOLERANCE_US for start, stop in slices)
+def _has_slice_around(slices: list[tuple[int, int]], time_ns: int) -> bool:
+    return any(start <= time_ns <= stop for start, stop in slices)

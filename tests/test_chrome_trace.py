@@ -61,7 +61,8 @@ def test_tracks_hold_every_op_and_transfer_without_overlap(document: Document) -
         assert sum(e["args"]["bytes"] for e in slices) == sum(move.nbytes for move in moves)
     for slices in tracks.values():
         for one, other in pairwise(slices):
-            assert one["ts"] + one["dur"] <= other["ts"] + 2e-3  # us, written with three digits
+            # As Perfetto cuts microseconds off to nanoseconds: of slices that cross it drops one.
+            assert int(one["ts"] * 1000) + int(one["dur"] * 1000) <= int(other["ts"] * 1000)
     assert "disk" in tracks
 
 
@@ -127,11 +128,11 @@ def test_counters_reach_what_the_plan_says() -> None:
     for event in trace["traceEvents"]:
         if event["ph"] == "C":
             highest[event["name"]] = max(highest[event["name"]], event["args"]["bytes"])
-    assert highest["resident bytes"] == document.plan.predicted["peak_nbytes"]
-    assert highest["live bytes"] == document.trace.peak_nbytes()
+    assert highest["resident"] == document.plan.predicted["peak_nbytes"]
+    assert highest["live"] == document.trace.peak_nbytes()
     assert highest["budget"] == document.plan.machine.budget_nbytes
-    assert highest["bytes in flight"] > 0
-    last = [e for e in trace["traceEvents"] if e["name"] == "bytes in flight"][-1]
+    assert highest["in flight"] > 0
+    last = [e for e in trace["traceEvents"] if e["name"] == "in flight"][-1]
     assert last["args"]["bytes"] == 0
 
 
