@@ -120,10 +120,9 @@ def test_wear_is_bytes_a_day_against_the_endurance(run: Document) -> None:
 @pytest.mark.parametrize(("share", "says_why"), [(0.5, True), (2.0, False)])
 def test_a_step_that_beats_its_bound_says_of_what_the_bound_is(run: Document, share: float, says_why: bool) -> None:
     bound_s = make_facts(run, run.view(), None).metrics.bound_s
-    assert run.run is not None
     assert bound_s is not None
-    steps = [{**step, "duration_s": bound_s * share} for step in run.run["steps"]]
-    quick = parse_document("run.json", {**run.run, "steps": steps})
+    steps = [{**step, "duration_s": bound_s * share} for step in recorded()["steps"]]
+    quick = parse_document("run.json", recorded(steps=steps))
     figures = {f.name: f for f in make_facts(quick, quick.view(), None).figures}
     assert ("as when planned" in figures["Time a step"].remark) is says_why
 
