@@ -17,21 +17,17 @@ from typing import NamedTuple, Self
 
 from vmm import machine
 from vmm.driver import Access, MapCountExceeded, MemoryFault
+from vmm.pool_file import HUGE_PAGE_NBYTES, NOTHING, PROT_NONE, PoolFile
 from vmm.ranges import FreeRanges, Layout, Piece
-from vmm.sizes import format_exactly, format_nbytes
-from vmm.syscalls import MADV_COLD, MADV_POPULATE_READ, MADV_POPULATE_WRITE, MAP_FIXED, MAP_NORESERVE, Syscalls
+from vmm.sizes import format_nbytes
+from vmm.syscalls import MAP_FIXED, Syscalls
 
 __all__ = ["PosixDriver", "Syscalls"]
 
-_PROT_NONE = 0
-_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 _CHUNKS = mmap.MAP_SHARED | MAP_FIXED
 
 _MAX_ARENA_NBYTES = 16 << 40
-_ARENA_ALIGNMENT = 2 << 20  # so that a reservation can be backed by a huge page where the kernel has them
-_COMMIT_STEP_NBYTES = 64 << 20  # older kernels undo a fallocate that a signal interrupts: steps keep what is done
-_FILE_NAME = "ooc-chunks"
-_HUGE_SETTINGS = frozenset({"always", "within_size", "advise", "force"})
+_ARENA_ALIGNMENT = HUGE_PAGE_NBYTES  # so that a reservation can be backed by a huge page where the kernel has them
 _MAPPINGS_LEFT_TO_OTHERS = 512
 """Mappings that we leave to the rest of the process: threads and malloc need some at any time."""
 
@@ -56,6 +52,8 @@ class PosixDriver:
     Args:
         num_chunks: Chunks of the pool; their memory is taken from the machine at once.
         chunk_nbytes: Size of one, a multiple of the page size.
+        max_chunks: How many `resize` may make of them. This takes addresses, no memory; where the machine does not
+            give so many addresses, it is `num_chunks`.
         arena_nbytes: Addresses to hold for reservations. By default as many as the machine
             gives, at most 16 TiB; addresses cost no memory.
         arena: Addresses `[start, stop)` that someone else holds (mapped to nothing) and lends;
@@ -77,6 +75,7 @@ class PosixDriver:
         num_chunks: int,
         chunk_nbytes: int,
         *,
+        max_chunks: int | None = None,
         arena_nbytes: int | None = None,
         arena: tuple[int, int] | None = None,
         occupied: Sequence[tuple[int, int]] = (),
@@ -92,26 +91,21 @@ class PosixDriver:
             raise ValueError(
                 f"chunk_nbytes={chunk_nbytes}: must be a positive multiple of the page, {granularity} bytes"
             )
-        self._num_chunks = num_chunks
         self._chunk_nbytes = chunk_nbytes
         self._granularity = granularity
         self._dontfork = dontfork
-        self._huge_pages = huge_pages
-        self._has_huge_file = False
         self._sys = syscalls if syscalls is not None else Syscalls()
         self._max_map_count = max_map_count if max_map_count is not None else machine.max_map_count()
         self._num_mappings_unchecked = 0  # up to here we may grow before the process's mappings are counted again
         self._is_inherited = False
         self._num_guards = 0
-        self._descriptor = -1
         self._whole: tuple[int, int] | None = None  # address and length of all addresses we hold
         self._lent_arena = arena
         self._reserved: dict[int, int] = {}
+        self._file = PoolFile(num_chunks, chunk_nbytes, dontfork=dontfork, huge_pages=huge_pages, syscalls=self._sys)
         try:
-            self._descriptor = self._make_file()
-            self._hold_addresses(arena_nbytes)
-            self._map_view()
-            self._commit()
+            self._hold_addresses(max(max_chunks or 0, num_chunks), arena_nbytes)
+            self._file.show(self._view_address)
         except BaseException:
             self.close()
             raise
@@ -128,7 +122,7 @@ class PosixDriver:
 
     def __repr__(self) -> str:
         state = "closed" if self._whole is None else f"{len(self._reserved)} reservations, {self.num_mappings} mappings"
-        return f"<PosixDriver {self._num_chunks} chunks of {self._chunk_nbytes} bytes, {state}>"
+        return f"<PosixDriver {self.num_chunks} chunks of {self._chunk_nbytes} bytes, {state}>"
 
     def __enter__(self) -> Self:
         return self
@@ -144,7 +138,12 @@ class PosixDriver:
     @property
     def num_chunks(self) -> int:
         """Chunks that exist, all with their memory."""
-        return self._num_chunks
+        return self._file.num_chunks
+
+    @property
+    def max_chunks(self) -> int:
+        """How many `resize` may make of them."""
+        return self._max_chunks
 
     @property
     def view_address(self) -> int:
@@ -317,60 +316,47 @@ class PosixDriver:
         del self._reserved[place]
         del self._reserved_starts[bisect_right(self._reserved_starts, place) - 1]
 
+    def resize(self, num_chunks: int) -> None:
+        """Let the pool have this many chunks: the last ones go, with what is in them, or new ones come behind them.
+
+        Raises:
+            ValueError: It may not have so many (`max_chunks`), or a chunk that would go is mapped. Nothing has changed.
+            MemoryFault: The memory for more is not there. Nothing has changed.
+        """
+        self._check_usable()
+        if not 0 < num_chunks <= self._max_chunks:
+            raise ValueError(f"resize({num_chunks}): the pool may have 1 to {self._max_chunks} chunks")
+        for start, stop, value in self._layout.pieces(0, self._free_places.stop):
+            if isinstance(value, _File) or value is None:
+                continue
+            if stop + value[0] > num_chunks:
+                raise ValueError(
+                    f"resize({num_chunks}): chunk {stop + value[0] - 1} is mapped at {self._address(start):#x}"
+                )
+        self._file.resize(num_chunks)
+
     def close(self) -> None:
         """Unmap everything and give the memory back. Idempotent; in a forked child too."""
         _live_drivers.discard(self)
         whole, self._whole = self._whole, None
-        descriptor, self._descriptor = self._descriptor, -1
         try:
             if whole is not None:
                 self._sys.munmap(*whole)
                 if not self._is_inherited:  # in a forked child that was done at the fork
                     self._clear_lent_arena()
         finally:
-            if descriptor >= 0:
-                self._sys.close(descriptor)
+            self._file.close()
 
     def _clear_lent_arena(self) -> None:
         if self._lent_arena is not None:
             for place, num_chunks in self._reserved.items():
                 nbytes = num_chunks * self._chunk_nbytes
-                self._sys.mmap(self._address(place), nbytes, _PROT_NONE, _NOTHING | MAP_FIXED, -1, 0)
+                self._sys.mmap(self._address(place), nbytes, PROT_NONE, NOTHING | MAP_FIXED, -1, 0)
 
-    def _make_file(self) -> int:
-        """The memory file, still without pages."""
-        nbytes = self._num_chunks * self._chunk_nbytes
-        room = machine.memory_room()
-        # Beyond this the kernel kills a process instead of failing the call.
-        if nbytes > room.available_nbytes:
-            raise MemoryFault(
-                f"{self._what()} does not fit into memory: {format_nbytes(room.available_nbytes)} are available.\n"
-                f"  {room.explanation}\n"
-                f"  Options: a budget of at most {room.available_nbytes >> 20}MiB; end other processes; "
-                "a higher limit for the control group."
-            )
-        descriptor = -1
-        try:
-            descriptor = self._open_file()
-            self._sys.ftruncate(descriptor, nbytes)
-        except OSError as error:
-            if descriptor >= 0:
-                self._sys.close(descriptor)
-            raise MemoryFault(f"{self._what()}: {error}.") from error
-        return descriptor
-
-    def _open_file(self) -> int:
-        if self._huge_pages:
-            with contextlib.suppress(OSError):  # a wish: small pages do as well
-                descriptor = self._sys.open_huge_file(_FILE_NAME)
-                self._has_huge_file = True
-                return descriptor
-        return self._sys.memfd_create(_FILE_NAME)
-
-    def _hold_addresses(self, arena_nbytes: int | None) -> None:
+    def _hold_addresses(self, max_chunks: int, arena_nbytes: int | None) -> None:
         """One range for the view and, after it, the arena: as large as the machine gives."""
-        view_nbytes = _round_up(self._num_chunks * self._chunk_nbytes, _ARENA_ALIGNMENT)
-        smallest = self._num_chunks * self._chunk_nbytes
+        smallest = self.num_chunks * self._chunk_nbytes
+        view_nbytes = _round_up(max_chunks * self._chunk_nbytes, _ARENA_ALIGNMENT)
         if self._lent_arena is not None:
             arena_nbytes = self._chunk_nbytes  # ours is not used
         wanted = arena_nbytes if arena_nbytes is not None else max(_MAX_ARENA_NBYTES, smallest)
@@ -379,79 +365,28 @@ class PosixDriver:
         while True:
             nbytes = view_nbytes + wanted + _ARENA_ALIGNMENT
             try:
-                address = self._sys.mmap(0, nbytes, _PROT_NONE, _NOTHING, -1, 0)
+                address = self._sys.mmap(0, nbytes, PROT_NONE, NOTHING, -1, 0)
                 break
             except OSError as error:
                 if arena_nbytes is None and wanted // 2 >= smallest:
                     wanted //= 2
+                    continue
+                if max_chunks > self.num_chunks:  # a pool that cannot grow does as well
+                    max_chunks = self.num_chunks
+                    view_nbytes = _round_up(smallest, _ARENA_ALIGNMENT)
                     continue
                 raise MemoryFault(
                     f"cannot hold {format_nbytes(nbytes)} of addresses ({format_nbytes(view_nbytes)} for the pool, "
                     f"{format_nbytes(wanted)} for reservations): {error}.\n"
                     "  Options: no limit on address space (ulimit -v); a smaller arena_nbytes; a smaller budget."
                 ) from error
+        self._max_chunks = max_chunks
         self._whole = (address, nbytes)
         self._view_address = _round_up(address, _ARENA_ALIGNMENT)
         self._arena_start = self._view_address + view_nbytes
         if self._lent_arena is not None:
             self._arena_start, wanted = self._lent_arena[0], self._lent_arena[1] - self._lent_arena[0]
         self._arena_stop = self._arena_start + wanted // self._chunk_nbytes * self._chunk_nbytes
-
-    def _map_view(self) -> None:
-        nbytes = self._num_chunks * self._chunk_nbytes
-        flags = mmap.MAP_SHARED | MAP_FIXED
-        try:
-            self._sys.mmap(self._view_address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, self._descriptor, 0)
-            if self._dontfork:
-                self._sys.madvise(self._view_address, nbytes, mmap.MADV_DONTFORK)
-        except OSError as error:
-            raise self._fault(f"the linear view of {format_exactly(nbytes)}", error) from error
-
-    def _commit(self) -> None:
-        """Give the file all its pages, huge ones where the kernel lets us ask for them.
-
-        For a memfd, fallocate alone would make small pages, since it knows nothing of the mapping's advice.
-        """
-        nbytes = self._num_chunks * self._chunk_nbytes
-        is_wish = self._huge_pages and not self._has_huge_file
-        asks_for_huge = is_wish and machine.shmem_huge_pages() in _HUGE_SETTINGS
-        if asks_for_huge:
-            with contextlib.suppress(OSError):  # a wish: small pages do as well
-                self._sys.madvise(self._view_address, nbytes, mmap.MADV_HUGEPAGE)
-        try:
-            for offset in range(0, nbytes, _COMMIT_STEP_NBYTES):
-                step = min(_COMMIT_STEP_NBYTES, nbytes - offset)
-                if asks_for_huge:
-                    with contextlib.suppress(OSError):
-                        self._sys.madvise(self._view_address + offset, step, MADV_POPULATE_WRITE)
-                self._sys.fallocate(self._descriptor, offset, step)
-        except OSError as error:
-            room = machine.memory_room()
-            raise MemoryFault(
-                f"{self._what()} could not be had: {error}.\n  {room.explanation}\n  Options: a smaller budget."
-            ) from error
-        if self._has_huge_file and machine.samples_accesses():
-            self._split_huge_pages()
-
-    def _split_huge_pages(self) -> None:
-        """Make small pages of the huge ones, where they lie: side by side, so that transfers stay as quick.
-
-        A look at one byte of a huge page, as the kernel takes when it samples accesses, walks every mapping of all its
-        chunks, and there are thousands: 0.14 to 0.23 of a core on ResNet-50 (DESIGN.md, "Figures"). The kernel splits
-        a huge page when one of its small ones alone is called cold.
-        """
-        page_nbytes, nbytes = machine.page_nbytes(), self._num_chunks * self._chunk_nbytes
-        with contextlib.suppress(OSError):  # so that they are not put together again
-            self._sys.madvise(self._view_address, nbytes, mmap.MADV_NOHUGEPAGE)
-        for offset in range(0, nbytes, _ARENA_ALIGNMENT):
-            with contextlib.suppress(OSError):  # a wish: huge pages do as well
-                self._sys.madvise(self._view_address + offset, page_nbytes, MADV_POPULATE_READ)
-                self._sys.madvise(self._view_address + offset, page_nbytes, MADV_COLD)
-
-    def _what(self) -> str:
-        nbytes = self._num_chunks * self._chunk_nbytes
-        chunks = f"{self._num_chunks} chunks of {format_nbytes(self._chunk_nbytes)}"
-        return f"a pool of {format_nbytes(nbytes)} ({nbytes} bytes, {chunks})"
 
     def _pieces_of_runs(self, address: int, runs: Sequence[tuple[int, int]]) -> tuple[list[Piece[_Mapped]], int]:
         """The pieces that `runs` make at `address`, neighbours merged, and the place where they end."""
@@ -460,9 +395,9 @@ class PosixDriver:
         place = self._place_in_reservation(address, sum(count for _, count in runs))
         pieces: list[Piece[_Mapped]] = []
         for first, count in runs:
-            if first < 0 or count <= 0 or first + count > self._num_chunks:
+            if first < 0 or count <= 0 or first + count > self.num_chunks:
                 raise ValueError(
-                    f"map({address:#x}): run ({first}, {count}) is not inside the pool of {self._num_chunks} chunks"
+                    f"map({address:#x}): run ({first}, {count}) is not inside the pool of {self.num_chunks} chunks"
                 )
             value: _Mapped = (first - place, Access.READ_WRITE)
             if pieces and pieces[-1].value == value:
@@ -477,7 +412,7 @@ class PosixDriver:
         address = self._address(piece.start)
         nbytes = (piece.stop - piece.start) * self._chunk_nbytes
         if piece.value is None:
-            self._sys.mmap(address, nbytes, _PROT_NONE, _NOTHING | MAP_FIXED, -1, 0)
+            self._sys.mmap(address, nbytes, PROT_NONE, NOTHING | MAP_FIXED, -1, 0)
             return
         if isinstance(piece.value, _File):
             descriptor, start, length, place = piece.value
@@ -487,12 +422,12 @@ class PosixDriver:
                 prot = mmap.PROT_READ | mmap.PROT_WRITE
                 self._sys.mmap(address, length, prot, mmap.MAP_SHARED | MAP_FIXED, descriptor, start + skipped)
             if length < nbytes:
-                self._sys.mmap(address + length, nbytes - length, _PROT_NONE, _NOTHING | MAP_FIXED, -1, 0)
+                self._sys.mmap(address + length, nbytes - length, PROT_NONE, NOTHING | MAP_FIXED, -1, 0)
             return
         delta, access = piece.value
         offset = (piece.start + delta) * self._chunk_nbytes
         flags = _CHUNKS | mmap.MAP_POPULATE if access is Access.READ_WRITE else _CHUNKS
-        self._sys.mmap(address, nbytes, _prot(access), flags, self._descriptor, offset)
+        self._sys.mmap(address, nbytes, _prot(access), flags, self._file.descriptor, offset)
 
     def _keep_from_children(self, start: int, stop: int) -> None:
         if self._dontfork:
@@ -574,14 +509,13 @@ class PosixDriver:
             return  # a grandchild: what its parent has mapped at these addresses since is its own
         self._is_inherited = True
         if self._whole is not None and self._dontfork:
-            self._sys.mmap(*self._whole, _PROT_NONE, _NOTHING | MAP_FIXED, -1, 0)
+            self._sys.mmap(*self._whole, PROT_NONE, NOTHING | MAP_FIXED, -1, 0)
             self._clear_lent_arena()
-            descriptor, self._descriptor = self._descriptor, -1
-            self._sys.close(descriptor)
+            self._file.close()
 
 
 def _prot(access: Access) -> int:
-    return _PROT_NONE if access is Access.NONE else mmap.PROT_READ | mmap.PROT_WRITE
+    return PROT_NONE if access is Access.NONE else mmap.PROT_READ | mmap.PROT_WRITE
 
 
 def _round_up(nbytes: int, alignment: int) -> int:

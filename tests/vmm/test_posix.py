@@ -203,9 +203,9 @@ def test_chunks_are_multiples_of_the_page(granularity_factor: int, monkeypatch: 
 
 def test_memory_is_committed_when_made() -> None:
     with PosixDriver(2048, CHUNK) as driver:
-        status = os.fstat(driver._descriptor)
+        status = os.fstat(driver._file.descriptor)
         assert status.st_size == status.st_blocks * 512 == 2048 * CHUNK
-        descriptor = driver._descriptor
+        descriptor = driver._file.descriptor
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
 
@@ -317,7 +317,7 @@ def test_an_interrupted_commit_goes_on() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
     try:
         with PosixDriver(4096, CHUNK) as driver:
-            assert os.fstat(driver._descriptor).st_blocks * 512 == 4096 * CHUNK
+            assert os.fstat(driver._file.descriptor).st_blocks * 512 == 4096 * CHUNK
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
@@ -517,8 +517,8 @@ def test_huge_pages_whatever_the_setting_for_memfds(
     before = case.holdings()
     num_chunks = (5 << 20) // CHUNK  # two huge pages and a half
     with PosixDriver(num_chunks, CHUNK, syscalls=Syscalls()) as driver:
-        assert not os.get_inheritable(driver._descriptor)
-        assert os.fstat(driver._descriptor).st_blocks * 512 == 5 << 20  # no huge page past the end
+        assert not os.get_inheritable(driver._file.descriptor)
+        assert os.fstat(driver._file.descriptor).st_blocks * 512 == 5 << 20  # no huge page past the end
         stamp(case, driver)
         assert shown(case, driver, driver.view_address, num_chunks) == list(range(num_chunks))
         assert smaps_nbytes(driver.view_address, "ShmemPmdMapped") == (0 if are_sampled else 4 << 20)
@@ -532,7 +532,7 @@ def test_without_huge_pages_the_pool_is_a_memfd(
     monkeypatch.setattr(vmm.huge_pages, "_on_own_tmpfs", raiser(failure))
     monkeypatch.setattr(vmm.huge_pages.sys, "executable", "/bin/false")
     with PosixDriver(16, CHUNK, syscalls=Syscalls()) as driver:
-        assert os.readlink(f"/proc/self/fd/{driver._descriptor}").startswith("/memfd:")
+        assert os.readlink(f"/proc/self/fd/{driver._file.descriptor}").startswith("/memfd:")
         stamp(case, driver)
         assert shown(case, driver, driver.view_address, 16) == list(range(16))
 
@@ -556,6 +556,6 @@ def test_without_a_tmpfs_huge_pages_are_asked_for_where_the_kernel_allows(
         with PosixDriver(64, CHUNK, huge_pages=huge_pages, syscalls=Noting()) as driver:
             assert (mmap.MADV_HUGEPAGE in advised) == (huge_pages and setting == "advise")
             assert driver.view_address % (2 << 20) == 0
-            assert os.fstat(driver._descriptor).st_blocks * 512 == 64 * CHUNK
+            assert os.fstat(driver._file.descriptor).st_blocks * 512 == 64 * CHUNK
             stamp(case, driver)
             assert shown(case, driver, driver.view_address, 64) == list(range(64))
