@@ -1,5 +1,6 @@
 """Train models larger than memory, under a byte budget that is held, bit for bit equal."""
 
+from ooc.budget_change import set_budget
 from ooc.errors import BudgetTooSmall, HiddenWrite, OocError, Refused, SessionError, StoreFailed
 from ooc.fragmentation.live import Recording, record_fragmentation
 from ooc.opaque_ops import opaque
@@ -18,4 +19,5 @@ __all__ = [
     "memory_stats",
     "opaque",
     "record_fragmentation",
+    "set_budget",
 ]

@@ -303,6 +303,10 @@ class Books:
         record.state = State.RESIDENT
         self.peak_chunks = max(self.peak_chunks, self.pool.num_chunks - self.pool.num_free)
 
+    def may_be_evicted(self, record: VariableRecord) -> bool:
+        """Whether a resident record may go away, for all that is known of who uses it."""
+        return not record.pins and record.seen and (self._is_host or not record.exports)
+
     def make_room(self, num_chunks: int) -> None:
         """Evict least recently used variables until so many chunks are free. Raises `NoRoom`."""
         missing = num_chunks - self.pool.num_free
@@ -310,7 +314,7 @@ class Books:
             return
         self.end_exports()
         victims: list[VariableRecord] = []
-        movable = [r for r in self._by_use.values() if not r.pins and r.seen and (self._is_host or not r.exports)]
+        movable = [r for r in self._by_use.values() if self.may_be_evicted(r)]
         for record in sorted(movable, key=_is_exported):  # a stable sort: what was given out goes last
             victims.append(record)
             missing -= self.chunks_of(record.nbytes)

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ooc.errors import SessionError
 from ooc.forks import Forks
+from ooc.units import format_nbytes
 from vmm.cuda import CudaDriver
 from vmm.device_file import DeviceFile
 from vmm.device_space import DeviceSpace
@@ -161,6 +163,17 @@ class DeviceMemory:
 
     def host_touches(self, record: VariableRecord) -> None:
         """Pointers to device memory are for device code, which orders itself by streams."""
+
+    def check_resize(self, num_chunks: int) -> None:
+        """Refused: so far a device's pool keeps its size."""
+        raise SessionError(
+            f"a budget of {format_nbytes(num_chunks * self.driver.chunk_nbytes)} from now on: that of a session on a "
+            "GPU is fixed so far.\n  Options: close the session and open another."
+        )
+
+    def resize(self, num_chunks: int) -> None:
+        """As `check_resize`."""
+        self.check_resize(num_chunks)
 
     def release_survivors(self, books: Books) -> None:
         """Let all device work end; what lives on is the subclass's business."""

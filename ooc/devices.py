@@ -10,10 +10,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ooc.errors import SessionError
 from ooc.forks import Forks
 from ooc.guards import Guards
-from ooc.units import parse_nbytes
+from ooc.units import format_nbytes, parse_nbytes
 from vmm.addresses import AddressSpace
+from vmm.machine import meminfo_nbytes
 from vmm.posix import PosixDriver
 from vmm.store import FileStore
 from vmm.torch_cpu import GRANULE_NBYTES, AllocatorTable, cpu_allocator
@@ -29,18 +31,20 @@ class Memory(Protocol):
 
     Attributes:
         allocator: torch's, as a table.
-        num_chunks: Chunks of the pool.
         driver, space, store: Chunks, addresses, and where evicted bytes go.
         is_host: Whether ops run on the host, so that what the host has done is done, and its kernel serves a
             stray touch of what is away.
     """
 
     allocator: AllocatorTable
-    num_chunks: int
     driver: Any
     space: AddressSpace
     store: Any
     is_host: bool
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the pool."""
 
     def make_guards(self, *, debug: bool) -> Any:
         """What the addresses of an away variable show."""
@@ -53,6 +57,16 @@ class Memory(Protocol):
 
     def host_touches(self, record: VariableRecord) -> None:
         """The host is about to touch a variable's memory by itself."""
+
+    def check_resize(self, num_chunks: int) -> None:
+        """Raise `SessionError` if the pool can never have so many chunks."""
+
+    def resize(self, num_chunks: int) -> None:
+        """Let the pool have so many chunks; none of those that go is mapped.
+
+        Raises:
+            MemoryFault: The memory is not there. Nothing has changed.
+        """
 
     def release_survivors(self, books: Books) -> None:
         """The session ends: what is alive goes on to live."""
@@ -82,13 +96,13 @@ class CpuMemory:
     is_host = True
 
     def __init__(self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None) -> None:
-        self.num_chunks = num_chunks
         self.store = FileStore(store)
         try:
             self.allocator = cpu_allocator()
             self.driver = PosixDriver(
                 num_chunks,
                 chunk_nbytes,
+                max_chunks=meminfo_nbytes()["MemTotal"] // chunk_nbytes,
                 arena=self.allocator.arena,
                 occupied=tuple(self.allocator.survivors.items()),
             )
@@ -99,6 +113,11 @@ class CpuMemory:
 
     def __repr__(self) -> str:
         return f"<CpuMemory {self.driver!r}>"
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the pool."""
+        return self.driver.num_chunks
 
     def make_guards(self, *, debug: bool) -> Guards:
         """Stray touches are served from the store's file."""
@@ -113,6 +132,20 @@ class CpuMemory:
 
     def host_touches(self, record: VariableRecord) -> None:
         """Nothing is under way that it could touch too early."""
+
+    def check_resize(self, num_chunks: int) -> None:
+        """As `Memory.check_resize`."""
+        if num_chunks > self.driver.max_chunks:
+            most, wanted = (n * self.driver.chunk_nbytes for n in (self.driver.max_chunks, num_chunks))
+            raise SessionError(
+                f"a budget of {format_nbytes(wanted)}: this session's pool can have at most {format_nbytes(most)}, the "
+                "memory of the machine, or as many addresses as there were when it was opened.\n"
+                f"  Options: a budget of at most {format_nbytes(most)}; no limit on address space (ulimit -v)."
+            )
+
+    def resize(self, num_chunks: int) -> None:
+        """As `Memory.resize`."""
+        self.driver.resize(num_chunks)
 
     def release_survivors(self, books: Books) -> None:
         """Survivors become ordinary memory at their addresses."""

@@ -63,7 +63,7 @@ class OpRunner:
         self._books = books
         self._allocator = allocator
         self._threshold_nbytes = threshold_nbytes
-        self._split_nbytes = budget_nbytes // _SPLIT_FRACTION
+        self.set_budget(budget_nbytes)
         self._is_open = is_open
         self._is_mode_on = is_mode_on
         self._watch = watch
@@ -71,6 +71,7 @@ class OpRunner:
         self._thread = threading.get_ident()
         self._pending: BaseException | None = None
         self._largest_refused_nbytes = 0
+        self._has_served = False  # an allocation since somebody last looked
         self._places = Places()
         self.recorder: StepRecorder | None = StepRecorder({})
         self._dispatcher: Any = None
@@ -86,6 +87,10 @@ class OpRunner:
         self._lock = lock
         self._executor = executor
         executor.on_leave = self.note_leave
+
+    def set_budget(self, budget_nbytes: int) -> None:
+        """Ops are run in parts by this budget from now on."""
+        self._split_nbytes = budget_nbytes // _SPLIT_FRACTION
 
     def start_recording(self) -> None:
         """A period begins on demand."""
@@ -177,14 +182,20 @@ class OpRunner:
 
     def _run_beside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op that touches nothing of ours while a plan is played: the plan can go on after it."""
+        self._has_served = False
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         except BaseException:
             with self._lock:
                 error = self._pending_error((func, args, kwargs), [])
             if error is not None:
                 raise error from error.__cause__
             raise
+        if self._has_served:
+            with self._lock:
+                for record in self._records_at(self._dispatcher.operands(result)):
+                    record.seen = True
+        return result
 
     def _adapt(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Try to bring plan and step together again where they differ harmlessly."""
@@ -328,6 +339,7 @@ class OpRunner:
             return 0
 
     def _served(self, address: int, nbytes: int) -> int:
+        self._has_served = True
         if self._watch is not None:
             self._watch.born(address, nbytes)
         return address

@@ -36,12 +36,13 @@ class MemoryWatch:
     and what varies within an op lies in it.
 
     Attributes:
+        pool_nbytes: The pool's size now.
         peak: The sample with the largest total, or None before the first.
         num_samples: How many were taken.
     """
 
     def __init__(self, pool_nbytes: int) -> None:
-        self._pool_nbytes = pool_nbytes
+        self.pool_nbytes = pool_nbytes
         self._next_s = 0.0
         self.peak: ProcessMemory | None = None
         self.num_samples = 0
@@ -58,7 +59,7 @@ class MemoryWatch:
         """Take a sample now. Where the kernel does not tell (no smaps_rollup), there is none."""
         started = time.monotonic()
         try:
-            seen = process_memory(pool_nbytes=self._pool_nbytes)
+            seen = process_memory(pool_nbytes=self.pool_nbytes)
         except OSError:
             self._next_s = float("inf")
             return
@@ -85,6 +86,7 @@ def make_report(session: Session) -> dict[str, Any]:
         "process_memory": asdict(peak) if peak is not None else None,
         "in_core_peak_nbytes": session.in_core_peak_nbytes(),
         "store": {"directory": str(session.store.directory), "is_direct": session.store.is_direct},
+        "past_budgets": log.past_budgets.document(),
         "steps": [asdict(row) for row in log.rows],
         "policy": session.policy,
         "plan": None

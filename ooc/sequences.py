@@ -154,6 +154,14 @@ class Sequences:
             intercepts=self._intercepts,
         )
 
+    def forget_plans(self) -> None:
+        """The budget has changed: no plan made so far is of use. Each sequence is planned anew when it is next seen."""
+        self.retired += self._plans.values()
+        self._plans.clear()
+        self._asked.clear()
+        self._unplannable.clear()
+        self.active_key = None
+
     def refine(self, compiled: Compiled, store: FileStore) -> Compiled:
         """A step was played whole from this plan: plan anew with the times and rates it really had.
 

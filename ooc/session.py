@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ooc import _native, opaque_ops, ops
 from ooc.books import Books, VariableRecord
+from ooc.budget_change import resize_pool
 from ooc.devices import CpuDevice, Device, find_device
 from ooc.errors import SessionError
 from ooc.executor import Executor
@@ -139,11 +140,10 @@ class Session:
         self._memory = chosen.open(
             num_chunks=self.budget_nbytes // self.chunk_nbytes, chunk_nbytes=self.chunk_nbytes, store=store
         )
-        num_chunks = self._memory.num_chunks
         self._allocator, self._driver = self._memory.allocator, self._memory.driver
         self._store, self._space = self._memory.store, self._memory.space
         self._books = Books(
-            pool=ChunkPool(num_chunks),
+            pool=ChunkPool(self._memory.num_chunks),
             space=self._space,
             store=self._store,
             debug=debug,
@@ -181,7 +181,7 @@ class Session:
             books=self._books,
             allocator=self._allocator,
             dispatcher=self._dispatcher,
-            new_pool=lambda: ChunkPool(num_chunks),
+            new_pool=lambda: ChunkPool(self._memory.num_chunks),
             watch=watch,
         )
         self._runner.attach(dispatcher=self._dispatcher, lock=self._lock, executor=self._executor)
@@ -259,6 +259,48 @@ class Session:
         """
         with self._outside.resident(tensors):
             yield
+
+    def set_budget(self, budget: int | str) -> None:
+        """Change the budget, between any two ops: memory that others need is theirs when this returns.
+
+        What does not fit any more moves to the store; a step under way goes on on demand, and the next one is
+        planned for the new budget. On the CPU; up to the machine's memory. Peaks in reports and `memory_stats`
+        begin anew (`past_budgets` of the report has those before).
+
+        Args:
+            budget: As of the session; rounded down to whole chunks. The chunks keep their size.
+
+        Raises:
+            ValueError: Not a size, or less than a chunk.
+            SessionError: Within an op, or on another thread; the memory is a device's; what must stay (in
+                `resident()`) does not fit. The budget is as it was.
+            StoreFailed, vmm.store.StoreFull, vmm.driver.MemoryFault: What leaves cannot be written out, or the
+                memory for more is not there. The budget is as it was.
+        """
+        self._check_open()
+        nbytes = parse_nbytes(budget, what="budget")
+        num_chunks = nbytes // self.chunk_nbytes
+        if num_chunks < 1:
+            raise ValueError(
+                f"budget of {format_exactly(nbytes)}: less than one of this session's chunks. "
+                f"Options: at least {format_nbytes(self.chunk_nbytes)}."
+            )
+        with self._lock:
+            if self._allocator.state.position % 2:
+                raise SessionError("set_budget within an op: what it uses must stay. Options: call it between ops.")
+            if num_chunks == self._memory.num_chunks:
+                self.budget_nbytes = nbytes
+                return
+            self._memory.check_resize(num_chunks)
+            if self._executor.active is not None:
+                self._runner.leave("the budget changes")
+            self._runner.absorb()
+            self._sequences.forget_plans()
+            self._give_up_retired()
+            resize_pool(self._books, self._memory, num_chunks)
+            self.steps.note_budget(self.budget_nbytes)
+            self.budget_nbytes = nbytes
+            self._runner.set_budget(nbytes)
 
     def _end_step(self) -> None:
         with self._lock:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ooc.books import Books
+from ooc.budget_change import PastBudget, PastBudgets
 from ooc.report import MemoryWatch
 from scheduler.plan import Machine
 from scheduler.trace import Trace
@@ -54,6 +55,7 @@ class StepLog:
         num_steps: Steps finished, also those whose rows were dropped.
         memory: Samples of the process's memory at step ends.
         refusals: Why a plan that was there could not be played, and how often.
+        past_budgets: Budgets that are in force no more.
         in_core_peak_nbytes: The largest peak of the traces recorded so far: what a step needs in core.
     """
 
@@ -69,6 +71,7 @@ class StepLog:
         self.num_steps = 0
         self._planned_chunks = 0
         self.memory = MemoryWatch(space.driver.num_chunks * space.driver.chunk_nbytes)
+        self.past_budgets = PastBudgets()
         self.in_core_peak_nbytes = 0
         self.refusals: dict[str, int] = {}
 
@@ -107,6 +110,17 @@ class StepLog:
     def note_plan(self, num_chunks: int) -> None:
         """A plan that holds so many chunks at its worst moment is being played."""
         self._planned_chunks = max(self._planned_chunks, num_chunks)
+
+    def note_budget(self, before_nbytes: int) -> None:
+        """The budget has changed from `before_nbytes`: peaks are those of the new one from now on."""
+        chunk_nbytes = self._space.driver.chunk_nbytes
+        row = PastBudget(
+            num_steps=self.num_steps, budget_nbytes=before_nbytes, peak_nbytes=self.peak_chunks * chunk_nbytes
+        )
+        self.past_budgets.note(row)
+        self._planned_chunks = 0
+        self._books.peak_chunks = self._books.resident_chunks()
+        self.memory.pool_nbytes = self._space.driver.num_chunks * chunk_nbytes
 
     def note_refusal(self, reason: str) -> None:
         """A step runs on demand although there is a plan for it."""
