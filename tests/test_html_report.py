@@ -143,6 +143,13 @@ def test_warnings_name_what_is_wrong() -> None:
     assert "40.0% of the time" in warnings
     assert "variable 3 can never be away" in warnings
     assert "24 touches" in warnings
+    assert "budget was changed" not in warnings
+
+
+def test_a_changed_budget_is_told() -> None:
+    past = [{"num_steps": 3, "budget_nbytes": 8 * MIB, "peak_nbytes": 7 * MIB}]
+    document = parse_document("run.json", recorded(past_budgets=past))
+    assert any("budget was changed once" in warning for warning in make_facts(document, None, None).warnings)
 
 
 def test_waits_of_the_simulation_are_its_stalls() -> None:

@@ -56,6 +56,11 @@ def _run_warnings(run: Mapping[str, Any], m: Metrics) -> list[str]:
             found.append(f"Not planned: {value}" if why == "unplannable" else f"A plan could not be played: {key}")
     if m.num_faults:
         found.append(f"{m.num_faults} touches from outside the dispatcher were served one by one, slowly.")
+    if past := run.get("past_budgets"):
+        times = "once" if len(past) == 1 else f"{len(past)} times"
+        found.append(
+            f"The budget was changed {times}: it and the peak are of the last one, other figures of all steps."
+        )
     store = run.get("store")
     if isinstance(store, Mapping) and store.get("is_direct") is False:
         found.append("The store does without O_DIRECT: its transfers go through the page cache, which is slower.")
