@@ -418,8 +418,12 @@ class Compiled:
         )
 
     def is_bystander(self, op: int) -> bool:
-        """Whether an op touches no variable, so that a step may go without it and stay on its plan."""
-        return not (self.occurrences[op] or self.before[op] or self.after[op] or self.trace.ops[op].uses)
+        """Whether an op touches no variable, so that a step may go without it and stay on its plan.
+
+        What the plan does before and after it is to be done all the same.
+        """
+        before = self.before[op]
+        return not (self.occurrences[op] or self.trace.ops[op].uses or (before is not None and before.births))
 
     def is_written_from(self, role: Role, op: int) -> bool:
         """Whether op `op` or a later one writes the variable."""

@@ -506,7 +506,10 @@ class Executor:
     # -- roles
 
     def skip_bystanders(self, func: Any) -> bool:
-        """Let the plan go on at op `func` if only ops that touch no variable lie between. True if so."""
+        """Let the plan go on at op `func` if only ops that touch no variable lie between. True if so.
+
+        Of the ops that do not come, the plan's acts around them are done.
+        """
         compiled = self.active
         assert compiled is not None
         cursor = index = self._dispatcher.cursor
@@ -514,6 +517,15 @@ class Executor:
             index += 1
         if index == cursor or index == compiled.num_ops or compiled.funcs[index] is not func:
             return False
+        for skipped in range(cursor, index):
+            self._allocator.state.position = 2 * skipped
+            compiled.op_start_ns[skipped] = compiled.op_stop_ns[skipped] = time.monotonic_ns()
+            if compiled.before[skipped] is not None and not self.before(skipped):
+                return False
+            if compiled.after[skipped] is not None:
+                self.after(skipped)
+            if self.active is None:
+                return False
         self._allocator.state.position = 2 * index
         self._dispatcher.start(index)
         return True

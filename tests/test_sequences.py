@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import ooc
 from ooc.compiled import Compiled
@@ -14,6 +17,7 @@ from scheduler import planning
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.trace import Trace
 from tests.continuation import BUDGET, Trainer
+from tests.report_cases import net
 
 FAILURES = pytest.mark.parametrize("failure", [PlanError("not to be played"), RuntimeError("a fault")], ids=type)
 
@@ -95,3 +99,52 @@ def test_a_better_plan_pays_for_its_remaps(monkeypatch: pytest.MonkeyPatch) -> N
                 trainer.step(index)
         assert session.plan() is made[0]
     assert len(made) == 3  # the first, and one for each of `_REFINE_AFTER`
+
+
+def _steps_with_small_ops(session: ooc.Session | None, num_steps: int, small_ops: Callable[[int], bool]) -> list[float]:
+    """Losses of a training loop in which some steps load their batch op by op, in tensors too small to be variables."""
+    torch.manual_seed(4)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    losses = []
+    for index in range(num_steps):
+        with session.step() if session is not None else contextlib.nullcontext():
+            generator = torch.Generator().manual_seed(index)
+            if small_ops(index):
+                rows = [torch.ones(8).clone().mul_(i) for i in range(30)]
+                torch.stack(rows).sum().item()
+            hidden = torch.randn(256, 256, generator=generator)
+            for number, layer in enumerate(model):
+                hidden = layer(hidden)
+                if small_ops(index) and number % 3 == 0:
+                    torch.zeros(3).add(number).tolist()
+            loss = hidden.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        del loss, hidden
+    return losses
+
+
+@pytest.mark.parametrize("learned_with", [True, False])
+def test_ops_that_touch_no_variable_come_and_go_within_one_plan(learned_with: bool) -> None:
+    """Loading a batch, logging: such ops vary from step to step, and the plan has acts around them. It goes on."""
+
+    def small_ops(index: int) -> bool:
+        return learned_with == (index < 5 or index % 3 == 0)
+
+    expected = _steps_with_small_ops(None, 14, small_ops)
+    with ooc.Session("3MiB", plan_cache=False, debug=True) as session:
+        assert _steps_with_small_ops(session, 14, small_ops) == expected
+        modes = [row.mode for row in session.steps.rows]
+        active = session._executor.active
+        assert active is not None
+        acts = [
+            index
+            for index in range(active.num_ops)
+            if active.is_bystander(index) and (active.before[index] or active.after[index])
+        ]
+    assert modes[5:] == ["planned"] * 9, modes
+    assert session._sequences.num_plans == 1
+    assert bool(acts) >= learned_with  # else nothing was tested: a plan with acts where an op did not come
