@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ooc.compiled import Compiled
+from ooc.expectation import Expectation
 from ooc.plan_cache import PlanCache
 from ooc.recorder import Observed, close_cycle, need_nbytes
 from ooc.units import format_nbytes
@@ -35,8 +36,8 @@ _WORTHWHILE_STALL = 0.005
 class Sequences:
     """Learns sequences and plans each that was seen twice.
 
-    A sequence's key is its trace's fingerprint. What follows a sequence is expected to be what
-    followed it last time, so shapes that take turns are all played from their plans.
+    A sequence's key is its trace's fingerprint. What comes next is expected as it came before (`ooc.expectation`),
+    so shapes that take turns, and an evaluation every few steps, are all played from their plans.
 
     Args:
         planning: Told the number of ops, is entered while a plan is made.
@@ -64,8 +65,7 @@ class Sequences:
         self._plans: dict[str, Compiled] = {}
         self._asked: dict[str, Machine] = {}  # what the first plan of each sequence was made for
         self._unplannable: dict[str, str] = {}
-        self._followers: dict[str, str] = {}
-        self._last_key: str | None = None
+        self._expectation = Expectation()
         self._last_played = ""
         self.active_key: str | None = None
         self.last_trace: Trace | None = None
@@ -102,7 +102,6 @@ class Sequences:
             if old not in self._plans:
                 del self._seen[old]
                 self._unplannable.pop(old, None)
-                self._followers.pop(old, None)
         if key in self._plans and not _can_be_cast(self._plans[key], observed):
             # Its parameters were replaced (a load_state_dict by assignment, a new optimizer): the
             # plan waits for variables that will not come back.
@@ -214,16 +213,14 @@ class Sequences:
     def next_after(self, key: str | None) -> Compiled | None:
         """Note that sequence `key` was the last to run; the plan for what should come now, if there is one."""
         if key is None:
-            self._last_key = None
+            self._expectation.interrupt()
             self.active_key = None
             return None
-        if self._last_key is not None:
-            self._followers[self._last_key] = key
-        self._last_key = key
+        self._expectation.note(key)
         # A plan that turns out wrong costs little: the step leaves it where it differs, and is
         # recorded whole. So any plan is better than none, the one played last above all others.
-        for expected in (self._followers.get(key, key), key, self._last_played):
-            if expected in self._plans:
+        for expected in (self._expectation.next(), key, self._last_played):
+            if expected is not None and expected in self._plans:
                 self.active_key = self._last_played = expected
                 return self._plans[expected]
         self.active_key = None

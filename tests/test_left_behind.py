@@ -80,7 +80,7 @@ def sizes(session: ooc.Session) -> dict[str, int]:
         "recorded ops": len(recorder.ops) if recorder is not None else 0,
         "sequences seen": len(sequences._seen),
         "plans": len(sequences._plans),
-        "followers": len(sequences._followers),
+        "pasts": len(sequences._expectation),
     }
 
 
