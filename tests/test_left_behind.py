@@ -149,17 +149,17 @@ def test_two_hundred_sessions() -> None:
         gc.collect()
         return open_files(), num_threads(), map_count(), len(gc.get_objects()), process_memory().anonymous_nbytes
 
-    for _ in range(10):
+    for _ in range(80):  # until malloc and torch have what they keep: 50 to 90 sessions
         one()
     files, threads, maps, objects, memory = measure()
-    for _ in range(200):
+    for _ in range(130):
         one()
     files_after, threads_after, maps_after, objects_after, memory_after = measure()
     assert files_after == files
     assert threads_after == threads
     assert maps_after <= maps + 20  # malloc's own
     assert abs(objects_after - objects) < 200
-    assert memory_after - memory < 8 * MIB
+    assert memory_after - memory < 4 * MIB
 
 
 def _normally(session: ooc.Session) -> None:
