@@ -37,10 +37,11 @@ from ooc.fragmentation import (
     to_document,
 )
 from ooc.fragmentation.allocators import model
-from ooc.fragmentation.caching import replay_caching, round_request, segment_nbytes
+from ooc.fragmentation.caching import replay_caching
 from ooc.fragmentation.cli import main
 from ooc.fragmentation.planned import MAX_PLANNED_BUFFERS, planned_events
 from ooc.fragmentation.replay import Replay, mapped_in
+from ooc.fragmentation.segments import round_request, segment_nbytes
 from ooc.fragmentation.settings import BadSettings
 from ooc.fragmentation.stream import ALLOC, EMPTY, FREE, RELEASE
 from ooc.fragmentation.unpickler import MAX_OPEN_MARKS, load_plain
@@ -461,7 +462,7 @@ def test_settings_survive_being_written(conf: str) -> None:
 @pytest.mark.parametrize(
     ("conf", "message"),
     [
-        ("max_split_size_mb:10", "less than 20 MiB"),
+        ("max_split_size_mb:10", "less than a large segment of 20 MiB"),
         ("max_split_size_mb", "key:value"),
         ("max_split_size_mb:x", "'x' is not a value"),
         ("garbage_collection_threshold:1.5", r"\[0, 1\)"),

@@ -9,6 +9,7 @@ from typing import Any
 from ooc.fragmentation import analysis
 from ooc.fragmentation.allocators import ALLOCATORS, MAX_TRIAL_EVENTS, replay_all
 from ooc.fragmentation.analysis import Culprit, Moment, Outcome, Summary, TrialResult
+from ooc.fragmentation.segments import recorded_capacity
 from ooc.fragmentation.settings import CachingSettings
 from ooc.fragmentation.stream import Stream
 
@@ -73,7 +74,7 @@ def make_report(
     chosen = settings or stream.settings or CachingSettings()
     source = "given"
     if capacity is None:
-        capacity = analysis.recorded_capacity(stream)
+        capacity = recorded_capacity(stream)
         source = "recorded" if capacity is not None else "none"
     reference = "expandable" if chosen.expandable_segments else "caching"
     if reference not in names and len(names) == 1:
