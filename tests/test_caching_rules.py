@@ -233,6 +233,26 @@ def test_a_snapshot_says_when_a_private_pool_is_gone() -> None:
     assert held(replay) == [30, 30, 70, 70, 30, 32, 2]
 
 
+def test_an_emptied_cache_before_a_graphs_request_is_no_request_made_again() -> None:
+    """Without stacks, an emptying and a request that made it look alike; but a graph's request never makes one."""
+    owner = {"pool_id": (3, 0)}
+    trace = [
+        event("segment_alloc", BASE, 30 * MIB),
+        *(event(action, BASE, 30 * MIB) for action in ("alloc", "free_requested", "free_completed")),
+        event("segment_free", BASE, 30 * MIB),
+        event("segment_alloc", FAR, 40 * MIB, **owner),
+        event("alloc", FAR, 40 * MIB, **owner),
+        {**event("oom", 0, 50 * MIB), "device_free": 0},
+    ]
+    stream = read(
+        device_traces=[trace], segments=[segment(FAR, [block(40 * MIB, 40 * MIB, "G")], segment_pool_id=(3, 0))]
+    )
+    assert stream.retried == stream.attempts
+    own = make_report(stream, names=("caching",)).reference_summary
+    assert own is not None and own.replay.failure is not None
+    assert own.replay.failure.event_index == stream.failures[0].event_index
+
+
 # -- limits and settings -------------------------------------------------------------------------
 
 
@@ -247,6 +267,29 @@ def test_a_failure_with_room_on_the_device_shows_a_limit_below_it(device_free: i
     own = report.reference_summary
     assert own is not None and own.replay.failure is not None
     assert own.replay.failure.event_index == stream.failures[0].event_index
+
+
+def test_a_threshold_without_a_fraction_does_nothing() -> None:
+    """PyTorch judges by a fraction (and collects) only if one was set: that the device was full says it was not.
+
+    A of 25 MiB in two pages of 20. B of 22 needs one more, and is served: judged by a fraction of 60 MiB, 40 held and
+    22 asked for would have been too much. C of 30 MiB fails, with nothing left on the device.
+    """
+    trace = [event("segment_map", BASE, 40 * MIB), event("alloc", BASE, 25 * MIB)]
+    trace += [event("segment_map", BASE + 40 * MIB, 20 * MIB), event("alloc", BASE + 25 * MIB, 22 * MIB)]
+    trace += [{**event("oom", 0, 30 * MIB), "device_free": 0}]
+    settings = snapshot()["allocator_settings"] | {"expandable_segments": True, "garbage_collection_threshold": 0.9}
+    blocks = [block(25 * MIB, 25 * MIB, "A"), block(22 * MIB, 22 * MIB, "B"), block(13 * MIB, 0)]
+    stream = read(
+        device_traces=[trace],
+        segments=[segment(BASE, blocks, is_expandable=True)],
+        allocator_settings=settings,
+    )
+    assert recorded_capacity(stream) == 60 * MIB
+    own = make_report(stream, names=("expandable",)).reference_summary
+    assert own is not None and own.replay.failure is not None
+    assert own.replay.failure.event_index == stream.failures[0].event_index
+    assert own.replay.failure.reserved_nbytes == 60 * MIB
 
 
 def test_sizes_below_that_of_a_large_segment_are_refused() -> None:

@@ -67,9 +67,9 @@ class _Run:
         self.max_split = settings.max_split_nbytes if settings.max_split_nbytes is not None else 1 << 62
         self.is_own = settings == (stream.settings or CachingSettings())
         self.is_as_recorded = self.is_own and capacity in (None, recorded_capacity(stream))
-        self.by_fraction = settings.has_fraction or (
-            self.is_own and any(is_limited(f, settings) for f in stream.failures)
-        )
+        self.by_fraction = settings.has_fraction
+        if self.is_as_recorded and stream.failures:
+            self.by_fraction = any(is_limited(failure, settings) for failure in stream.failures)
         self.pools: dict[tuple[int, bool], Pool] = {}
         self.blocks: list[Block | None] = [None] * stream.num_buffers
         self.pending: dict[int, None] = {}  # released by the program, in use by another CUDA stream

@@ -250,7 +250,8 @@ class _DeviceReader:
         if not any(frame.get("name") in _EMPTY_CACHE for frame in trace[index].get("frames") or ()):
             if following in _TAKES and self._frees_by_itself:
                 return
-            self._is_retry = following in _TAKES
+            # A graph's own requests are never the reason: nothing goes back while one is captured.
+            self._is_retry = following in _TAKES and not _owner(trace[index + 1])[0]
         self._all_went()
         self.builder.empty()
         self.counts.num_emptied += 1
