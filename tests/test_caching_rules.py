@@ -21,7 +21,7 @@ from ooc.fragmentation.replay import Replay
 from ooc.fragmentation.segments import recorded_capacity
 from ooc.fragmentation.settings import BadSettings
 from ooc.fragmentation.stream import ALLOC, EMPTY, FREE, RELEASE, PrivatePool
-from tests.test_fragmentation import BASE, MIB, block, event, segment, snapshot
+from tests.fragmentation_cases import BASE, MIB, block, event, segment, snapshot
 
 FAR = BASE + (1 << 32)
 FARTHER = FAR + (1 << 32)
