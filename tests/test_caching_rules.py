@@ -264,8 +264,29 @@ def test_a_failure_with_room_on_the_device_shows_a_limit_below_it(device_free: i
     stream = read(device_traces=[trace])
     assert recorded_capacity(stream) == capacity
     report = make_report(stream)
+    assert report.capacity_source == ("recorded" if device_free < 16 * MIB else "limit")
     own = report.reference_summary
     assert own is not None and own.replay.failure is not None
+    assert own.replay.failure.event_index == stream.failures[0].event_index
+
+
+def test_a_limit_is_not_below_what_was_held() -> None:
+    """A graph's request of 50 MiB: its pool's 40 go back and are too few, so it is refused, with nothing held."""
+    owner = {"pool_id": (3, 0)}
+    settings = snapshot()["allocator_settings"] | {"max_split_size": 20 * MIB}
+    trace = [
+        event("segment_alloc", BASE, 40 * MIB, **owner),
+        *(event(action, BASE, 40 * MIB, **owner) for action in ("alloc", "free_requested", "free_completed")),
+        event("segment_free", BASE, 40 * MIB, **owner),
+        {**event("oom", 0, 50 * MIB, **owner), "device_free": 500 * MIB},
+    ]
+    trace += [event("segment_alloc", FAR, 60 * MIB), event("alloc", FAR, 60 * MIB)]
+    ended = segment(FAR, [block(60 * MIB, 60 * MIB, "A")])
+    stream = read(device_traces=[trace], segments=[ended], allocator_settings=settings)
+    assert recorded_capacity(stream) == 60 * MIB
+    own = make_report(stream, names=("caching",)).reference_summary
+    assert own is not None and own.replay.failure is not None
+    assert own.replay.failure.reserved_nbytes == 0
     assert own.replay.failure.event_index == stream.failures[0].event_index
 
 

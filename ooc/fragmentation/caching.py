@@ -23,7 +23,7 @@ Private pools (of CUDA graphs, of MemPool) give their memory back only once noth
 graph is captured nothing goes back at all. Which addresses cudaMalloc returns makes no difference.
 
 With the settings and the capacity of a recording, the model does not guess when device memory went back, but
-does as the file says (`Stream.retried`, `Stream.returned`).
+does as the file says (`Stream.retried`, `Stream.returned`), and what failed, fails.
 
 Not modelled: free-memory callbacks; MemPools with `use_on_oom` or `no_split`; memory that libraries take outside the
 allocator. Expandable segments have 1 TiB of addresses each, PyTorch's 9/8 of the device's memory.
@@ -42,7 +42,7 @@ from ooc.fragmentation.segments import (
     MIN_BLOCK_NBYTES,
     SMALL_NBYTES,
     SMALL_SEGMENT_NBYTES,
-    is_limited,
+    is_below_device,
     recorded_capacity,
     round_request,
     segment_nbytes,
@@ -67,9 +67,12 @@ class _Run:
         self.max_split = settings.max_split_nbytes if settings.max_split_nbytes is not None else 1 << 62
         self.is_own = settings == (stream.settings or CachingSettings())
         self.is_as_recorded = self.is_own and capacity in (None, recorded_capacity(stream))
+        # Of a recording it is known what went back, and not whether PyTorch collects at all: it takes a fraction.
+        knows = self.is_as_recorded and stream.recorded.num_device_frees is not None
+        self.collects = capacity is not None and settings.garbage_collection_threshold > 0 and not knows
         self.by_fraction = settings.has_fraction
         if self.is_as_recorded and stream.failures:
-            self.by_fraction = any(is_limited(failure, settings) for failure in stream.failures)
+            self.by_fraction = is_below_device(stream)
         self.pools: dict[tuple[int, bool], Pool] = {}
         self.blocks: list[Block | None] = [None] * stream.num_buffers
         self.pending: dict[int, None] = {}  # released by the program, in use by another CUDA stream
@@ -150,19 +153,20 @@ class _Run:
         pool = self._pool(pool_number, nbytes <= SMALL_NBYTES)
         must_retry = self.is_own and buffer in self.stream.retried
         returned = self.stream.returned.get(buffer, ()) if self.is_as_recorded else ()
-        block = None if must_retry or returned else self._free_block(pool, nbytes)
+        fails = self.is_as_recorded and self.capacity is not None and buffer in self.stream.attempts
+        block = None if must_retry or returned or fails else self._free_block(pool, nbytes)
         if block is None:
             self._release_numbered(returned)
-            if self._collects:
+            if self.collects:
                 self._collect()
             if must_retry:
                 self._release_oversize(pool, nbytes)
-            else:
+            elif not fails:
                 block = self._from_device(pool, nbytes)
                 if block is None and self._release_oversize(pool, nbytes):
                     block = self._from_device(pool, nbytes)
             if block is None:
-                block = self._after_release(pool, nbytes)
+                block = self._after_release(pool, nbytes, fails)
             if block is None:
                 self._fail(buffer, requested, nbytes)
                 block = self._from_device(pool, nbytes)
@@ -180,7 +184,7 @@ class _Run:
         return block
 
     def _free_block(self, pool: Pool, nbytes: int) -> Block | None:
-        if self._collects and pool.number not in self.stream.private:
+        if self.collects and pool.number not in self.stream.private:
             self.ages[pool.is_small] += 1
         blocks = pool.blocks
         key: Any = (nbytes,)
@@ -229,7 +233,7 @@ class _Run:
         self.num_device_allocs += 1
         return block
 
-    def _after_release(self, pool: Pool, nbytes: int) -> Block | None:
+    def _after_release(self, pool: Pool, nbytes: int, fails: bool) -> Block | None:
         owner = self.stream.private.get(pool.number)
         if owner is not None and owner.is_graph:
             # Nothing is given back while a graph is captured, which is when its pool is asked.
@@ -244,7 +248,7 @@ class _Run:
                 self.death[buffer] = self.event
                 self._free(block)
         self._release_all()
-        return self._from_device(pool, nbytes)
+        return None if fails else self._from_device(pool, nbytes)
 
     def _release_all(self) -> None:
         for held in self.pools.values():
@@ -409,12 +413,6 @@ class _Run:
 
     # -- books ---------------------------------------------------------------------------------
 
-    @property
-    def _collects(self) -> bool:
-        if self.is_as_recorded and self.stream.recorded.num_device_frees is not None:
-            return False  # what went back is known, and whether PyTorch collects at all is not
-        return self.capacity is not None and self.settings.garbage_collection_threshold > 0
-
     def _is_room(self, nbytes: int) -> bool:
         return self.capacity is None or self.reserved + nbytes <= self.capacity
 
@@ -451,6 +449,7 @@ class _Run:
             largest_free_nbytes=largest,
         )
         self.capacity = None
+        self.collects = False
 
     def _seed(self) -> int:
         """Begin with the segments and blocks that existed. Returns the number of ALLOC events done by it."""

@@ -35,25 +35,35 @@ def segment_nbytes(block_nbytes: int, settings: CachingSettings) -> int:
     return -(-block_nbytes // LARGE_ROUNDING_NBYTES) * LARGE_ROUNDING_NBYTES
 
 
-def is_limited(failure: OutOfMemory, settings: CachingSettings) -> bool:
-    """Whether the device had room for what a failed request needed: then a limit below the device was in force."""
+def is_below_device(stream: Stream) -> bool:
+    """Whether the first failure of which it is known met a limit below the device's memory.
+
+    That is so if the device had room for what was needed: then it was `set_per_process_memory_fraction` that refused.
+    """
+    failure = _first_known(stream)
+    if failure is None or failure.device_free_nbytes is None:
+        return False
+    settings = stream.settings or CachingSettings()
     needed = segment_nbytes(failure.nbytes, settings)
     if settings.expandable_segments and failure.nbytes > SMALL_NBYTES:
         needed = -(-failure.nbytes // settings.large_segment_nbytes) * settings.large_segment_nbytes
-    return failure.device_free_nbytes is not None and failure.device_free_nbytes >= needed
+    return failure.device_free_nbytes >= needed
 
 
 def recorded_capacity(stream: Stream) -> int | None:
     """What the process could have had when it first ran out of memory, in bytes; None: it did not, as far as is known.
 
-    Held, plus what the device had left. Where the device had room for the segment, a limit below it was met
-    (`torch.cuda.set_per_process_memory_fraction`): the most that would still have refused it.
+    Held, plus what the device had left. Of a limit below the device's memory, the most that refuses the request, but
+    not less than was ever held: a captured graph's request is refused after segments went back for nothing.
     """
-    settings = stream.settings or CachingSettings()
-    for failure in stream.failures:
-        if failure.device_free_nbytes is None:
-            continue
-        if is_limited(failure, settings):
-            return failure.reserved_nbytes + segment_nbytes(failure.nbytes, settings) - 1
-        return failure.reserved_nbytes + failure.device_free_nbytes
-    return None
+    failure = _first_known(stream)
+    if failure is None or failure.device_free_nbytes is None:
+        return None
+    if is_below_device(stream):
+        refuses = failure.reserved_nbytes + segment_nbytes(failure.nbytes, stream.settings or CachingSettings()) - 1
+        return max(refuses, stream.recorded.peak_reserved_nbytes or 0)
+    return failure.reserved_nbytes + failure.device_free_nbytes
+
+
+def _first_known(stream: Stream) -> OutOfMemory | None:
+    return next((failure for failure in stream.failures if failure.device_free_nbytes is not None), None)

@@ -50,7 +50,6 @@ struct Device {
   uint64_t next_stream = 0x10000;
   cudaError_t last = cudaSuccess;
   bool is_capturing = false;
-  uint64_t num_mallocs = 0, num_frees = 0, num_maps = 0, num_unmaps = 0;
 };
 
 Device& device() {
@@ -97,11 +96,6 @@ extern "C" {
 void fake_cuda_finish(cudaStream_t stream) { device().finished[stream] = device().now++; }
 // Whether every stream is captured into a graph.
 void fake_cuda_capture(bool is_capturing) { device().is_capturing = is_capturing; }
-// cudaMalloc, cudaFree, cuMemMap and cuMemUnmap calls that succeeded.
-void fake_cuda_calls(uint64_t* calls) {
-  Device& d = device();
-  calls[0] = d.num_mallocs, calls[1] = d.num_frees, calls[2] = d.num_maps, calls[3] = d.num_unmaps;
-}
 
 cudaError_t cudaMalloc(void** pointer, size_t nbytes) {
   Device& d = device();
@@ -110,7 +104,6 @@ cudaError_t cudaMalloc(void** pointer, size_t nbytes) {
   uint64_t address = place(length);
   d.taken[address] = length;
   d.used += length;
-  d.num_mallocs++;
   *pointer = reinterpret_cast<void*>(address);
   return cudaSuccess;
 }
@@ -121,7 +114,6 @@ cudaError_t cudaFree(void* pointer) {
   auto found = d.taken.find(reinterpret_cast<uint64_t>(pointer));
   if (found == d.taken.end()) return fail(cudaErrorInvalidValue);
   d.used -= found->second;
-  d.num_frees++;
   d.taken.erase(found);
   return cudaSuccess;
 }
@@ -247,9 +239,9 @@ static CUresult release(CUmemGenericAllocationHandle handle) {
   return CUDA_SUCCESS;
 }
 static CUresult map(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long) {
-  return device().num_maps++, CUDA_SUCCESS;
+  return CUDA_SUCCESS;
 }
-static CUresult unmap(CUdeviceptr, size_t) { return device().num_unmaps++, CUDA_SUCCESS; }
+static CUresult unmap(CUdeviceptr, size_t) { return CUDA_SUCCESS; }
 static CUresult set_access(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
 static CUresult granularity(size_t* nbytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
   return *nbytes = kPage, CUDA_SUCCESS;

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pickle
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,12 +27,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from ooc.fragmentation import read_streams
 from ooc.fragmentation.stream import ALLOC, FREE
+from tests.data.real_allocator.real import DEVICE_NBYTES, Command, add_arguments, build_for, document, play
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
-DEVICE_NBYTES = 80 << 30
-Command = tuple[str | int | float, ...]
-"""A line of what play.cpp reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,45 +191,6 @@ CASES = {
 }
 
 
-# -- the real allocator --------------------------------------------------------------------------
-
-
-def build(torch_at: Path, cuda_include: Path, to: Path) -> Path:
-    """Compile the fake runtime and the player into `to`. Returns the player."""
-    script = to / "cudart.map"
-    script.write_text("libcudart.so.13 { global: *; };\n")
-    runtime = to / "libcudart.so.13"
-    libraries, player = torch_at / "lib", to / "play"
-    _run("g++", "-std=c++17", "-O1", "-fPIC", "-shared", f"-I{cuda_include}", str(HERE / "fake_cudart.cpp"))(
-        "-o", str(runtime), f"-Wl,-soname,{runtime.name}", f"-Wl,--version-script={script}"
-    )
-    _run("g++", "-std=c++20", "-O1", f"-I{torch_at / 'include'}", f"-I{cuda_include}", str(HERE / "play.cpp"))(
-        "-o", str(player), f"-L{to}", f"-l:{runtime.name}", f"-L{libraries}", "-lc10_cuda", "-lc10"
-    )
-    return player
-
-
-def _run(*command: str) -> Callable[..., None]:
-    def run(*more: str) -> None:
-        subprocess.run([*command, *more], check=True)
-
-    return run
-
-
-def play(player: Path, torch_at: Path, commands: list[Command], case: Case) -> dict[str, Any]:
-    """What the real allocator did with `commands`. Raises `CalledProcessError` with its message shown."""
-    environment = {key: value for key, value in os.environ.items() if not key.endswith("ALLOC_CONF")}
-    environment["LD_LIBRARY_PATH"] = f"{player.parent}:{torch_at / 'lib'}"
-    environment["FAKE_CUDA_TOTAL"] = str(DEVICE_NBYTES)
-    if case.conf:
-        environment["PYTORCH_CUDA_ALLOC_CONF"] = case.conf
-    if case.available_nbytes is not None:
-        environment["FAKE_CUDA_AVAILABLE"] = str(case.available_nbytes)
-    text = "".join(" ".join(map(str, command)) + "\n" for command in commands)
-    done = subprocess.run([str(player)], input=text, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout)
-
-
 def until_the_first_failure(commands: list[Command], played: dict[str, Any]) -> list[Command]:
     """As a program ends that writes its snapshot when it runs out of memory."""
     for position, (kind, *rest) in enumerate(commands):
@@ -242,60 +199,19 @@ def until_the_first_failure(commands: list[Command], played: dict[str, Any]) -> 
     return commands
 
 
-def document(played: dict[str, Any]) -> dict[str, Any]:
-    """What torch.cuda.memory._dump_snapshot would pickle, had history been recorded with context=None."""
-    segments = []
-    for segment in played["segments"]:
-        at, blocks = segment["address"], []
-        for block in segment["blocks"]:
-            blocks.append({"address": at, **block, "frames": []})
-            at += block["size"]
-        owner = tuple(segment["segment_pool_id"])
-        segments.append({**segment, "segment_pool_id": owner, "frames": [], "blocks": blocks})
-    trace = [
-        {
-            "action": action,
-            "device_free" if action == "oom" else "addr": address,
-            "size": size,
-            "stream": stream,
-            "time_us": index,
-            "compile_context": "N/A",
-            "user_metadata": "",
-            "pool_id": (first, second),
-        }
-        for index, (action, address, size, stream, first, second, _) in enumerate(played["device_trace"])
-    ]
-    settings = dict(played["settings"])
-    return {
-        "segments": segments,
-        "device_traces": [trace],
-        "allocator_settings": {
-            "PYTORCH_CUDA_ALLOC_CONF": settings.pop("conf"),
-            "roundup_power2_divisions": {str(1 << i): n for i, n in enumerate(settings.pop("roundup"))},
-            **settings,
-        },
-        "external_annotations": [],
-    }
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--torch", type=Path, default=Path(torch.__file__).parent, help="a CUDA build's torch folder")
-    parser.add_argument("--cuda-include", type=Path, help="with cuda_runtime_api.h (default: beside torch)")
+    add_arguments(parser)
     parsed = parser.parse_args(arguments)
-    include = parsed.cuda_include or next(iter(parsed.torch.parent.glob("nvidia/cu*/include")), None)
-    if not (parsed.torch / "lib" / "libc10_cuda.so").exists() or include is None:
-        parser.error(
-            f"{parsed.torch} is no CUDA build of torch, or its CUDA headers are missing. Options: both arguments"
-        )
-    steps = {work: recorded(work) for work in (growing_batches, varying_lengths)}
     expected = {}
     with tempfile.TemporaryDirectory() as to:
-        player = build(parsed.torch, include, Path(to))
+        player = build_for(parser, parsed, Path(to))
+        steps = {work: recorded(work) for work in (growing_batches, varying_lengths)}
         for name, case in CASES.items():
             commands = case.arrange(steps[case.work])
-            played = play(player, parsed.torch, commands, case)
-            played = play(player, parsed.torch, until_the_first_failure(commands, played), case)
+            for _ in range(2):
+                played = play(player, parsed.torch, commands, conf=case.conf, available_nbytes=case.available_nbytes)
+                commands = until_the_first_failure(commands, played)
             (HERE / f"{name}.pickle").write_bytes(pickle.dumps(document(played), protocol=4))
             expected[name] = played["stats"]
     (HERE / "memory_stats.json").write_text(json.dumps(expected, indent=1) + "\n")

@@ -23,7 +23,6 @@
 
 extern "C" void fake_cuda_finish(cudaStream_t stream);
 extern "C" void fake_cuda_capture(bool is_capturing);
-extern "C" void fake_cuda_calls(uint64_t* calls);
 
 // What the library that c10_cuda lies in sets when it is loaded.
 namespace c10::cuda::_internal {
@@ -71,7 +70,7 @@ Total totals() {
           s.inactive_split_bytes[0].current, s.requested_bytes[0].current, s.num_alloc_retries};
 }
 
-void write_stat(const char* name, const cca::DeviceStats& s, const c10::CachingAllocator::StatArray& a) {
+void write_stat(const char* name, const c10::CachingAllocator::StatArray& a) {
   std::printf("\"%s\":{\"current\":%ld,\"peak\":%ld,\"allocated\":%ld,\"freed\":%ld},", name, long(a[0].current),
               long(a[0].peak), long(a[0].allocated), long(a[0].freed));
 }
@@ -79,7 +78,7 @@ void write_stat(const char* name, const cca::DeviceStats& s, const c10::CachingA
 }  // namespace
 
 int main(int argc, char**) {
-  const bool every = argc > 1;  // totals after every command
+  const bool with_totals = argc > 1;  // after every command
   ::setenv("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC", "0", 0);  // else it asks the (absent) NVML for links to other devices
   c10::cuda::_internal::setHasPrimaryContext([](c10::DeviceIndex) { return true; });
   c10::cuda::detail::init_p2p_access_cache(1);
@@ -153,7 +152,7 @@ int main(int argc, char**) {
       std::cerr << "unknown command " << line << "\n";
       return 2;
     }
-    if (every) after.push_back(totals());
+    if (with_totals) after.push_back(totals());
   }
   auto stats = cca::getDeviceStats(kDevice);
   auto snap = cca::snapshot();
@@ -192,21 +191,19 @@ int main(int argc, char**) {
   first = true;
   for (size_t v : c.roundup_power2_divisions) std::printf("%s%zu", first ? "" : ",", v), first = false;
   std::printf("]},\"stats\":{");
-  write_stat("allocation", stats, stats.allocation);
-  write_stat("segment", stats, stats.segment);
-  write_stat("active", stats, stats.active);
-  write_stat("inactive_split", stats, stats.inactive_split);
-  write_stat("allocated_bytes", stats, stats.allocated_bytes);
-  write_stat("reserved_bytes", stats, stats.reserved_bytes);
-  write_stat("active_bytes", stats, stats.active_bytes);
-  write_stat("inactive_split_bytes", stats, stats.inactive_split_bytes);
-  write_stat("requested_bytes", stats, stats.requested_bytes);
-  uint64_t calls[4];
-  fake_cuda_calls(calls);
+  write_stat("allocation", stats.allocation);
+  write_stat("segment", stats.segment);
+  write_stat("active", stats.active);
+  write_stat("inactive_split", stats.inactive_split);
+  write_stat("allocated_bytes", stats.allocated_bytes);
+  write_stat("reserved_bytes", stats.reserved_bytes);
+  write_stat("active_bytes", stats.active_bytes);
+  write_stat("inactive_split_bytes", stats.inactive_split_bytes);
+  write_stat("requested_bytes", stats.requested_bytes);
   std::printf("\"num_alloc_retries\":%ld,\"num_ooms\":%ld,\"num_device_alloc\":%ld,\"num_device_free\":%ld},"
-              "\"calls\":[%lu,%lu,%lu,%lu],\"failed\":[",
+              "\"failed\":[",
               long(stats.num_alloc_retries), long(stats.num_ooms), long(stats.num_device_alloc),
-              long(stats.num_device_free), calls[0], calls[1], calls[2], calls[3]);
+              long(stats.num_device_free));
   first = true;
   for (long id : failed) std::printf("%s%ld", first ? "" : ",", id), first = false;
   std::printf("],\"after\":[");
