@@ -16,6 +16,7 @@ import pytest
 from ooc.fragmentation import CachingSettings, Stream, analysis, make_report, parse_settings
 from ooc.fragmentation.allocators import model
 from ooc.fragmentation.caching import replay_caching
+from ooc.fragmentation.ranges import Ranges
 from ooc.fragmentation.read_snapshot import read_snapshot
 from ooc.fragmentation.replay import Replay
 from ooc.fragmentation.segments import recorded_capacity
@@ -335,3 +336,54 @@ def test_expandable_segments_keep_the_settings_that_were_recorded_with_them() ->
     assert model("expandable", own)(stream, None).settings == own.text()
     alone = model("expandable", parse_settings("max_split_size_mb:64"))(stream, None)
     assert alone.settings == "expandable_segments:True"
+
+
+# -- expandable segments of which the beginning is lost ------------------------------------------
+
+
+def test_pages_that_were_mapped_before_the_trace_began() -> None:
+    """A of 25 MiB and B of 5 lie in two older pages of 20. A goes and its whole page back; C of 22 comes.
+
+    C takes [0, 22): the page that went, and the first 2 MiB of the next, of which B has [25, 30).
+    """
+    trace = [
+        *(event(action, BASE, 25 * MIB) for action in ("free_requested", "free_completed")),
+        event("segment_unmap", BASE, 20 * MIB, "empty_cache"),
+        event("segment_map", BASE, 20 * MIB),
+        event("alloc", BASE, 22 * MIB),
+    ]
+    ended = [block(22 * MIB, 22 * MIB, "C"), block(3 * MIB, 0), block(5 * MIB, 5 * MIB, "B"), block(10 * MIB, 0)]
+    settings = snapshot()["allocator_settings"] | {"expandable_segments": True}
+    stream = read(
+        device_traces=[trace],
+        segments=[segment(BASE, ended, is_expandable=True)],
+        allocator_settings=settings,
+    )
+    assert stream.initial is not None
+    assert [(s.address, s.nbytes, s.is_expandable) for s in stream.initial.segments] == [(BASE, 40 * MIB, True)]
+    replay = replay_caching(stream, None, stream.settings or CachingSettings(), name="expandable")
+    assert held(replay) == [40, 40, 40, 20, 40]
+    assert (replay.num_device_allocs, replay.num_device_frees) == (1, 1)
+    assert replay.address is not None
+    assert replay.address.tolist() == [BASE, BASE + 25 * MIB, BASE]
+    # Another allocator begins with nothing of that.
+    assert replay_caching(stream, None, CachingSettings(), name="caching").num_device_allocs > 1
+
+
+def test_ranges() -> None:
+    ranges = Ranges()
+    assert ranges.add(100, 50, "a", "first")
+    assert ranges.add(200, 50, "a", "second")
+    assert ranges.add(150, 50, "a", "between")
+    assert ranges.items() == [(100, 150, "first")]
+    assert ranges.add(250, 50, "b", "of another pool")
+    assert not ranges.add(240, 5, "a", "taken")
+    assert not ranges.add(90, 20, "a", "taken")
+    assert ranges.take(120, 10)
+    assert not ranges.take(120, 10)
+    assert not ranges.take(240, 20)
+    assert not ranges.take(0, 10)
+    assert ranges.take(250, 50)
+    assert [(start, nbytes) for start, nbytes, _ in ranges.items()] == [(100, 20), (130, 120)]
+    assert ranges.add(120, 5, "a", None) and ranges.add(125, 5, "a", None)
+    assert [(start, nbytes) for start, nbytes, _ in ranges.items()] == [(100, 150)]

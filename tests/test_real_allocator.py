@@ -138,6 +138,21 @@ def test_the_blocks_at_the_end(name: str) -> None:
     assert sorted(ours) == sorted(real)
 
 
+@pytest.mark.parametrize("share_lost", [0.1, 0.35, 0.6, 0.85])
+@pytest.mark.parametrize("name", sorted(set(STATS) - {"picked_segments"}))
+def test_a_ring_that_lost_its_beginning(name: str, share_lost: float) -> None:
+    """What was there before is rebuilt from the segments at the end, those of pages that were mapped too."""
+    document = document_of(name)
+    (trace,) = document["device_traces"]
+    (stream,) = read_snapshot(
+        pickle.dumps({**document, "device_traces": [trace[int(len(trace) * share_lost) :]]}),
+    )
+    assert stream.num_initial > 5
+    assert stream.initial is not None
+    pairs = analysis.meets_record(replay_of(stream), stream)
+    assert all(recorded == replayed for recorded, replayed in pairs.values()), pairs
+
+
 @pytest.mark.parametrize(("name", "capacity"), [("two_streams", 144 << 20), ("picked_segments", 90 << 20)])
 def test_told_the_capacity_the_model_does_the_same_by_itself(name: str, capacity: int) -> None:
     """What the file says went back, the model gives back of its own accord: the settings and the limit say when."""

@@ -87,9 +87,13 @@ class _Run:
         self.death = stream.death.copy()
         self.address = np.full(stream.num_buffers, -1, dtype=np.int64)
         self.block_nbytes = np.zeros(stream.num_buffers, dtype=np.int64)
-        seeds = stream.initial if stream.initial is not None and not settings.expandable_segments else None
-        self.seeds = seeds
-        self.device = Device(max((s.address + s.nbytes for s in seeds.segments), default=0) if seeds else 0)
+        self.seeds = stream.initial
+        if stream.initial is not None and any(
+            segment.is_expandable != settings.expandable_segments for segment in stream.initial.segments
+        ):
+            self.seeds = None
+        tops = [segment.address + segment.nbytes for segment in self.seeds.segments] if self.seeds is not None else []
+        self.device = Device(max(tops, default=0))
         self.next_space = 1 << 50  # expandable segments lie far above cudaMalloc's
 
     def go(self, name: str) -> Replay:
@@ -339,7 +343,7 @@ class _Run:
                 reached = reached.next  # type: ignore[assignment]
             if room >= nbytes:
                 return start
-        page = SMALL_SEGMENT_NBYTES if pool.is_small else self.settings.large_segment_nbytes
+        page = self._page(pool)
         # PyTorch reserves 9/8 of the device's memory; the model has address space enough for a run without a limit.
         space = Space(self.next_space, page)
         block = Block(self.next_space, round_up(TIB, page), self._next_segment(), pool, space)
@@ -411,6 +415,9 @@ class _Run:
                 absorb(block, neighbour)
         pool.insert_unmapped(block)
 
+    def _page(self, pool: Pool) -> int:
+        return SMALL_SEGMENT_NBYTES if pool.is_small else self.settings.large_segment_nbytes
+
     # -- books ---------------------------------------------------------------------------------
 
     def _is_room(self, nbytes: int) -> bool:
@@ -456,17 +463,26 @@ class _Run:
         assert self.seeds is not None
         placed = list(zip(self.seeds.address, self.seeds.block_nbytes, strict=True))
         position = 0
+        grown: dict[Pool, Block] = {}  # the last block of its expandable segment
         for segment in self.seeds.segments:
             self._took(segment.address, segment.nbytes)
             pool = self._pool(segment.pool, segment.is_small)
             number = self._next_segment()
             previous: Block | None = None
+            space: Space | None = None
+            if segment.is_expandable:
+                previous = grown.get(pool)
+                if previous is None:
+                    space = Space(segment.address, self._page(pool))
+                else:
+                    number, space = previous.segment, previous.space
+                    previous = self._unmapped_after(previous, segment.address - previous.address - previous.nbytes)
             at, stop = segment.address, segment.address + segment.nbytes
             while at < stop:
                 taken = position < len(placed) and placed[position][0] == at
                 until = placed[position][0] if position < len(placed) else stop
                 size = placed[position][1] if taken else min(until, stop) - at
-                block = Block(at, size, number, pool)
+                block = Block(at, size, number, pool, space)
                 block.previous = previous
                 if previous is not None:
                     previous.next = block
@@ -477,4 +493,15 @@ class _Run:
                 else:
                     pool.insert(block)
                 previous, at = block, at + size
+            if segment.is_expandable and previous is not None:
+                grown[pool] = previous
+        for last in grown.values():
+            self._unmapped_after(last, TIB)
         return position
+
+    def _unmapped_after(self, block: Block, nbytes: int) -> Block:
+        rest = Block(block.address + block.nbytes, nbytes, block.segment, block.pool, block.space)
+        rest.mapped = False
+        rest.previous, block.next = block, rest
+        block.pool.insert_unmapped(rest)
+        return rest

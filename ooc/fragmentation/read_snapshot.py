@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ooc.fragmentation.errors import BadFile
+from ooc.fragmentation.ranges import Ranges
 from ooc.fragmentation.segments import SMALL_NBYTES, round_request
 from ooc.fragmentation.settings import BadSettings, CachingSettings, recorded_settings
 from ooc.fragmentation.stream import InitialLayout, OutOfMemory, PrivatePool, Recorded, Segment, Stream, StreamBuilder
@@ -172,24 +173,25 @@ class _DeviceReader:
     # -- the trace -----------------------------------------------------------------------------
 
     def _rewind(self) -> dict[int, tuple[int, dict[str, Any]]] | None:
-        """Segments before the first event, by address; None if expandable ones are among them or it does not add up.
+        """Segments before the first event, by address; None if it does not add up.
 
-        The dict beside each size is the segment or event that says its stream and pool.
+        The dict beside each size is the segment or event that says its stream and pool. Of expandable segments, what
+        was mapped.
         """
-        held = {segment["address"]: (segment["total_size"], segment) for segment in self.segments}
-        if any(segment.get("is_expandable") for segment in self.segments):
-            return None
-        for index in range(len(self.trace) - 1, -1, -1):
-            event = self.trace[index]
-            action = event.get("action") if isinstance(event, dict) else None
-            if action == "segment_alloc":
-                if held.pop(event.get("addr"), None) is None:
-                    return None
-            elif action == "segment_free":
-                held[event["addr"]] = (event["size"], event)
-            elif action in ("segment_map", "segment_unmap"):
+        held = Ranges()
+        for segment in self.segments:
+            if not held.add(segment["address"], segment["total_size"], _whole(segment), segment):
                 return None
-        return dict(sorted(held.items()))
+        for event in reversed(self.trace):
+            action = event.get("action") if isinstance(event, dict) else None
+            if action in _TAKES or action in _GIVES_BACK:
+                address, size = event.get("addr"), event.get("size")
+                if not isinstance(address, int) or not isinstance(size, int):
+                    return None
+                did = held.take(address, size) if action in _TAKES else held.add(address, size, _whole(event), event)
+                if not did:
+                    return None
+        return {address: (size, about) for address, size, about in held.items()}
 
     def _start_reserved(self) -> int:
         """Bytes held before the first event; negative if the trace and the segments do not belong together."""
@@ -342,8 +344,9 @@ class _DeviceReader:
                 Segment(
                     address=address,
                     nbytes=size,
-                    is_small=_is_small(about, size),
+                    is_small=_is_small(about, size, settings),
                     pool=self.builder.pool_number(_pool(about)),
+                    is_expandable=_is_expandable(about),
                 )
                 for address, (size, about) in self.start_segments.items()
             ),
@@ -419,9 +422,20 @@ def _owner(event: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(private) if isinstance(private, (tuple, list)) and len(private) == 2 else (0, 0)
 
 
-def _is_small(about: Mapping[str, Any], nbytes: int) -> bool:
+def _is_expandable(about: Mapping[str, Any]) -> bool:
+    return about.get("is_expandable") is True or about.get("action") == "segment_unmap"
+
+
+def _whole(about: Mapping[str, Any]) -> object:
+    """Equal for what may be one range: pages of the same pool. Segments of cudaMalloc never join."""
+    return _pool(about) if _is_expandable(about) else object()
+
+
+def _is_small(about: Mapping[str, Any], nbytes: int, settings: CachingSettings) -> bool:
     kind = about.get("segment_type")
-    return kind == "small" if kind is not None else nbytes <= 2 * SMALL_NBYTES
+    if kind is not None:
+        return kind == "small"
+    return nbytes % settings.large_segment_nbytes != 0 if _is_expandable(about) else nbytes <= 2 * SMALL_NBYTES
 
 
 def _stack_reader(sites: list[object]) -> Callable[[int], tuple[str, ...]]:

@@ -31,12 +31,13 @@ EMPTY = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A range of device memory that existed before the first event."""
+    """A range of device memory that existed before the first event; of an expandable segment, what was mapped."""
 
     address: int
     nbytes: int
     is_small: bool
     pool: int
+    is_expandable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
