@@ -16,7 +16,7 @@ from ooc.fragmentation.read_snapshot import read_snapshot
 from ooc.fragmentation.replay import Replay
 from ooc.fragmentation.settings import CachingSettings, parse_settings
 from ooc.fragmentation.stream import ALLOC, EMPTY, FREE, Stream
-from tests.test_fragmentation import BASE, MIB, block, event, segment, snapshot, stream_of
+from tests.fragmentation_cases import BASE, MIB, block, event, segment, snapshot, stream_of
 
 DATA = Path(__file__).parent / "data"
 FROM_CPU_PROFILES = ("snapshot_cnn_cpu.pickle", "snapshot_encoder_cpu.pickle")

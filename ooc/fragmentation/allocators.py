@@ -37,8 +37,12 @@ def model(name: str, settings: CachingSettings) -> Model:
     if name == "caching":
         return partial(replay_caching, settings=replace(settings, expandable_segments=False), name=name)
     if name == "expandable":
-        # What is meant is the setting alone: the others are about segments that this one does away with.
-        chosen = replace(settings, expandable_segments=True, max_split_nbytes=None, garbage_collection_threshold=0.0)
+        chosen = settings
+        if not settings.expandable_segments:
+            # What is meant is the setting alone: the others are about segments that this one does away with.
+            chosen = replace(
+                settings, expandable_segments=True, max_split_nbytes=None, garbage_collection_threshold=0.0
+            )
         return partial(replay_caching, settings=chosen, name=name)
     if name in PLANNERS:
         return partial(replay_planner, name=name)

@@ -219,14 +219,6 @@ def summarise(replay: Replay, stream: Stream, capacity: int | None) -> Summary:
     )
 
 
-def recorded_capacity(stream: Stream) -> int | None:
-    """What the process could have had when it ran out of memory: held, plus what the device had left."""
-    for failure in stream.failures:
-        if failure.device_free_nbytes is not None:
-            return failure.reserved_nbytes + failure.device_free_nbytes
-    return None
-
-
 def try_settings(stream: Stream, settings: CachingSettings, capacity: int | None) -> list[TrialResult]:
     """Other settings of the caching allocator on this stream; empty for streams that are too long."""
     if stream.num_events > MAX_TRIAL_EVENTS:

@@ -8,147 +8,53 @@ those of c10/core/AllocatorConfig.h in torch 2.11 to 2.13. No code was taken ove
 | sizes are rounded up to 512 bytes, or to a division of a power of two | round_size |
 | up to 1 MiB: small pool, else large pool; each CUDA stream has its own | get_pool |
 | segments: 2 MiB; 20 MiB for requests under 10 MiB; above, the request rounded up to 2 MiB | get_allocation_size |
-| the smallest free block that fits; of equals, the lowest address | get_free_block, BlockComparatorSize |
+| the smallest free block that fits; of equals, that in the oldest segment, there the lowest address | get_free_block |
 | not a block at or above max_split_size for a request below; above, at most the rounding larger | get_free_block |
 | split: small pool and expandable, if 512 bytes remain; large, if more than 1 MiB remains | should_split |
 | a freed block merges with free neighbours of its segment | free_block, try_merge_blocks |
-| no block, and a threshold set: free segments older than average go back | garbage_collect_cached_blocks |
+| no block, a memory fraction, a threshold: free segments older than average go back | garbage_collect_cached_blocks |
 | no memory: oversize cached blocks go back and one retry | release_available_cached_blocks |
 | then all wholly free segments go back and one retry; so they do in empty_cache | release_cached_blocks |
 | expandable: the lowest place where free and unmapped neighbours suffice | find_expandable_block |
 | and of that, map only what is missing | try_allocate_expandable_block, map_block |
 | expandable, out of memory: every whole free page is unmapped | unmap_block |
 
-Not modelled: private pools of CUDA graphs never give memory back before the graph is gone (here
-they do, on a retry); free-memory callbacks; memory that libraries take outside the allocator.
-The addresses that cudaMalloc returns are not known: the model takes the lowest free ones, which
-matters only where two free blocks have exactly the same size.
+Private pools (of CUDA graphs, of MemPool) give their memory back only once nothing uses them any more, and while a
+graph is captured nothing goes back at all. Which addresses cudaMalloc returns makes no difference.
+
+With the settings and the capacity of a recording, the model does not guess when device memory went back, but
+does as the file says (`Stream.retried`, `Stream.returned`), and what failed, fails.
+
+Not modelled: free-memory callbacks; MemPools with `use_on_oom` or `no_split`; memory that libraries take outside the
+allocator. Expandable segments have 1 TiB of addresses each, PyTorch's 9/8 of the device's memory.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from typing import Any
 
 import numpy as np
 
+from ooc.fragmentation.blocks import Block, Device, Pool, Space, absorb, room, round_up
 from ooc.fragmentation.replay import Failure, Replay, SegmentEvent
+from ooc.fragmentation.segments import (
+    MIN_BLOCK_NBYTES,
+    SMALL_NBYTES,
+    SMALL_SEGMENT_NBYTES,
+    is_below_device,
+    recorded_capacity,
+    round_request,
+    segment_nbytes,
+)
 from ooc.fragmentation.settings import CachingSettings
 from ooc.fragmentation.stream import ALLOC, FREE, RELEASE, Stream
-from ooc.units import MIB, TIB
-
-MIN_BLOCK_NBYTES = 512
-SMALL_NBYTES = MIB
-"""The largest small request; also what must remain of a large block to split it."""
-SMALL_SEGMENT_NBYTES = 2 * MIB
-MIN_LARGE_ALLOC_NBYTES = 10 * MIB
-LARGE_ROUNDING_NBYTES = 2 * MIB
-
-
-def round_request(nbytes: int, settings: CachingSettings) -> int:
-    """Bytes of the block that a request of `nbytes` needs."""
-    if nbytes < MIN_BLOCK_NBYTES:
-        return MIN_BLOCK_NBYTES
-    divisions = settings.divisions(nbytes)
-    if divisions > 1 and nbytes > MIN_BLOCK_NBYTES * divisions:
-        floor = 1 << (nbytes.bit_length() - 1)
-        step = floor >> (divisions.bit_length() - 1)
-        return floor << 1 if step == 0 else -(-nbytes // step) * step
-    return -(-nbytes // MIN_BLOCK_NBYTES) * MIN_BLOCK_NBYTES
-
-
-def segment_nbytes(block_nbytes: int, settings: CachingSettings) -> int:
-    """Bytes of the segment that is taken from the device for a block."""
-    if block_nbytes <= SMALL_NBYTES:
-        return SMALL_SEGMENT_NBYTES
-    if block_nbytes < MIN_LARGE_ALLOC_NBYTES:
-        return settings.large_segment_nbytes
-    return -(-block_nbytes // LARGE_ROUNDING_NBYTES) * LARGE_ROUNDING_NBYTES
+from ooc.units import TIB
 
 
 def replay_caching(stream: Stream, capacity: int | None, settings: CachingSettings, *, name: str) -> Replay:
     """Replay `stream` through the caching allocator with `settings`, within `capacity` bytes."""
     return _Run(stream, capacity, settings).go(name)
-
-
-class _Block:
-    """A piece of a segment. `previous` and `next` are its neighbours there."""
-
-    __slots__ = ("address", "nbytes", "previous", "next", "is_free", "mapped", "pool", "age_base", "space")
-
-    def __init__(self, address: int, nbytes: int, pool: _Pool, space: _Space | None = None) -> None:
-        self.address = address
-        self.nbytes = nbytes
-        self.previous: _Block | None = None
-        self.next: _Block | None = None
-        self.is_free = True
-        self.mapped = True
-        self.pool = pool
-        self.age_base = 0
-        self.space = space
-
-
-class _Space:
-    """The address range of one expandable segment."""
-
-    __slots__ = ("address", "page_nbytes")
-
-    def __init__(self, address: int, page_nbytes: int) -> None:
-        self.address = address
-        self.page_nbytes = page_nbytes
-
-
-class _Pool:
-    """The free blocks of one CUDA stream and size class, by size and address."""
-
-    __slots__ = ("is_small", "blocks", "unmapped")
-
-    def __init__(self, is_small: bool) -> None:
-        self.is_small = is_small
-        self.blocks: list[tuple[int, int, _Block]] = []
-        self.unmapped: list[tuple[int, _Block]] = []
-
-    def insert(self, block: _Block) -> None:
-        insort(self.blocks, (block.nbytes, block.address, block))
-
-    def remove(self, block: _Block) -> None:
-        # A pair sorts before the triple that begins with it, and addresses are distinct.
-        key: Any = (block.nbytes, block.address)
-        del self.blocks[bisect_left(self.blocks, key)]
-
-    def insert_unmapped(self, block: _Block) -> None:
-        insort(self.unmapped, (block.address, block))
-
-    def remove_unmapped(self, block: _Block) -> None:
-        key: Any = (block.address,)
-        del self.unmapped[bisect_left(self.unmapped, key)]
-
-
-class _Device:
-    """Stands for cudaMalloc: the lowest free addresses, 2 MiB apart."""
-
-    def __init__(self, lowest: int) -> None:
-        self.top = -(-lowest // LARGE_ROUNDING_NBYTES) * LARGE_ROUNDING_NBYTES
-        self.holes: list[tuple[int, int]] = []
-
-    def take(self, nbytes: int) -> int:
-        length = -(-nbytes // LARGE_ROUNDING_NBYTES) * LARGE_ROUNDING_NBYTES
-        for i, (start, stop) in enumerate(self.holes):
-            if stop - start >= length:
-                self.holes[i : i + 1] = [(start + length, stop)] if stop - start > length else []
-                return start
-        self.top += length
-        return self.top - length
-
-    def give_back(self, address: int, nbytes: int) -> None:
-        stop = address + -(-nbytes // LARGE_ROUNDING_NBYTES) * LARGE_ROUNDING_NBYTES
-        i = bisect_left(self.holes, (address, stop))
-        if i < len(self.holes) and self.holes[i][0] == stop:
-            stop = self.holes.pop(i)[1]
-        if i > 0 and self.holes[i - 1][1] == address:
-            address = self.holes.pop(i - 1)[0]
-            i -= 1
-        self.holes.insert(i, (address, stop))
 
 
 class _Run:
@@ -159,23 +65,35 @@ class _Run:
         self.capacity = capacity
         self.settings = settings
         self.max_split = settings.max_split_nbytes if settings.max_split_nbytes is not None else 1 << 62
-        self.pools: dict[tuple[int, bool], _Pool] = {}
-        self.blocks: list[_Block | None] = [None] * stream.num_buffers
+        self.is_own = settings == (stream.settings or CachingSettings())
+        self.is_as_recorded = self.is_own and capacity in (None, recorded_capacity(stream))
+        # Of a recording it is known what went back, and not whether PyTorch collects at all: it takes a fraction.
+        knows = self.is_as_recorded and stream.recorded.num_device_frees is not None
+        self.collects = capacity is not None and settings.garbage_collection_threshold > 0 and not knows
+        self.by_fraction = settings.has_fraction
+        if self.is_as_recorded and stream.failures:
+            self.by_fraction = is_below_device(stream)
+        self.pools: dict[tuple[int, bool], Pool] = {}
+        self.blocks: list[Block | None] = [None] * stream.num_buffers
         self.pending: dict[int, None] = {}  # released by the program, in use by another CUDA stream
         self.reserved = 0
         self.allocated = 0
         self.event = 0
         self.ages = {True: 0, False: 0}
         self.segments: list[SegmentEvent] = []
-        self.num_device_allocs = self.num_device_frees = 0
+        self.num_segments = self.num_device_allocs = self.num_device_frees = 0
         self.num_maps = self.num_unmaps = self.num_retries = 0
         self.failure: Failure | None = None
         self.death = stream.death.copy()
         self.address = np.full(stream.num_buffers, -1, dtype=np.int64)
         self.block_nbytes = np.zeros(stream.num_buffers, dtype=np.int64)
-        seeds = stream.initial if stream.initial is not None and not settings.expandable_segments else None
-        self.seeds = seeds
-        self.device = _Device(max((s.address + s.nbytes for s in seeds.segments), default=0) if seeds else 0)
+        self.seeds = stream.initial
+        if stream.initial is not None and any(
+            segment.is_expandable != settings.expandable_segments for segment in stream.initial.segments
+        ):
+            self.seeds = None
+        tops = [segment.address + segment.nbytes for segment in self.seeds.segments] if self.seeds is not None else []
+        self.device = Device(max(tops, default=0))
         self.next_space = 1 << 50  # expandable segments lie far above cudaMalloc's
 
     def go(self, name: str) -> Replay:
@@ -234,22 +152,31 @@ class _Run:
 
     # -- one request ---------------------------------------------------------------------------
 
-    def _malloc(self, buffer: int, requested: int, pool_number: int) -> _Block:
+    def _malloc(self, buffer: int, requested: int, pool_number: int) -> Block:
         nbytes = round_request(requested, self.settings)
         pool = self._pool(pool_number, nbytes <= SMALL_NBYTES)
-        block = self._free_block(pool, nbytes)
+        must_retry = self.is_own and buffer in self.stream.retried
+        returned = self.stream.returned.get(buffer, ()) if self.is_as_recorded else ()
+        fails = self.is_as_recorded and self.capacity is not None and buffer in self.stream.attempts
+        block = None if must_retry or returned or fails else self._free_block(pool, nbytes)
         if block is None:
-            if self.capacity is not None and self.settings.garbage_collection_threshold > 0:
+            self._release_numbered(returned)
+            if self.collects:
                 self._collect()
-            block = self._from_device(pool, nbytes)
+            if must_retry:
+                self._release_oversize(pool, nbytes)
+            elif not fails:
+                block = self._from_device(pool, nbytes)
+                if block is None and self._release_oversize(pool, nbytes):
+                    block = self._from_device(pool, nbytes)
             if block is None:
-                block = self._after_release(pool, nbytes)
+                block = self._after_release(pool, nbytes, fails)
             if block is None:
                 self._fail(buffer, requested, nbytes)
                 block = self._from_device(pool, nbytes)
         assert block is not None, "without a capacity the device always gives"
         if self._is_split(block, nbytes):
-            rest = _Block(block.address + nbytes, block.nbytes - nbytes, pool, block.space)
+            rest = Block(block.address + nbytes, block.nbytes - nbytes, block.segment, pool, block.space)
             rest.previous, rest.next = block, block.next
             if rest.next is not None:
                 rest.next.previous = rest
@@ -260,8 +187,8 @@ class _Run:
         block.is_free = False
         return block
 
-    def _free_block(self, pool: _Pool, nbytes: int) -> _Block | None:
-        if self.capacity is not None and self.settings.garbage_collection_threshold > 0:
+    def _free_block(self, pool: Pool, nbytes: int) -> Block | None:
+        if self.collects and pool.number not in self.stream.private:
             self.ages[pool.is_small] += 1
         blocks = pool.blocks
         key: Any = (nbytes,)
@@ -270,49 +197,51 @@ class _Run:
             return None
         if self.settings.expandable_segments:
             # A block at the end of the mapped part counts with what it can still grow to.
-            while i + 1 < len(blocks) and _room(blocks[i + 1][2]) < _room(blocks[i][2]):
+            while i + 1 < len(blocks) and room(blocks[i + 1][3]) < room(blocks[i][3]):
                 i += 1
         found = blocks[i][0]
         if nbytes < self.max_split <= found:
             return None
         if nbytes >= self.max_split and found >= nbytes + self.settings.max_non_split_rounding_nbytes:
             return None
-        return blocks.pop(i)[2]
+        return blocks.pop(i)[3]
 
-    def _is_split(self, block: _Block, nbytes: int) -> bool:
+    def _is_split(self, block: Block, nbytes: int) -> bool:
         rest = block.nbytes - nbytes
         if block.pool.is_small or self.settings.expandable_segments:
             return rest >= MIN_BLOCK_NBYTES
         return nbytes < self.max_split and rest > SMALL_NBYTES
 
-    def _free(self, block: _Block) -> None:
+    def _free(self, block: Block) -> None:
         pool = block.pool
         block.is_free = True
         for neighbour in (block.previous, block.next):
             if neighbour is not None and neighbour.is_free and neighbour.mapped:
                 pool.remove(neighbour)
-                _absorb(block, neighbour)
+                absorb(block, neighbour)
         block.age_base = self.ages[pool.is_small]
         pool.insert(block)
 
     # -- device memory -------------------------------------------------------------------------
 
-    def _from_device(self, pool: _Pool, nbytes: int) -> _Block | None:
-        if self.settings.expandable_segments:
-            return self._expand(pool, nbytes)
+    def _from_device(self, pool: Pool, nbytes: int) -> Block | None:
         size = segment_nbytes(nbytes, self.settings)
-        if self.capacity is not None and self.reserved + size > self.capacity:
+        if self.settings.expandable_segments:
+            if self.by_fraction and not self._is_room(size):
+                return None  # a fraction is judged by the request, not by the pages that are then mapped
+            return self._expand(pool, nbytes)
+        if not self._is_room(size):
             return None
-        block = _Block(self.device.take(size), size, pool)
+        block = Block(self.device.take(size), size, self._next_segment(), pool)
         self._took(block.address, size)
         self.num_device_allocs += 1
         return block
 
-    def _after_release(self, pool: _Pool, nbytes: int) -> _Block | None:
-        if self.settings.max_split_nbytes is not None and self._release_oversize(pool, nbytes):
-            block = self._from_device(pool, nbytes)
-            if block is not None:
-                return block
+    def _after_release(self, pool: Pool, nbytes: int, fails: bool) -> Block | None:
+        owner = self.stream.private.get(pool.number)
+        if owner is not None and owner.is_graph:
+            # Nothing is given back while a graph is captured, which is when its pool is asked.
+            return None if self.capacity is not None else self._from_device(pool, nbytes)
         self.num_retries += 1
         for buffer in list(self.pending):  # it waits for the other streams, then frees
             block = self.blocks[buffer]
@@ -323,29 +252,42 @@ class _Run:
                 self.death[buffer] = self.event
                 self._free(block)
         self._release_all()
-        return self._from_device(pool, nbytes)
+        return None if fails else self._from_device(pool, nbytes)
 
     def _release_all(self) -> None:
         for held in self.pools.values():
-            for _, _, block in list(held.blocks):
+            owner = self.stream.private.get(held.number)
+            if owner is not None and self.event < owner.gone_event:
+                continue
+            for *_, block in list(held.blocks):
                 if block.space is not None:
                     self._unmap(block)
                 elif block.previous is None and block.next is None:
                     self._release(block)
 
-    def _release_oversize(self, pool: _Pool, nbytes: int) -> bool:
+    def _release_oversize(self, pool: Pool, nbytes: int) -> bool:
+        if self.settings.max_split_nbytes is None or self.settings.expandable_segments:
+            return False
         wanted = max(nbytes, self.max_split)
         key: Any = (wanted,)
         i = bisect_left(pool.blocks, key)
         if i < len(pool.blocks):
-            self._release(pool.blocks[i][2])
+            self._release(pool.blocks[i][3])
             return True
         released = 0
         while released < wanted and pool.blocks and pool.blocks[-1][0] >= self.max_split:
-            block = pool.blocks[-1][2]
+            block = pool.blocks[-1][3]
             released += block.nbytes
             self._release(block)
         return released >= wanted
+
+    def _release_numbered(self, numbers: tuple[int, ...]) -> None:
+        if numbers:
+            wanted = frozenset(numbers)
+            for held in self.pools.values():
+                for *_, block in list(held.blocks):
+                    if block.segment in wanted and block.previous is None and block.next is None:
+                        self._release(block)
 
     def _collect(self) -> None:
         assert self.capacity is not None
@@ -356,8 +298,8 @@ class _Run:
         whole = [
             block
             for pool in self.pools.values()
-            if not pool.is_small
-            for _, _, block in pool.blocks
+            if not pool.is_small and pool.number not in self.stream.private
+            for *_, block in pool.blocks
             if block.previous is None and block.next is None and block.space is None
         ]
         now = self.ages[False]
@@ -369,7 +311,7 @@ class _Run:
                 self._release(block)
             whole = [block for block in whole if now - block.age_base < average]
 
-    def _release(self, block: _Block) -> None:
+    def _release(self, block: Block) -> None:
         block.pool.remove(block)
         self.device.give_back(block.address, block.nbytes)
         self._gave(block.address, block.nbytes)
@@ -377,7 +319,7 @@ class _Run:
 
     # -- expandable segments -------------------------------------------------------------------
 
-    def _expand(self, pool: _Pool, nbytes: int) -> _Block | None:
+    def _expand(self, pool: Pool, nbytes: int) -> Block | None:
         block = self._place_to_grow(pool, nbytes)
         if not block.mapped and not self._map(block, min(block.nbytes, nbytes)):
             return None
@@ -390,7 +332,7 @@ class _Run:
         pool.remove(block)
         return block
 
-    def _place_to_grow(self, pool: _Pool, nbytes: int) -> _Block:
+    def _place_to_grow(self, pool: Pool, nbytes: int) -> Block:
         for _, block in pool.unmapped:
             start = block
             if block.previous is not None and block.previous.is_free:
@@ -401,25 +343,26 @@ class _Run:
                 reached = reached.next  # type: ignore[assignment]
             if room >= nbytes:
                 return start
-        page = SMALL_SEGMENT_NBYTES if pool.is_small else self.settings.large_segment_nbytes
+        page = self._page(pool)
         # PyTorch reserves 9/8 of the device's memory; the model has address space enough for a run without a limit.
-        block = _Block(self.next_space, _up(TIB, page), pool, _Space(self.next_space, page))
+        space = Space(self.next_space, page)
+        block = Block(self.next_space, round_up(TIB, page), self._next_segment(), pool, space)
         block.mapped = False
         self.next_space += 1 << 44
         pool.insert_unmapped(block)
         return block
 
-    def _map(self, block: _Block, nbytes: int) -> bool:
+    def _map(self, block: Block, nbytes: int) -> bool:
         assert block.space is not None
         page = block.space.page_nbytes
-        mapped = min(_up(nbytes, page), block.nbytes)
-        if self.capacity is not None and self.reserved + mapped > self.capacity:
+        mapped = min(round_up(nbytes, page), block.nbytes)
+        if not self.by_fraction and not self._is_room(mapped):
             return False
         pool = block.pool
         pool.remove_unmapped(block)
         block.mapped = True
         if mapped < block.nbytes:
-            rest = _Block(block.address + mapped, block.nbytes - mapped, pool, block.space)
+            rest = Block(block.address + mapped, block.nbytes - mapped, block.segment, pool, block.space)
             rest.mapped = False
             rest.previous, rest.next = block, block.next
             if rest.next is not None:
@@ -433,14 +376,14 @@ class _Run:
         for neighbour in (block.previous, block.next):
             if neighbour is not None and neighbour.is_free and neighbour.mapped:
                 pool.remove(neighbour)
-                _absorb(block, neighbour)
+                absorb(block, neighbour)
         pool.insert(block)
         return True
 
-    def _unmap(self, block: _Block) -> None:
+    def _unmap(self, block: Block) -> None:
         assert block.space is not None
         page = block.space.page_nbytes
-        start = block.space.address + _up(block.address - block.space.address, page)
+        start = block.space.address + round_up(block.address - block.space.address, page)
         stop = block.address + block.nbytes
         stop -= (stop - block.space.address) % page
         if start >= stop:
@@ -449,14 +392,14 @@ class _Run:
         pool.remove(block)
         before, after = start - block.address, block.address + block.nbytes - stop
         if before:
-            head = _Block(block.address, before, pool, block.space)
+            head = Block(block.address, before, block.segment, pool, block.space)
             head.previous, head.next = block.previous, block
             if head.previous is not None:
                 head.previous.next = head
             block.previous = head
             pool.insert(head)
         if after:
-            tail = _Block(stop, after, pool, block.space)
+            tail = Block(stop, after, block.segment, pool, block.space)
             tail.previous, tail.next = block, block.next
             if tail.next is not None:
                 tail.next.previous = tail
@@ -469,16 +412,26 @@ class _Run:
         for neighbour in (block.previous, block.next):
             if neighbour is not None and not neighbour.mapped:
                 pool.remove_unmapped(neighbour)
-                _absorb(block, neighbour)
+                absorb(block, neighbour)
         pool.insert_unmapped(block)
+
+    def _page(self, pool: Pool) -> int:
+        return SMALL_SEGMENT_NBYTES if pool.is_small else self.settings.large_segment_nbytes
 
     # -- books ---------------------------------------------------------------------------------
 
-    def _pool(self, number: int, is_small: bool) -> _Pool:
+    def _is_room(self, nbytes: int) -> bool:
+        return self.capacity is None or self.reserved + nbytes <= self.capacity
+
+    def _pool(self, number: int, is_small: bool) -> Pool:
         pool = self.pools.get((number, is_small))
         if pool is None:
-            pool = self.pools[number, is_small] = _Pool(is_small)
+            pool = self.pools[number, is_small] = Pool(number, is_small)
         return pool
+
+    def _next_segment(self) -> int:
+        self.num_segments += 1
+        return self.num_segments
 
     def _took(self, address: int, nbytes: int) -> None:
         self.reserved += nbytes
@@ -503,22 +456,33 @@ class _Run:
             largest_free_nbytes=largest,
         )
         self.capacity = None
+        self.collects = False
 
     def _seed(self) -> int:
         """Begin with the segments and blocks that existed. Returns the number of ALLOC events done by it."""
         assert self.seeds is not None
         placed = list(zip(self.seeds.address, self.seeds.block_nbytes, strict=True))
         position = 0
+        grown: dict[Pool, Block] = {}  # the last block of its expandable segment
         for segment in self.seeds.segments:
             self._took(segment.address, segment.nbytes)
             pool = self._pool(segment.pool, segment.is_small)
-            previous: _Block | None = None
+            number = self._next_segment()
+            previous: Block | None = None
+            space: Space | None = None
+            if segment.is_expandable:
+                previous = grown.get(pool)
+                if previous is None:
+                    space = Space(segment.address, self._page(pool))
+                else:
+                    number, space = previous.segment, previous.space
+                    previous = self._unmapped_after(previous, segment.address - previous.address - previous.nbytes)
             at, stop = segment.address, segment.address + segment.nbytes
             while at < stop:
                 taken = position < len(placed) and placed[position][0] == at
                 until = placed[position][0] if position < len(placed) else stop
                 size = placed[position][1] if taken else min(until, stop) - at
-                block = _Block(at, size, pool)
+                block = Block(at, size, number, pool, space)
                 block.previous = previous
                 if previous is not None:
                     previous.next = block
@@ -529,27 +493,15 @@ class _Run:
                 else:
                     pool.insert(block)
                 previous, at = block, at + size
+            if segment.is_expandable and previous is not None:
+                grown[pool] = previous
+        for last in grown.values():
+            self._unmapped_after(last, TIB)
         return position
 
-
-def _absorb(block: _Block, neighbour: _Block) -> None:
-    """Merge the free `neighbour`, which stands before or after `block`, into it."""
-    if block.previous is neighbour:
-        block.address = neighbour.address
-        block.previous = neighbour.previous
-        if block.previous is not None:
-            block.previous.next = block
-    else:
-        block.next = neighbour.next
-        if block.next is not None:
-            block.next.previous = block
-    block.nbytes += neighbour.nbytes
-
-
-def _room(block: _Block) -> int:
-    following = block.next
-    return block.nbytes + (following.nbytes if following is not None and not following.mapped else 0)
-
-
-def _up(nbytes: int, step: int) -> int:
-    return -(-nbytes // step) * step
+    def _unmapped_after(self, block: Block, nbytes: int) -> Block:
+        rest = Block(block.address + block.nbytes, nbytes, block.segment, block.pool, block.space)
+        rest.mapped = False
+        rest.previous, block.next = block, rest
+        block.pool.insert_unmapped(rest)
+        return rest

@@ -7,7 +7,8 @@ CUDA stream still used the block), `segment_alloc` / `segment_free` (cudaMalloc,
 are as requested; of an `oom`, rounded. `segments` has every segment and its blocks at the end.
 
 Device memory that goes back in mid-run is an act of the program (`empty_cache`) or of the device's limit, which
-a replay cannot know of: it becomes an event of the stream.
+a replay cannot know of: it becomes an event of the stream. Where a request for device memory follows at once, the
+request was the reason, and it is noted as one that was made again.
 
 The trace is a ring: a long run has lost its beginning. Going backwards from the segments at the end
 gives those at the beginning; blocks without an `alloc` event were there before it.
@@ -20,10 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ooc.fragmentation.caching import SMALL_NBYTES, round_request
 from ooc.fragmentation.errors import BadFile
+from ooc.fragmentation.ranges import Ranges
+from ooc.fragmentation.segments import SMALL_NBYTES, round_request
 from ooc.fragmentation.settings import BadSettings, CachingSettings, recorded_settings
-from ooc.fragmentation.stream import InitialLayout, OutOfMemory, Recorded, Segment, Stream, StreamBuilder
+from ooc.fragmentation.stream import InitialLayout, OutOfMemory, PrivatePool, Recorded, Segment, Stream, StreamBuilder
 from ooc.fragmentation.unpickler import load_plain
 
 SOURCE = "PyTorch CUDA memory snapshot"
@@ -31,6 +33,7 @@ MIN_EVENT_NBYTES = 8
 """A trace event takes over twenty bytes of the file; one list counted many times over takes two each time."""
 MAX_FRAMES = 64
 _GIVES_BACK = ("segment_free", "segment_unmap")
+_TAKES = ("segment_alloc", "segment_map")
 _EMPTY_CACHE = ("empty_cache", "THCPModule_emptyCache(_object*, _object*)")
 
 
@@ -95,15 +98,25 @@ class _DeviceReader:
         self.segments = segments
         self.settings = settings
         self.builder = StreamBuilder()
-        self._frees_by_itself = settings is not None and (
-            settings.garbage_collection_threshold > 0 or settings.max_split_nbytes is not None
+        # Expandable segments are never picked: pages go back only where everything does.
+        self._frees_by_itself = (
+            settings is not None
+            and not settings.expandable_segments
+            and (settings.garbage_collection_threshold > 0 or settings.max_split_nbytes is not None)
         )
+        self._is_retry = False
+        self._going: list[int] = []  # segments on their way back, as numbers
+        self._going_from: set[tuple[int, ...]] = set()  # and their pools
+        self._returned: dict[int, tuple[int, ...]] = {}
+        self._gone: dict[tuple[int, ...], int] = {}
         self.failures: list[OutOfMemory] = []
-        end_reserved = sum(segment["total_size"] for segment in segments)
+        self.end_reserved = sum(segment["total_size"] for segment in segments)
         self.start_segments = self._rewind()
-        start = sum(size for size, _ in self.start_segments.values()) if self.start_segments is not None else 0
-        self.counts = _Counts(reserved=start, peak=max(start, 0))
-        self.end_reserved = end_reserved
+        self._numbers = {address: number for number, address in enumerate(self.start_segments or (), start=1)}
+        self._num_segments = len(self._numbers)
+        start = self._start_reserved()
+        self.adds_up = start >= 0
+        self.counts = _Counts(reserved=max(start, 0), peak=max(start, 0))
 
     def read(self) -> Stream:
         self._forward()
@@ -122,6 +135,8 @@ class _DeviceReader:
             for f in self.failures
         )
         sites = [builder.site[i] for i in order]
+        initial = self._initial(addresses, nbytes[:shift].tolist(), order[:shift])
+        is_complete = self.start_segments is not None and (initial is not None or not self.start_segments)
         return Stream(
             source=SOURCE,
             device=f"cuda:{self.device}",
@@ -130,11 +145,21 @@ class _DeviceReader:
             nbytes=nbytes,
             pool=pool,
             num_initial=shift,
-            initial=self._initial(addresses, nbytes[:shift].tolist(), order[:shift]),
+            initial=initial,
             attempts=frozenset(new_index[i] for i in builder.attempts),
             failures=failures,
+            retried=frozenset(new_index[i] for i in builder.retried),
+            returned={new_index[i]: numbers for i, numbers in self._returned.items()} if is_complete else {},
+            private={
+                number: PrivatePool(
+                    gone_event=self._gone.get(owner, builder.num_events) + shift,
+                    is_graph=owner[0] != 0,
+                )
+                for (_, owner), number in builder.pool_numbers()
+                if any(owner)
+            },
             recorded=Recorded(
-                peak_reserved_nbytes=counts.peak if self.start_segments is not None else None,
+                peak_reserved_nbytes=counts.peak if self.adds_up else None,
                 end_live_nbytes=end_live,
                 end_reserved_nbytes=self.end_reserved,
                 num_device_allocs=counts.num_allocs,
@@ -148,24 +173,36 @@ class _DeviceReader:
     # -- the trace -----------------------------------------------------------------------------
 
     def _rewind(self) -> dict[int, tuple[int, dict[str, Any]]] | None:
-        """Segments before the first event, by address; None if expandable ones are among them or it does not add up.
+        """Segments before the first event, by address; None if it does not add up.
 
-        The dict beside each size is the segment or event that says its stream and pool.
+        The dict beside each size is the segment or event that says its stream and pool. Of expandable segments, what
+        was mapped.
         """
-        held = {segment["address"]: (segment["total_size"], segment) for segment in self.segments}
-        if any(segment.get("is_expandable") for segment in self.segments):
-            return None
-        for index in range(len(self.trace) - 1, -1, -1):
-            event = self.trace[index]
-            action = event.get("action") if isinstance(event, dict) else None
-            if action == "segment_alloc":
-                if held.pop(event.get("addr"), None) is None:
-                    return None
-            elif action == "segment_free":
-                held[event["addr"]] = (event["size"], event)
-            elif action in ("segment_map", "segment_unmap"):
+        held = Ranges()
+        for segment in self.segments:
+            if not held.add(segment["address"], segment["total_size"], _whole(segment), segment):
                 return None
-        return dict(sorted(held.items()))
+        for event in reversed(self.trace):
+            action = event.get("action") if isinstance(event, dict) else None
+            if action in _TAKES or action in _GIVES_BACK:
+                address, size = event.get("addr"), event.get("size")
+                if not isinstance(address, int) or not isinstance(size, int):
+                    return None
+                did = held.take(address, size) if action in _TAKES else held.add(address, size, _whole(event), event)
+                if not did:
+                    return None
+        return {address: (size, about) for address, size, about in held.items()}
+
+    def _start_reserved(self) -> int:
+        """Bytes held before the first event; negative if the trace and the segments do not belong together."""
+        held = self.end_reserved
+        for event in self.trace:
+            action = event.get("action") if isinstance(event, dict) else None
+            size = event.get("size") if action in _GIVES_BACK or action in _TAKES else 0
+            if not isinstance(size, int):
+                return -1
+            held += size if action in _GIVES_BACK else -size
+        return held
 
     def _forward(self) -> None:
         builder, counts, trace = self.builder, self.counts, self.trace
@@ -174,7 +211,11 @@ class _DeviceReader:
             try:
                 action = event["action"]
                 if action == "alloc":
-                    builder.alloc(event["addr"], event["size"], _pool(event), event.get("frames"))
+                    buffer = builder.alloc(event["addr"], event["size"], _pool(event), event.get("frames"))
+                    if self._is_retry:
+                        builder.retried.append(buffer)
+                        self._is_retry = False
+                    self._asked_by(buffer)
                 elif action == "free_completed":
                     builder.free(event["addr"], event["size"], _pool(event))
                 elif action == "free_requested":
@@ -188,39 +229,68 @@ class _DeviceReader:
                         builder.release(event["addr"])
                 else:
                     self._other(action, event, counts)
-                    if action in _GIVES_BACK and self._is_emptied(index):
-                        builder.empty()
-                        counts.num_emptied += 1
+                    if action in _GIVES_BACK:
+                        self._gave_back(index)
             except (KeyError, TypeError, AttributeError) as error:
                 raise BadFile(
                     f"event {index} of device_traces[{self.device}] is not one that PyTorch writes: "
                     f"{type(error).__name__}: {error}"
                 ) from None
 
-    def _is_emptied(self, index: int) -> bool:
-        """Whether with event `index`, which gives device memory back, everything cached has gone back.
+    def _gave_back(self, index: int) -> None:
+        """Note what event `index`, which gives device memory back, says, if it is the last of several in succession.
 
-        That is so at the last of several such events in succession, unless the allocator picks some by itself, as
-        its settings may tell it to when it needs a new segment; and a replay finds a failed request by itself.
+        Then everything cached has gone back, unless the allocator picks some by itself, as its settings may tell it
+        to when it needs a new segment. A failed request needs no note: a replay finds it by itself.
         """
         trace = self.trace
+        self._going.append(self._numbers.pop(trace[index]["addr"], 0))
+        self._going_from.add(_owner(trace[index]))
         following = trace[index + 1]["action"] if index + 1 < len(trace) else None
-        if following in _GIVES_BACK:
-            return False
-        if any(frame.get("name") in _EMPTY_CACHE for frame in trace[index].get("frames") or ()):
-            return True
-        return following != "oom" and not (self._frees_by_itself and following in ("segment_alloc", "segment_map"))
+        if following in _GIVES_BACK or following == "oom":
+            return
+        if not any(frame.get("name") in _EMPTY_CACHE for frame in trace[index].get("frames") or ()):
+            if following in _TAKES and self._frees_by_itself:
+                return
+            # A graph's own requests are never the reason: nothing goes back while one is captured.
+            self._is_retry = following in _TAKES and not _owner(trace[index + 1])[0]
+        self._all_went()
+        self.builder.empty()
+        self.counts.num_emptied += 1
+
+    def _all_went(self, event_index: int | None = None) -> None:
+        """What is on its way back is all that was free: private pools among it are no longer used."""
+        for owner in self._going_from:
+            if any(owner):
+                self._gone.setdefault(owner, self.builder.num_events if event_index is None else event_index)
+        self._going.clear()
+        self._going_from.clear()
+
+    def _asked_by(self, buffer: int) -> None:
+        """Note the segments on their way back as given back for this request."""
+        if self._going:
+            self._returned[buffer] = tuple(self._going)
+            self._going.clear()
+            self._going_from.clear()
 
     def _other(self, action: str, event: Mapping[str, Any], counts: _Counts) -> None:
         if action in ("segment_alloc", "segment_map"):
             counts.reserved += event["size"]
             counts.peak = max(counts.peak, counts.reserved)
             counts.num_allocs += 1
+            self._num_segments += 1
+            self._numbers[event["addr"]] = self._num_segments
         elif action in ("segment_free", "segment_unmap"):
             counts.reserved -= event["size"]
             counts.num_frees += 1
         elif action == "oom":
             at = self.builder.attempt(event["size"], _pool(event), event.get("frames"))
+            if _owner(event)[0]:  # while a graph is captured, not everything goes back
+                self._asked_by(self.builder.attempts[-1])
+            else:
+                self._going_from.discard(_owner(event))  # of its own pool, blocks may go while it is in use
+                self.builder.retried.append(self.builder.attempts[-1])
+                self._all_went(at)
             self.failures.append(
                 OutOfMemory(
                     event_index=at,
@@ -274,8 +344,9 @@ class _DeviceReader:
                 Segment(
                     address=address,
                     nbytes=size,
-                    is_small=_is_small(about, size),
+                    is_small=_is_small(about, size, settings),
                     pool=self.builder.pool_number(_pool(about)),
+                    is_expandable=_is_expandable(about),
                 )
                 for address, (size, about) in self.start_segments.items()
             ),
@@ -340,15 +411,31 @@ def _blocks(segment: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any]]]:
     return found
 
 
-def _pool(event: Mapping[str, Any]) -> object:
+def _pool(event: Mapping[str, Any]) -> tuple[Any, tuple[int, ...]]:
     """CUDA stream and private pool: blocks are never handed from one to another."""
+    return event.get("stream", 0), _owner(event)
+
+
+def _owner(event: Mapping[str, Any]) -> tuple[int, ...]:
+    """The private pool: `(n, 0)` of one graph, `(0, n)` of a MemPool or of several graphs; else `(0, 0)`."""
     private = event.get("pool_id") or event.get("segment_pool_id")
-    return event.get("stream", 0), tuple(private) if isinstance(private, (tuple, list)) else (0, 0)
+    return tuple(private) if isinstance(private, (tuple, list)) and len(private) == 2 else (0, 0)
 
 
-def _is_small(about: Mapping[str, Any], nbytes: int) -> bool:
+def _is_expandable(about: Mapping[str, Any]) -> bool:
+    return about.get("is_expandable") is True or about.get("action") == "segment_unmap"
+
+
+def _whole(about: Mapping[str, Any]) -> object:
+    """Equal for what may be one range: pages of the same pool. Segments of cudaMalloc never join."""
+    return _pool(about) if _is_expandable(about) else object()
+
+
+def _is_small(about: Mapping[str, Any], nbytes: int, settings: CachingSettings) -> bool:
     kind = about.get("segment_type")
-    return kind == "small" if kind is not None else nbytes <= 2 * SMALL_NBYTES
+    if kind is not None:
+        return kind == "small"
+    return nbytes % settings.large_segment_nbytes != 0 if _is_expandable(about) else nbytes <= 2 * SMALL_NBYTES
 
 
 def _stack_reader(sites: list[object]) -> Callable[[int], tuple[str, ...]]:

@@ -9,6 +9,7 @@ from typing import Any
 from ooc.fragmentation import analysis
 from ooc.fragmentation.allocators import ALLOCATORS, MAX_TRIAL_EVENTS, replay_all
 from ooc.fragmentation.analysis import Culprit, Moment, Outcome, Summary, TrialResult
+from ooc.fragmentation.segments import is_below_device, recorded_capacity
 from ooc.fragmentation.settings import CachingSettings
 from ooc.fragmentation.stream import Stream
 
@@ -22,7 +23,8 @@ class Report:
     Attributes:
         stream: What was replayed.
         capacity_nbytes: The limit; None: none was given and the file does not tell.
-        capacity_source: "given", "recorded" or "none".
+        capacity_source: "given"; "recorded": what a failure had and left on the device; "limit": what a memory
+            fraction can have been at most, since a failure left the device room; or "none".
         reference: The allocator that the program ran with, or for a CPU PyTorch's caching one; its culprits are shown.
         summaries: One per allocator, in the order of `ALLOCATORS`.
         missing: Why other allocators are not among them.
@@ -73,8 +75,8 @@ def make_report(
     chosen = settings or stream.settings or CachingSettings()
     source = "given"
     if capacity is None:
-        capacity = analysis.recorded_capacity(stream)
-        source = "recorded" if capacity is not None else "none"
+        capacity = recorded_capacity(stream)
+        source = "none" if capacity is None else "limit" if is_below_device(stream) else "recorded"
     reference = "expandable" if chosen.expandable_segments else "caching"
     if reference not in names and len(names) == 1:
         reference = names[0]

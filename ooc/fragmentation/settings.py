@@ -22,13 +22,16 @@ class CachingSettings:
 
     Attributes:
         max_split_nbytes: Blocks of at least this size are never split; None: all may be.
-        max_non_split_rounding_nbytes: By how much an unsplittable block may exceed a request.
+        max_non_split_rounding_nbytes: By how much an unsplittable block may exceed a request; where only the size of
+            large segments is given, this is as large.
         roundup_power2_divisions: Per power of two from 1 MiB to 32 GiB, into how many steps it is
             divided when rounding; 0 and 1 mean none.
         garbage_collection_threshold: Share of the capacity above which old free segments are given
             back before new ones are taken; 0: never. PyTorch applies it only after
             `torch.cuda.set_per_process_memory_fraction`; the model wherever a capacity is given.
         expandable_segments: One growing segment per pool instead of many.
+        per_process_memory_fraction: Of the device's memory, as the text gives it; None: not in the text. The models
+            take bytes as their capacity; they only have to know that it is such a limit.
         large_segment_nbytes: Size of the segments that serve requests between 1 and 10 MiB.
     """
 
@@ -37,17 +40,30 @@ class CachingSettings:
     roundup_power2_divisions: tuple[int, ...] = (0,) * NUM_DIVISION_CLASSES
     garbage_collection_threshold: float = 0.0
     expandable_segments: bool = False
+    per_process_memory_fraction: float | None = None
     large_segment_nbytes: int = 20 * MIB
 
     def __post_init__(self) -> None:
-        if self.max_split_nbytes is not None and self.max_split_nbytes < 20 * MIB:
-            raise BadSettings(f"max_split_size is {self.max_split_nbytes} bytes; PyTorch refuses less than 20 MiB")
+        least = self.large_segment_nbytes
+        for name, nbytes in (
+            ("max_split_size", self.max_split_nbytes),
+            ("max_non_split_rounding", self.max_non_split_rounding_nbytes),
+        ):
+            if nbytes is not None and nbytes < least:
+                raise BadSettings(
+                    f"{name} is {nbytes} bytes; PyTorch refuses less than a large segment of {least // MIB} MiB"
+                )
         if not 0 <= self.garbage_collection_threshold < 1:
             raise BadSettings(
                 f"garbage_collection_threshold is {self.garbage_collection_threshold}; it must be in [0, 1)"
             )
         if len(self.roundup_power2_divisions) != NUM_DIVISION_CLASSES:
             raise BadSettings(f"roundup_power2_divisions has {len(self.roundup_power2_divisions)} entries, not 16")
+
+    @property
+    def has_fraction(self) -> bool:
+        """Whether a capacity is one that `set_per_process_memory_fraction` sets: collecting implies it."""
+        return self.per_process_memory_fraction is not None or self.garbage_collection_threshold > 0
 
     def divisions(self, nbytes: int) -> int:
         """Into how many steps the power of two below `nbytes` is divided; 0 or 1: not at all."""
@@ -61,12 +77,14 @@ class CachingSettings:
             parts.append("expandable_segments:True")
         if self.max_split_nbytes is not None:
             parts.append(f"max_split_size_mb:{self.max_split_nbytes // MIB}")
-        if self.max_non_split_rounding_nbytes != 20 * MIB:
+        if self.max_non_split_rounding_nbytes != self.large_segment_nbytes:
             parts.append(f"max_non_split_rounding_mb:{self.max_non_split_rounding_nbytes // MIB}")
         if self.large_segment_nbytes != 20 * MIB:
             parts.append(f"large_segment_size_mb:{self.large_segment_nbytes // MIB}")
         if self.garbage_collection_threshold:
             parts.append(f"garbage_collection_threshold:{self.garbage_collection_threshold:g}")
+        if self.per_process_memory_fraction is not None:
+            parts.append(f"per_process_memory_fraction:{self.per_process_memory_fraction:g}")
         if any(divisions > 1 for divisions in self.roundup_power2_divisions):
             parts.append(f"roundup_power2_divisions:{_divisions_text(self.roundup_power2_divisions)}")
         return ",".join(parts)
@@ -91,7 +109,7 @@ def parse_settings(text: str) -> CachingSettings:
             if isinstance(error, BadSettings):
                 raise
             raise BadSettings(f"{entry!r}: {value.strip()!r} is not a value for {key.strip()}") from None
-    return CachingSettings(**values)
+    return _with_rounding(values)
 
 
 def recorded_settings(document: Mapping[str, Any]) -> CachingSettings:
@@ -100,7 +118,7 @@ def recorded_settings(document: Mapping[str, Any]) -> CachingSettings:
     values: dict[str, Any] = {}
     for entry in _entries(text):
         key, _, value = entry.partition(":")
-        if key.strip() in ("large_segment_size_mb", "max_non_split_rounding_mb"):
+        if key.strip() in _ONLY_IN_THE_TEXT:
             _apply(values, key.strip(), value.strip())
     split = document.get("max_split_size", -1)
     if isinstance(split, int) and 0 < split < 1 << 62:
@@ -113,9 +131,10 @@ def recorded_settings(document: Mapping[str, Any]) -> CachingSettings:
     if isinstance(divisions, Mapping) and divisions:
         given = [int(v) for _, v in sorted(divisions.items(), key=lambda item: int(item[0]))]
         values["roundup_power2_divisions"] = tuple((given + [given[-1]] * NUM_DIVISION_CLASSES)[:NUM_DIVISION_CLASSES])
-    return CachingSettings(**values)
+    return _with_rounding(values)
 
 
+_ONLY_IN_THE_TEXT = ("large_segment_size_mb", "max_non_split_rounding_mb", "per_process_memory_fraction")
 _WITHOUT_EFFECT = frozenset(
     {
         "backend",
@@ -129,7 +148,6 @@ _WITHOUT_EFFECT = frozenset(
         "pinned_max_round_threshold_mb",
         "pinned_max_cached_size_mb",
         "graph_capture_record_stream_reuse",
-        "per_process_memory_fraction",
         "throw_on_cudamalloc_oom",
     }
 )
@@ -144,12 +162,20 @@ def _apply(values: dict[str, Any], key: str, value: str) -> None:
         values["large_segment_nbytes"] = int(value) * MIB
     elif key == "garbage_collection_threshold":
         values["garbage_collection_threshold"] = float(value)
+    elif key == "per_process_memory_fraction":
+        values["per_process_memory_fraction"] = float(value)
     elif key == "expandable_segments":
         values["expandable_segments"] = {"True": True, "False": False}.get(value) or _only("False", value)
     elif key == "roundup_power2_divisions":
         values["roundup_power2_divisions"] = _divisions(value)
     elif key not in _WITHOUT_EFFECT:
         raise BadSettings(f"unknown allocator setting {key!r}")
+
+
+def _with_rounding(values: dict[str, Any]) -> CachingSettings:
+    if "large_segment_nbytes" in values:
+        values.setdefault("max_non_split_rounding_nbytes", values["large_segment_nbytes"])
+    return CachingSettings(**values)
 
 
 def _only(wanted: str, value: str) -> bool:

@@ -45,8 +45,11 @@ def show(report: Report, console: Console, path: str) -> None:
 def _capacity(report: Report) -> str:
     if report.capacity_nbytes is None:
         return "not given (--capacity SIZE judges)"
-    source = " (as recorded: held + free on the device)" if report.capacity_source == "recorded" else ""
-    return format_nbytes(report.capacity_nbytes) + source
+    source = {
+        "recorded": " (as recorded: held + free on the device)",
+        "limit": " (at most: the device had room when a request failed, so a memory fraction was set)",
+    }
+    return format_nbytes(report.capacity_nbytes) + source.get(report.capacity_source, "")
 
 
 def _table(report: Report) -> Table:

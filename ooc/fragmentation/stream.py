@@ -6,9 +6,10 @@ were asked for and given back in which order, not where they lay. Time is the ev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,12 +31,13 @@ EMPTY = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A range of device memory that existed before the first event."""
+    """A range of device memory that existed before the first event; of an expandable segment, what was mapped."""
 
     address: int
     nbytes: int
     is_small: bool
     pool: int
+    is_expandable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,20 @@ class OutOfMemory:
     nbytes: int
     device_free_nbytes: int | None
     reserved_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivatePool:
+    """A pool that serves only what is asked for it.
+
+    Attributes:
+        gone_event: From this event on nothing uses the pool any more; only then does its free memory go back to the
+            device. Beyond the last event: never seen.
+        is_graph: It serves the capture of a CUDA graph, during which nothing goes back to the device at all.
+    """
+
+    gone_event: int
+    is_graph: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +127,12 @@ class Stream:
         attempts: Buffers whose allocation failed when recorded; each is an ALLOC and a FREE in
             succession, so that a replay tries it.
         failures: Those failures, in order.
+        retried: Buffers that, when recorded, got their memory (or did not) only after no cached block had served, the
+            device had been full, other CUDA streams had been waited for and all that was cached had gone back. The
+            events of that come before their ALLOC, so the allocator as recorded must not look at its cache again.
+        returned: Buffers before whose memory was taken some segments went back that the allocator had picked by its
+            settings: their numbers, from 1, in the order in which segments came, initial ones first.
+        private: Those of `pool` that belong to CUDA graphs or to `torch.cuda.MemPool`.
         recorded: What the file says the result was.
         settings: The allocator's settings when recorded; None if not in the file.
         stack: The stack of a buffer's allocation, innermost first; empty where none was recorded.
@@ -128,6 +150,9 @@ class Stream:
     initial: InitialLayout | None = None
     attempts: frozenset[int] = frozenset()
     failures: tuple[OutOfMemory, ...] = ()
+    retried: frozenset[int] = frozenset()
+    returned: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    private: Mapping[int, PrivatePool] = field(default_factory=dict)
     recorded: Recorded = field(default_factory=Recorded)
     settings: CachingSettings | None = None
     stack: Callable[[int], tuple[str, ...]] = _no_stack
@@ -211,6 +236,7 @@ class StreamBuilder:
         self.site: list[object] = []
         self.live: dict[int, int] = {}
         self.attempts: list[int] = []
+        self.retried: list[int] = []
         self.num_lost_frees = 0
         self._older: list[int] = []  # buffers that existed before the first event
         self.older_address: list[int] = []
@@ -249,6 +275,11 @@ class StreamBuilder:
         """Note that all that was cached went back to the device."""
         self._note(EMPTY, -1)
 
+    @property
+    def num_events(self) -> int:
+        """Events noted so far."""
+        return len(self._kind)
+
     def attempt(self, nbytes: int, pool: object = 0, site: object = None) -> int:
         """Note an allocation that failed. Returns its ALLOC event's index."""
         buffer = self._new(nbytes, pool, site)
@@ -268,6 +299,10 @@ class StreamBuilder:
     def pool_number(self, pool: object) -> int:
         """The number that stands for `pool` in the stream."""
         return self._pools.setdefault(pool, len(self._pools))
+
+    def pool_numbers(self) -> list[tuple[Any, int]]:
+        """What `pool_number` was asked for, with its answers."""
+        return list(self._pools.items())
 
     def finish(self) -> tuple[IntArray, IntArray, npt.NDArray[np.int8], IntArray, IntArray, list[int]]:
         """`(nbytes, pool, kind, buffer, order, older addresses)`; initial buffers moved to the front, by address.
