@@ -78,14 +78,7 @@ class CudaDevice:
             SessionError: CUDA was started before.
             vmm.driver.MemoryFault: Not the memory, on the device or to pin.
         """
-        bindings = self._find_driver()
-        table = cuda_table()
-        if not table.is_installed:
-            table.install(self._pointers if self._pointers is not None else driver_pointers())
-            self._torch_cuda.use_allocator(table.path)
-            replace_figures(table)  # for as long as the process lives, as the allocator itself
-            table.is_installed = True
-        self._torch_cuda.start(self._index)
+        bindings, table = self.start()
         host_nbytes = self._host_budget_nbytes
         if host_nbytes is None:
             host_nbytes = memory_room().available_nbytes // _HOST_SHARE
@@ -101,6 +94,22 @@ class CudaDevice:
             file_directory=store or default_directory(),
             staging_nbytes=min(_STAGING_NBYTES, host_nbytes // 2),
         )
+
+    def start(self) -> tuple[Any, CudaTable]:
+        """Start CUDA with our table as torch's allocator. The driver's bindings, and the table.
+
+        Raises:
+            As `open`, but for memory.
+        """
+        bindings = self._find_driver()
+        table = cuda_table()
+        if not table.is_installed:
+            table.install(self._pointers if self._pointers is not None else driver_pointers())
+            self._torch_cuda.use_allocator(table.path)
+            replace_figures(table)  # for as long as the process lives, as the allocator itself
+            table.is_installed = True
+        self._torch_cuda.start(self._index)
+        return bindings, table
 
     def _find_driver(self) -> Any:
         """The driver's bindings, once everything that can be known before CUDA starts is in order."""

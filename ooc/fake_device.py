@@ -44,6 +44,7 @@ class FakeCudaDevice:
 
     granule_nbytes = GRANULE_NBYTES
     threshold_nbytes = GRANULE_NBYTES
+    memory_type: type[FakeDeviceMemory]
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class FakeCudaDevice:
         )
         self._prepare(self.fake)
         try:
-            self.memory = FakeDeviceMemory(
+            self.memory = self.memory_type(
                 self.fake,
                 num_chunks=num_chunks,
                 chunk_nbytes=chunk_nbytes,
@@ -185,6 +186,9 @@ class FakeDeviceMemory(FakeKernels, DeviceMemory):
                 return self.store.file_bytes(slot)
             parts = list(self.store.host_segments(slot))
         return b"".join(ctypes.string_at(address, nbytes) for address, nbytes in parts)
+
+
+FakeCudaDevice.memory_type = FakeDeviceMemory
 
 
 class FakeOps:
