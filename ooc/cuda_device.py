@@ -15,7 +15,7 @@ from ooc.books import Books, State, VariableRecord
 from ooc.device_memory import DeviceMemory
 from ooc.errors import DeviceUnavailable, SessionError
 from ooc.torch_cuda import Refusals, TorchCuda, check_environment, replace_figures
-from ooc.units import format_nbytes
+from ooc.units import format_exactly, format_nbytes
 from vmm.cuda_calls import CudaCalls, CudaFault, load_bindings
 from vmm.cuda_table import CudaTable, DriverPointers, cuda_table, driver_pointers
 from vmm.files import default_directory
@@ -32,6 +32,7 @@ _CHUNK_NBYTES = 2 << 20
 _SMALL_SHARE = 16
 """One part in so many of the budget is for blocks below the threshold. Not tuned: no GPU has been seen."""
 _STAGING_NBYTES = 64 << 20
+_LEAST_HOST_NBYTES = 64 << 10
 _HOST_SHARE = 2
 """By default half of the host's available memory is pinned: the program and the page cache need the rest."""
 
@@ -78,10 +79,15 @@ class CudaDevice:
             SessionError: CUDA was started before.
             vmm.driver.MemoryFault: Not the memory, on the device or to pin.
         """
-        bindings, table = self.start()
         host_nbytes = self._host_budget_nbytes
         if host_nbytes is None:
             host_nbytes = memory_room().available_nbytes // _HOST_SHARE
+        if host_nbytes < _LEAST_HOST_NBYTES:
+            raise ValueError(
+                f"host budget of {format_exactly(host_nbytes)}: at least {format_exactly(_LEAST_HOST_NBYTES)} are "
+                "needed, through which what the host cannot hold passes on its way to the file"
+            )
+        bindings, table = self.start()
         return self.memory_type(
             table=table,
             num_chunks=num_chunks,
@@ -201,7 +207,7 @@ class CudaMemory(DeviceMemory):
         try:
             self.driver.attach_new(address, num_chunks)
         except CudaFault as fault:
-            _log.error("a variable of %d bytes cannot be brought back: %s", record.nbytes, fault)
+            _log.error("a variable of %s cannot be brought back: %s", format_exactly(record.nbytes), fault)
             return False
         self._table.outlives(address, num_chunks * self.driver.chunk_nbytes)
         slot: Any = record.slot

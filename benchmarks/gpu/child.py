@@ -251,10 +251,9 @@ def _open_session(order: Order, stack: contextlib.ExitStack) -> tuple[ooc.Sessio
 
 def _host_nbytes(order: Order) -> int | None:
     """What was asked for, as far as this machine has it: the rest goes to the file."""
-    available = memory_room().available_nbytes
-    if order.host_budget_nbytes is None or available is None:
-        return order.host_budget_nbytes
-    return min(order.host_budget_nbytes, int(available * _PINNED_SHARE))
+    if order.host_budget_nbytes is None:
+        return None
+    return min(order.host_budget_nbytes, int(memory_room().available_nbytes * _PINNED_SHARE))
 
 
 def _planning(session: ooc.Session) -> dict[str, Any]:

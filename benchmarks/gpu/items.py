@@ -17,7 +17,6 @@ from scheduler.links import least_busy_ns
 from scheduler.plan import Machine
 
 MIB, GIB = 1 << 20, 1 << 30
-_SHARES = (("half", 0.5), ("quarter", 0.25))
 _SMALLER = 0.7
 """From one try for the smallest budget to the next."""
 _NUM_TRIES = 4
@@ -92,7 +91,7 @@ def bitwise(
         def budget(share: float) -> int:
             return max(int(expected["peak_nbytes"] * share) // chunk_nbytes, 2) * chunk_nbytes
 
-        for name, share in (("peak", 1.1), *_SHARES):
+        for name, share in (("peak", 1.1), ("half", 0.5)):
             yield from _compared(shell, order, expected, name, budget(share))
         yield from _compared(shell, replace(order, debug=True), expected, "half, debug", budget(0.5))
         yield from _smallest(shell, order, expected, budget)
@@ -102,30 +101,31 @@ def bitwise(
 
 def _compared(shell: Shell, order: Order, expected: dict[str, Any], name: str, budget_nbytes: int) -> Iterable[Figure]:
     answer = shell.train(replace(order, variant="ours", budget_nbytes=budget_nbytes))
-    if "error" in answer:
-        yield _failed(name, answer)
-        return
+    yield from _judged(name, order, expected, answer, budget_nbytes)
+
+
+def _judged(
+    name: str, order: Order, expected: dict[str, Any], answer: dict[str, Any], budget_nbytes: int
+) -> Iterable[Figure]:
     yield from _same_bits(name, expected, answer)
-    yield from _held(name, expected, answer, budget_nbytes)
-    yield from _quiet(name, answer, debug=order.debug)
+    if "error" not in answer:
+        yield from _held(name, expected, answer, budget_nbytes)
+        yield from _quiet(name, answer, debug=order.debug)
 
 
 def _smallest(shell: Shell, order: Order, expected: dict[str, Any], budget: Callable[[float], int]) -> Iterable[Figure]:
-    share, last = _SHARES[-1][1], None
+    """A quarter, and ever less, until an op does not fit any more."""
+    share, smallest = 0.25, 0.5
     for _ in range(_NUM_TRIES):
-        share *= _SMALLER
+        name = "quarter" if share == 0.25 else f"{share:.2f} of the peak"
         answer = shell.train(replace(order, variant="ours", budget_nbytes=budget(share)))
         if answer.get("is_too_small"):
             break
+        yield from _judged(name, order, expected, answer, budget(share))
         if "error" in answer:
-            yield _failed(f"{share:.2f} of the peak", answer)
             return
-        last = (share, answer)
-    if last is None:
-        yield Figure(variant="smallest", metric="share of the in-core peak", unit="", value=_SHARES[-1][1])
-        return
-    yield Figure(variant="smallest", metric="share of the in-core peak", unit="", value=last[0])
-    yield from _same_bits("smallest", expected, last[1])
+        smallest, share = share, share * _SMALLER
+    yield Figure(variant="smallest", metric="share of the in-core peak", unit="", value=smallest)
 
 
 def _same_bits(
@@ -321,7 +321,8 @@ def tests(*paths: str) -> Measure:
     """The suite that needs a GPU, none of it skipped."""
 
     def measure(shell: Shell) -> Iterable[Figure]:
-        code, output = shell.command(["-m", "pytest", "-q", "--require-gpu", "-p", "no:cacheprovider", *paths])
+        options = ["-q", "-m", "gpu", "--require-gpu", "-p", "no:cacheprovider"]
+        code, output = shell.command(["-m", "pytest", *options, *paths])
         lines = [line for line in output.splitlines() if line.strip()]
         yield Figure(
             variant="pytest",
@@ -331,8 +332,27 @@ def tests(*paths: str) -> Measure:
             is_good=code == 0,
             note=lines[-1] if lines else "no output",
         )
+        for line in lines:
+            if line.startswith(("FAILED ", "ERROR ")):
+                name, _, why = line.partition(" - ")
+                yield Figure(variant=name.split("::")[-1], metric="passes", unit="", value=0, is_good=False, note=why)
 
     return measure
+
+
+def preflight(shell: Shell) -> Iterable[Figure]:
+    """What the machine has, and whether the native parts can be built: before time is spent on anything else."""
+    code, output = shell.command(["-m", "benchmarks.gpu.preflight"])
+    try:
+        found = json.loads(output.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        note = f"exit code {code}: {output.strip()[-200:]}"
+        yield Figure(variant="preflight", metric="runs", unit="", value=None, is_good=False, note=note)
+        return
+    for name, (is_good, note) in found.items():
+        yield Figure(
+            variant=name, metric="is there", unit="", value=float(is_good is not False), is_good=is_good, note=note
+        )
 
 
 def driver_calls(shell: Shell) -> Iterable[Figure]:
@@ -409,10 +429,10 @@ _SAMPLE_NBYTES = 88_000_000
 models are from such traces, too, parameters and their state included. At 8 GiB an op of batch 835 fills the pool."""
 
 ITEMS: tuple[Item, ...] = (
+    Item(name="preflight", limit_s=90, measure=preflight),
     Item(name="tests", limit_s=180, measure=tests("tests/gpu")),
     Item(name="bitwise conv_stack", limit_s=120, measure=bitwise("conv_stack")),
-    Item(name="bitwise gpt", limit_s=180, measure=bitwise("gpt")),
-    Item(name="driver calls", limit_s=45, measure=driver_calls),
+    Item(name="bitwise gpt", limit_s=150, measure=bitwise("gpt")),
     Item(
         name="resnet50 16GiB",
         limit_s=540,
@@ -453,7 +473,8 @@ ITEMS: tuple[Item, ...] = (
             "resnet50", (800, 89), 8 * GIB, (COMPUTE, ours("auto"), other("in_core")), sample_nbytes=_SAMPLE_NBYTES
         ),
     ),
-    Item(name="sanitizer", limit_s=240, measure=sanitizer("conv_stack")),
+    Item(name="driver calls", limit_s=60, measure=driver_calls),
+    Item(name="sanitizer", limit_s=180, measure=sanitizer("conv_stack")),
     Item(
         name="resnet50 16GiB, by chunk size",
         limit_s=300,
@@ -515,6 +536,7 @@ runs over the fake (`FAKE_ITEMS`).
 """
 
 FAKE_ITEMS: tuple[Item, ...] = (
+    Item(name="preflight", limit_s=90, measure=preflight),
     Item(name="driver calls", limit_s=60, measure=driver_calls),
     Item(name="bitwise conv_stack", limit_s=240, measure=bitwise("conv_stack", preset="small", chunk_nbytes=64 << 10)),
     Item(name="sanitizer", limit_s=120, measure=sanitizer("conv_stack")),
