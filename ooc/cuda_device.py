@@ -177,9 +177,10 @@ class CudaMemory(DeviceMemory):
         records = list(books.records.values())
         chunk_nbytes = self.driver.chunk_nbytes
         for record in records:
-            if record.state is State.RESIDENT:
-                self.driver.disown(record.address, record.reservation.num_chunks)
-                self._table.outlives(record.address, record.reservation.num_chunks * chunk_nbytes)
+            num_chunks = record.reservation.num_chunks
+            # Else it was freed a moment ago: it goes back with the other chunks.
+            if record.state is State.RESIDENT and self._table.outlives(record.address, num_chunks * chunk_nbytes):
+                self.driver.disown(record.address, num_chunks)
         if self._table.end():
             self.driver.disown(self._small, self._num_small_chunks)
         self.driver.give_chunks_back()
@@ -209,9 +210,11 @@ class CudaMemory(DeviceMemory):
         except CudaFault as fault:
             _log.error("a variable of %s cannot be brought back: %s", format_exactly(record.nbytes), fault)
             return False
-        self._table.outlives(address, num_chunks * self.driver.chunk_nbytes)
+        nbytes = num_chunks * self.driver.chunk_nbytes
         slot: Any = record.slot
         self.store.read(slot, [(address, record.nbytes)]).wait()
+        if not self._table.outlives(address, nbytes):  # freed a moment ago
+            self.driver.calls.call("cuMemUnmap", address, nbytes, what="a variable that was freed meanwhile")
         return True
 
 
