@@ -211,9 +211,9 @@ class DeviceStore:
             raise self._full(nbytes)
         self._file.reserve(nbytes - free)
 
-    def segments(self, ranges: Ranges) -> Ranges:
+    def segments(self, segments: Ranges) -> Ranges:
         """Device memory for many transfers: nothing to prepare."""
-        return ranges
+        return segments
 
     def write(self, slot: DeviceSlot, segments: Ranges, after: Sequence[Any] = ()) -> Any:  # noqa: ARG002
         """Begin to copy device memory out to a slot, after the ops issued so far. The host goes on.
