@@ -36,8 +36,8 @@ def release_survivors(books: Books, driver: PosixDriver, allocator: CpuAllocator
         else:
             assert record.slot is not None
             fill = functools.partial(_read, books.store.descriptor, record.slot.offset, length)
-        lives = become_ordinary(allocator, record.address, record.nbytes, fill)
         driver.disown(record.address, num_chunks)
+        lives = become_ordinary(allocator, record.address, record.nbytes, fill)
         total += record.nbytes if lives else 0
     books.records.clear()
     return total

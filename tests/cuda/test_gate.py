@@ -167,7 +167,7 @@ def test_host_memory_is_pinned_for_what_is_away() -> None:
     measure = throughput("resnet50", (100,), 1 << 30, (ours("auto", chunk_nbytes=4 * MIB),), sample_nbytes=50 * MIB)
     list(measure(shell))
     (order,) = shell.orders
-    assert order.host_budget_nbytes == 5000 * MIB - (1 << 30) + (8 << 30)
+    assert order.host_budget_nbytes == 5000 * MIB + (2 << 30)
     assert (order.chunk_nbytes, order.budget_nbytes, order.policy) == (4 * MIB, 1 << 30, "auto")
 
 
