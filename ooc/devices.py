@@ -99,22 +99,34 @@ class Store(Protocol):
 
 
 class Memory(Protocol):
-    """The memory of one session.
+    """The memory of one session."""
 
-    Attributes:
-        allocator: torch's, as a table.
-        num_chunks: Chunks of the pool.
-        driver, space, store: Chunks, addresses, and where evicted bytes go.
-        is_host: Whether ops run on the host, so that what the host has done is done, and its kernel serves a
-            stray touch of what is away.
-    """
+    @property
+    def allocator(self) -> AllocatorTable:
+        """torch's, as a table."""
 
-    allocator: AllocatorTable
-    num_chunks: int
-    driver: Driver
-    space: Space
-    store: Store
-    is_host: bool
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the pool."""
+
+    @property
+    def driver(self) -> Driver:
+        """Chunks."""
+
+    @property
+    def space(self) -> Space:
+        """Addresses."""
+
+    @property
+    def store(self) -> Store:
+        """Where evicted bytes go."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether ops run on the host.
+
+        Then what the host has done is done, and its kernel serves a stray touch of what is away.
+        """
 
     def make_guards(self, *, debug: bool) -> Any:
         """What the addresses of an away variable show."""

@@ -35,7 +35,10 @@ def test_what_the_seam_asks_is_there(seam: type[Any], made: type[Any]) -> None:
     asked = [name for name in vars(seam) if not name.startswith("_")]
     assert asked
     for name in asked:
-        wanted, found = vars(seam)[name], getattr(made, name)
+        wanted = vars(seam)[name]
+        if seam is Memory and isinstance(wanted, property):
+            continue  # attributes of what is made; mypy compares their types
+        found = getattr(made, name)
         assert isinstance(wanted, property) == isinstance(found, property), name
         if inspect.isfunction(wanted):
             assert list(inspect.signature(found).parameters) == list(inspect.signature(wanted).parameters), name
