@@ -17,7 +17,7 @@ import time
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ooc.children import Children
 from ooc.errors import HiddenWrite, StoreFailed
@@ -27,6 +27,9 @@ from vmm.addresses import Reservation
 from vmm.chunks import ChunkPool
 from vmm.driver import MemoryFault
 from vmm.store import Slot, Transfer
+
+if TYPE_CHECKING:
+    from ooc.devices import Space, Store
 
 Runs = tuple[tuple[int, int], ...]
 Segments = Sequence[tuple[int, int]]
@@ -152,7 +155,7 @@ class Books:
     session's thread waited for transfers, as `(start, stop)` of the monotonic clock. Without `is_host` the memory
     is a device's: the host cannot look into it, and what was given out must stay, since nothing serves a touch.
 
-    `space` and `store` are of one `ooc.devices.Memory`: an `AddressSpace` and a `FileStore`, or a device's.
+    `space` and `store` are of one `ooc.devices.Memory`.
 
     Owns none of what it is given; the session does. One thread at a time (the session's lock).
     """
@@ -161,8 +164,8 @@ class Books:
         self,
         *,
         pool: ChunkPool,
-        space: Any,
-        store: Any,
+        space: Space,
+        store: Store,
         debug: bool = False,
         guards: Guards | None = None,
         is_host: bool = True,

@@ -12,8 +12,12 @@ import select
 import struct
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from vmm.store import FileStore, Slot
+from vmm.store import Slot
+
+if TYPE_CHECKING:
+    from ooc.devices import Store
 
 PID = struct.Struct("=i")
 
@@ -56,7 +60,7 @@ class _Child:
 class Children:
     """Which slots of the store forked processes may still read. One thread at a time."""
 
-    def __init__(self, store: FileStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         self._children: list[_Child] = []
         self._held: Counter[int] = Counter()  # by a slot's offset

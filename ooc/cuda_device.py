@@ -15,7 +15,7 @@ from ooc.books import Books, State, VariableRecord
 from ooc.device_memory import DeviceMemory
 from ooc.errors import DeviceUnavailable, SessionError
 from ooc.torch_cuda import Refusals, TorchCuda, check_environment, replace_figures
-from ooc.units import format_nbytes
+from ooc.units import format_exactly, format_nbytes
 from vmm.cuda_calls import CudaCalls, CudaFault, load_bindings
 from vmm.cuda_table import CudaTable, DriverPointers, cuda_table, driver_pointers
 from vmm.files import default_directory
@@ -32,6 +32,7 @@ _CHUNK_NBYTES = 2 << 20
 _SMALL_SHARE = 16
 """One part in so many of the budget is for blocks below the threshold. Not tuned: no GPU has been seen."""
 _STAGING_NBYTES = 64 << 20
+_LEAST_HOST_NBYTES = 64 << 10
 _HOST_SHARE = 2
 """By default half of the host's available memory is pinned: the program and the page cache need the rest."""
 
@@ -78,17 +79,15 @@ class CudaDevice:
             SessionError: CUDA was started before.
             vmm.driver.MemoryFault: Not the memory, on the device or to pin.
         """
-        bindings = self._find_driver()
-        table = cuda_table()
-        if not table.is_installed:
-            table.install(self._pointers if self._pointers is not None else driver_pointers())
-            self._torch_cuda.use_allocator(table.path)
-            replace_figures(table)  # for as long as the process lives, as the allocator itself
-            table.is_installed = True
-        self._torch_cuda.start(self._index)
         host_nbytes = self._host_budget_nbytes
         if host_nbytes is None:
             host_nbytes = memory_room().available_nbytes // _HOST_SHARE
+        if host_nbytes < _LEAST_HOST_NBYTES:
+            raise ValueError(
+                f"host budget of {format_exactly(host_nbytes)}: at least {format_exactly(_LEAST_HOST_NBYTES)} are "
+                "needed, through which what the host cannot hold passes on its way to the file"
+            )
+        bindings, table = self.start()
         return self.memory_type(
             table=table,
             num_chunks=num_chunks,
@@ -101,6 +100,22 @@ class CudaDevice:
             file_directory=store or default_directory(),
             staging_nbytes=min(_STAGING_NBYTES, host_nbytes // 2),
         )
+
+    def start(self) -> tuple[Any, CudaTable]:
+        """Start CUDA with our table as torch's allocator. The driver's bindings, and the table.
+
+        Raises:
+            As `open`, but for memory.
+        """
+        bindings = self._find_driver()
+        table = cuda_table()
+        if not table.is_installed:
+            table.install(self._pointers if self._pointers is not None else driver_pointers())
+            self._torch_cuda.use_allocator(table.path)
+            replace_figures(table)  # for as long as the process lives, as the allocator itself
+            table.is_installed = True
+        self._torch_cuda.start(self._index)
+        return bindings, table
 
     def _find_driver(self) -> Any:
         """The driver's bindings, once everything that can be known before CUDA starts is in order."""
@@ -162,9 +177,10 @@ class CudaMemory(DeviceMemory):
         records = list(books.records.values())
         chunk_nbytes = self.driver.chunk_nbytes
         for record in records:
-            if record.state is State.RESIDENT:
-                self.driver.disown(record.address, record.reservation.num_chunks)
-                self._table.outlives(record.address, record.reservation.num_chunks * chunk_nbytes)
+            num_chunks = record.reservation.num_chunks
+            # Else it was freed a moment ago: it goes back with the other chunks.
+            if record.state is State.RESIDENT and self._table.outlives(record.address, num_chunks * chunk_nbytes):
+                self.driver.disown(record.address, num_chunks)
         if self._table.end():
             self.driver.disown(self._small, self._num_small_chunks)
         self.driver.give_chunks_back()
@@ -192,11 +208,13 @@ class CudaMemory(DeviceMemory):
         try:
             self.driver.attach_new(address, num_chunks)
         except CudaFault as fault:
-            _log.error("a variable of %d bytes cannot be brought back: %s", record.nbytes, fault)
+            _log.error("a variable of %s cannot be brought back: %s", format_exactly(record.nbytes), fault)
             return False
-        self._table.outlives(address, num_chunks * self.driver.chunk_nbytes)
+        nbytes = num_chunks * self.driver.chunk_nbytes
         slot: Any = record.slot
         self.store.read(slot, [(address, record.nbytes)]).wait()
+        if not self._table.outlives(address, nbytes):  # freed a moment ago
+            self.driver.calls.call("cuMemUnmap", address, nbytes, what="a variable that was freed meanwhile")
         return True
 
 

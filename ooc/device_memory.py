@@ -113,6 +113,8 @@ class DeviceMemory:
 
     is_host = False
     allocator: Any
+    space_type: type[DeviceSpace] = DeviceSpace
+    """What maps variables; another one in measurements of what standing aliases save."""
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class DeviceMemory:
                 undo.callback(file.close)
             self.store = DeviceStore(self.streams, blocks, file=file)
             self.store.measure((self.driver.view_address, num_chunks * chunk_nbytes))
-            self.space = DeviceSpace(self.driver, self.streams)
+            self.space = self.space_type(self.driver, self.streams)
             undo.pop_all()
 
     def __repr__(self) -> str:

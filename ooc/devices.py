@@ -7,6 +7,7 @@ session, the books and the executor know no more of a device than what is here.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,11 +15,13 @@ from ooc.errors import SessionError
 from ooc.forks import Forks
 from ooc.guards import Guards
 from ooc.units import format_nbytes, parse_nbytes
-from vmm.addresses import AddressSpace
+from vmm.addresses import AddressSpace, Reservation
+from vmm.driver import Driver
 from vmm.machine import meminfo_nbytes
 from vmm.posix import PosixDriver
-from vmm.store import FileStore
+from vmm.store import FileStore, StoreSpeed
 from vmm.torch_cpu import GRANULE_NBYTES, AllocatorTable, cpu_allocator
+from vmm.transfers import Direction, TransferRecord, TransferStatistics
 
 if TYPE_CHECKING:
     from ooc.books import Books, VariableRecord
@@ -26,25 +29,106 @@ if TYPE_CHECKING:
     from ooc.session import Session
 
 
-class Memory(Protocol):
-    """The memory of one session.
+class Space(Protocol):
+    """Reservations and what they show: `vmm.addresses.AddressSpace`, or a device's `vmm.device_space.DeviceSpace`."""
 
-    Attributes:
-        allocator: torch's, as a table.
-        driver, space, store: Chunks, addresses, and where evicted bytes go.
-        is_host: Whether ops run on the host, so that what the host has done is done, and its kernel serves a
-            stray touch of what is away.
+    @property
+    def driver(self) -> Driver:
+        """What it maps with."""
+
+    @property
+    def num_remapped_chunks(self) -> int:
+        """Places, so far, that were changed from one chunk to another."""
+
+    def reserve(self, nbytes: int) -> Reservation:
+        """Addresses for so many bytes, mapped to nothing."""
+
+    def release(self, reservation: Reservation) -> None:
+        """Give the addresses back."""
+
+    def map(self, reservation: Reservation, runs: Sequence[tuple[int, int]]) -> int:
+        """Let a reservation show these chunks."""
+
+    def unmap(self, reservation: Reservation) -> None:
+        """Let it show nothing."""
+
+    def note_unused(self, reservation: Reservation, event: Any) -> None:
+        """Nothing uses what it shows after `event`, until it is mapped again."""
+
+
+class Store(Protocol):
+    """Where evicted bytes live: `vmm.store.FileStore`, or a device's `vmm.device_store.DeviceStore`.
+
+    Slots are the store's own kind; transfers have `done`, `order` (ops come after it) and `wait` (the host does).
     """
 
-    allocator: AllocatorTable
-    driver: Any
-    space: AddressSpace
-    store: Any
-    is_host: bool
+    @property
+    def directory(self) -> Path | None:
+        """Where its file is, if it has one."""
+
+    def allocate(self, nbytes: int) -> Any:
+        """A slot. Raises `StoreFull`."""
+
+    def free(self, slot: Any) -> None:
+        """Give a slot back; transfers may be under way."""
+
+    def reserve(self, nbytes: int) -> None:
+        """Make sure that so many more bytes can be allocated. Raises `StoreFull`."""
+
+    def segments(self, segments: Sequence[tuple[int, int]]) -> Any:
+        """Memory made ready for many transfers."""
+
+    def write(self, slot: Any, segments: Any, after: Sequence[Any] = ()) -> Any:
+        """Begin to copy memory to a slot."""
+
+    def read(self, slot: Any, segments: Any, after: Sequence[Any] = ()) -> Any:
+        """Begin to copy a slot to memory, after its last write and the transfers `after`."""
+
+    def wait_all(self) -> None:
+        """Let the host wait until no transfer is under way."""
+
+    def statistics(self, direction: Direction) -> TransferStatistics:
+        """Totals of one direction."""
+
+    def take_records(self) -> tuple[TransferRecord, ...]:
+        """Times of single transfers, where they are known."""
+
+    def measure(self, buffer: tuple[int, int] | None = None) -> StoreSpeed:
+        """Its rates, each way alone and both at once."""
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+
+
+class Memory(Protocol):
+    """The memory of one session."""
+
+    @property
+    def allocator(self) -> AllocatorTable:
+        """torch's, as a table."""
 
     @property
     def num_chunks(self) -> int:
         """Chunks of the pool."""
+
+    @property
+    def driver(self) -> Driver:
+        """Chunks."""
+
+    @property
+    def space(self) -> Space:
+        """Addresses."""
+
+    @property
+    def store(self) -> Store:
+        """Where evicted bytes go."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether ops run on the host.
+
+        Then what the host has done is done, and its kernel serves a stray touch of what is away.
+        """
 
     def make_guards(self, *, debug: bool) -> Any:
         """What the addresses of an away variable show."""

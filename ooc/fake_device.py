@@ -11,16 +11,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import mmap
 from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ooc.books import Books, State, VariableRecord
 from ooc.device_memory import DeviceMemory
+from ooc.survivors import become_ordinary
 from vmm.device_streams import DeviceStreams
 from vmm.fake_cuda import FakeCuda
-from vmm.syscalls import MAP_FIXED, MAP_NORESERVE, Syscalls
 from vmm.torch_cpu import GRANULE_NBYTES, cpu_allocator
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ class FakeCudaDevice:
 
     granule_nbytes = GRANULE_NBYTES
     threshold_nbytes = GRANULE_NBYTES
+    memory_type: type[FakeDeviceMemory]
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class FakeCudaDevice:
         )
         self._prepare(self.fake)
         try:
-            self.memory = FakeDeviceMemory(
+            self.memory = self.memory_type(
                 self.fake,
                 num_chunks=num_chunks,
                 chunk_nbytes=chunk_nbytes,
@@ -157,14 +157,9 @@ class FakeDeviceMemory(FakeKernels, DeviceMemory):
         kept = [(record.address, self._content(books, record)) for record in books.records.values()]
         self.store.close()
         self.driver.close()
-        syscalls = Syscalls()
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
         for address, content in kept:
-            length = -(-len(content) // GRANULE_NBYTES) * GRANULE_NBYTES
-            syscalls.mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-            ctypes.memmove(address, content, len(content))
-            if not self.allocator.survive(address, length):  # freed a moment ago
-                syscalls.mmap(address, length, 0, flags | MAP_NORESERVE, -1, 0)
+            fill = functools.partial(_write, content)
+            become_ordinary(self.allocator, address, len(content), fill)
         books.records.clear()
 
     def close(self) -> None:
@@ -185,6 +180,9 @@ class FakeDeviceMemory(FakeKernels, DeviceMemory):
                 return self.store.file_bytes(slot)
             parts = list(self.store.host_segments(slot))
         return b"".join(ctypes.string_at(address, nbytes) for address, nbytes in parts)
+
+
+FakeCudaDevice.memory_type = FakeDeviceMemory
 
 
 class FakeOps:
@@ -227,6 +225,10 @@ class FakeOps:
                 self._memory.kernel(f"{name}, what it allocates", writes=[_range_of(role)])
         func = compiled.funcs[index]
         return getattr(func, "_op", func)(*args, **kwargs)
+
+
+def _write(content: bytes, address: int) -> None:
+    ctypes.memmove(address, content, len(content))
 
 
 def _range_of(role: Role) -> tuple[int, int]:

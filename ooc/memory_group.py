@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from vmm.threads import name_this_thread
+
 _PSS_INTERVAL_S = 0.05
 _REMOVE_PATIENCE_S = 5.0
 _numbers = itertools.count()
@@ -124,6 +126,7 @@ class PssWatch:
         self._thread.join()
 
     def _run(self) -> None:
+        name_this_thread("ooc-pss-watch")
         path = Path(f"/proc/{self._pid}/smaps_rollup")
         while not self._stop.wait(_PSS_INTERVAL_S):
             # The process may end, or not have started its program yet, between two samples.

@@ -346,19 +346,31 @@ def _make_dlpack(outside: Outside, original: Any) -> Any:
         if record is None:
             return original(tensor, *args, **kwargs)
         # A capsule has no finalizer that we could use. So export a tensor over the same memory whose
-        # storage keeps an array alive, and end the export when the array dies.
+        # storage keeps its owner alive, and end the export when that dies.
         with _disable_current_modes():
             storage = tensor.untyped_storage()
             nbytes = storage.nbytes()
-            owner = np.ctypeslib.as_array(_bytes_at(address, nbytes))
+            owner = np.ctypeslib.as_array(_bytes_at(address, nbytes)) if tensor.is_cpu else DeviceBytes(address, nbytes)
             weakref.finalize(owner, _end_with, outside, record, storage).atexit = False
-            flat = torch.from_numpy(owner)
+            flat = torch.from_numpy(owner) if tensor.is_cpu else torch.as_tensor(owner, device=tensor.device)
             del owner
             size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
             alias = flat[: nbytes // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
             return original(alias.as_strided(size, stride, offset), *args, **kwargs)
 
     return dlpack
+
+
+class DeviceBytes:
+    """Device memory as torch and CuPy take it over without a copy; whatever lies over it keeps this alive."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 2,  # from 3 on torch would ask for a stream to wait for: the tensor's own work is on its stream
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+        }
 
 
 def _end_with(outside: Outside, record: VariableRecord, _storage: Any) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, TextIO, get_args
 import torch
 
 from ooc.units import format_duration, format_nbytes
+from vmm.threads import name_this_thread
 
 if TYPE_CHECKING:
     from ooc.steps import StepRow
@@ -120,6 +121,7 @@ class Progress:
             self._stream.flush()
 
     def _tick(self) -> None:
+        name_this_thread("ooc-progress")
         while not self._ending.wait(_TICK_S):
             if time.monotonic() - self._since < _PATIENCE_S or rank() != 0:
                 continue

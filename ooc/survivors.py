@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
+from collections.abc import Callable
 
-from ooc.books import Books, State
+from ooc.books import Books, Segments, State
 from vmm.posix import PosixDriver
 from vmm.syscalls import MAP_FIXED, MAP_NORESERVE, Syscalls
 from vmm.torch_cpu import GRANULE_NBYTES, CpuAllocator
+
+_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
 
 
 def release_survivors(books: Books, driver: PosixDriver, allocator: CpuAllocator) -> int:
@@ -19,38 +23,54 @@ def release_survivors(books: Books, driver: PosixDriver, allocator: CpuAllocator
     now on and is unmapped when it is freed.
     """
     syscalls = Syscalls()
-    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
     total = 0
     for record in list(books.records.values()):
         books.settle(record)
-        length = -(-record.nbytes // GRANULE_NBYTES) * GRANULE_NBYTES
-        content = None
-        if record.state is State.RESIDENT:
-            content = books.segments(record.runs, record.nbytes)
         num_chunks = record.reservation.num_chunks
-        whole = num_chunks * books.chunk_nbytes
+        whole, length = num_chunks * books.chunk_nbytes, _whole_granules(record.nbytes)
         # The rest of the last chunk, too: one page of the pool that stays mapped keeps all of the pool's memory.
         if whole > length:
-            syscalls.mmap(record.address + length, whole - length, 0, anonymous | MAP_NORESERVE, -1, 0)
-        syscalls.mmap(record.address, length, mmap.PROT_READ | mmap.PROT_WRITE, anonymous, -1, 0)
-        if content is not None:
-            offset = 0
-            for address, nbytes in content:
-                ctypes.memmove(record.address + offset, address, nbytes)
-                offset += nbytes
+            syscalls.mmap(record.address + length, whole - length, 0, _ANONYMOUS | MAP_NORESERVE, -1, 0)
+        if record.state is State.RESIDENT:
+            fill = functools.partial(_copy, books.segments(record.runs, record.nbytes))
         else:
             assert record.slot is not None
-            _read(books.store.descriptor, record.slot.offset, record.address, length)
+            fill = functools.partial(_read, books.store.descriptor, record.slot.offset, length)
         driver.disown(record.address, num_chunks)
-        if allocator.survive(record.address, length):
-            total += record.nbytes
-        else:  # freed a moment ago, by the cycle collector or another thread: nobody will free it again
-            syscalls.mmap(record.address, length, 0, anonymous | MAP_NORESERVE, -1, 0)
+        lives = become_ordinary(allocator, record.address, record.nbytes, fill)
+        total += record.nbytes if lives else 0
     books.records.clear()
     return total
 
 
-def _read(descriptor: int, offset: int, address: int, nbytes: int) -> None:
+def become_ordinary(allocator: CpuAllocator, address: int, nbytes: int, fill: Callable[[int], None]) -> bool:
+    """Replace what is mapped at a variable's address by memory of its own, which `fill` writes.
+
+    Returns:
+        Whether the variable is alive. If it was freed a moment ago, by the cycle collector or another thread,
+        nobody will free it again, and nothing is left there.
+    """
+    syscalls = Syscalls()
+    length = _whole_granules(nbytes)
+    syscalls.mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, _ANONYMOUS, -1, 0)
+    fill(address)
+    if allocator.survive(address, length):
+        return True
+    syscalls.mmap(address, length, 0, _ANONYMOUS | MAP_NORESERVE, -1, 0)
+    return False
+
+
+def _copy(segments: Segments, address: int) -> None:
+    for source, nbytes in segments:
+        ctypes.memmove(address, source, nbytes)
+        address += nbytes
+
+
+def _whole_granules(nbytes: int) -> int:
+    return -(-nbytes // GRANULE_NBYTES) * GRANULE_NBYTES
+
+
+def _read(descriptor: int, offset: int, nbytes: int, address: int) -> None:
     view = (ctypes.c_char * nbytes).from_address(address)
     done = 0
     while done < nbytes:

@@ -20,6 +20,10 @@ from ooc.models.text import corpus
         ("mobilenet_v2", "full", 3_504_872),
         ("bert", "full", 109_514_298),
         ("gpt", "full", 4_870_144),
+        ("densenet121", "full", 7_978_856),
+        ("deeplab_v3", "full", 42_004_074 - 2_365_205),  # less the auxiliary head, which ours does not have
+        ("pix2pix_hd", "full", 182_546_755),
+        ("gpt_1b", "full", 1_313_722_368),
     ],
 )
 def test_parameter_counts_are_those_published(name: str, preset: models.Preset, expected: int) -> None:

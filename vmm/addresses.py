@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Sequence
+from typing import Any
 
 from vmm.driver import Access, Driver
 from vmm.ranges import Run
@@ -183,6 +184,9 @@ class AddressSpace:
         reservation._runs = reservation._given = None
         reservation._is_protected = False
         reservation._is_file = True
+
+    def note_unused(self, reservation: Reservation, event: Any) -> None:
+        """Nothing to keep: what the host has done is done, and the kernel lets a mapping be replaced at any time."""
 
     def unmap(self, reservation: Reservation) -> None:
         """Let the reservation show nothing: a touch faults. Nothing happens if it shows nothing."""

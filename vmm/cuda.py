@@ -16,6 +16,7 @@ from vmm.cuda_calls import CudaCalls, CudaFault, load_bindings
 from vmm.driver import Access, MemoryFault
 from vmm.places import Places
 from vmm.ranges import Layout, Piece
+from vmm.sizes import format_exactly, format_nbytes
 
 __all__ = ["CudaDriver"]
 
@@ -237,7 +238,7 @@ class CudaDriver:
     def attach_new(self, address: int, num_chunks: int) -> None:
         """Map memory beside the pool at a range where nothing is mapped, and disown it."""
         nbytes = num_chunks * self._chunk_nbytes
-        what = f"{nbytes} bytes beside the pool at {address:#x}"
+        what = f"{format_nbytes(nbytes)} beside the pool at {address:#x}"
         handle = int(self._calls.call("cuMemCreate", nbytes, self._properties(), 0, what=what))
         try:
             self._calls.call("cuMemMap", address, nbytes, 0, handle, 0, what=what)
@@ -268,7 +269,7 @@ class CudaDriver:
         kept = self._handles
         if self._held is not None and not self._mapped_stretches() and not self._has_disowned:
             address, nbytes = self._held
-            what = f"close: {nbytes} bytes of addresses at {address:#x}"
+            what = f"close: {format_nbytes(nbytes)} of addresses at {address:#x}"
             free = functools.partial(self._calls.call, "cuMemAddressFree", address, nbytes, what=what)
             if self._gives_back(faults, free):
                 self._held = None
@@ -330,16 +331,18 @@ class CudaDriver:
         granularity = int(self._calls.call("cuMemGetAllocationGranularity", self._properties(), option, what=what))
         if self._chunk_nbytes % granularity:
             raise ValueError(
-                f"chunk_nbytes={self._chunk_nbytes}: must be a multiple of the device's granularity, "
-                f"{granularity} bytes"
+                f"chunks of {format_exactly(self._chunk_nbytes)}: must be a multiple of the device's granularity, "
+                f"{format_exactly(granularity)}"
             )
         info = self._calls.memory_info()
         nbytes = self._num_chunks * self._chunk_nbytes
         if nbytes > info.free_nbytes:
             raise MemoryFault(
                 f"{self._what()} does not fit device {self._device}:\n"
-                f"  needed {nbytes} bytes\n  free   {info.free_nbytes} bytes\n  total  {info.total_nbytes} bytes\n"
-                "  Options: a smaller budget; end other processes on the device; torch.cuda.empty_cache() before."
+                f"  needed {format_exactly(nbytes)}\n  free   {format_exactly(info.free_nbytes)}\n"
+                f"  total  {format_exactly(info.total_nbytes)}\n"
+                f"  Options: a budget of at most {info.free_nbytes >> 20}MiB; end other processes on the device; "
+                "torch.cuda.empty_cache() before."
             )
         return granularity
 
@@ -356,7 +359,7 @@ class CudaDriver:
         ) // self._chunk_nbytes
         while True:
             nbytes = (self._num_chunks + num_places) * self._chunk_nbytes
-            what = f"{nbytes} bytes of addresses ({num_places} chunks beside the pool's {self._num_chunks})"
+            what = f"{format_nbytes(nbytes)} of addresses ({num_places} chunks beside the pool's {self._num_chunks})"
             try:
                 # Address 0 and alignment 0: the driver chooses; it aligns to its granularity.
                 address = int(self._calls.call("cuMemAddressReserve", nbytes, 0, 0, 0, what=what))
@@ -371,7 +374,7 @@ class CudaDriver:
 
     def _what(self) -> str:
         nbytes = self._num_chunks * self._chunk_nbytes
-        return f"a pool of {self._num_chunks} chunks of {self._chunk_nbytes} bytes = {nbytes} bytes"
+        return f"a pool of {self._num_chunks} chunks of {format_nbytes(self._chunk_nbytes)} = {format_nbytes(nbytes)}"
 
     def _change(self, wanted: Sequence[Piece[_Mapped]], what: str) -> None:
         """Let neighbouring pieces show what they say, or leave all as it was.
@@ -456,7 +459,7 @@ class CudaDriver:
         is_open = access is Access.READ_WRITE
         wish.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if is_open else flags.CU_MEM_ACCESS_FLAGS_PROT_NONE
         nbytes = (stop - start) * self._chunk_nbytes
-        what = f"{what}: access {access.value} for {nbytes} bytes at {address:#x}"
+        what = f"{what}: access {access.value} for {format_nbytes(nbytes)} at {address:#x}"
         self._calls.call("cuMemSetAccess", address, nbytes, [wish], 1, what=what)
         after: list[Piece[_Mapped]] = []
         for first, last, value in self._layout.pieces(start, stop):
@@ -466,7 +469,7 @@ class CudaDriver:
 
     def _unmap_stretch(self, start: int, stop: int, what: str) -> None:
         address, nbytes = self._address(start), (stop - start) * self._chunk_nbytes
-        self._calls.call("cuMemUnmap", address, nbytes, what=f"{what}: {nbytes} bytes at {address:#x}")
+        self._calls.call("cuMemUnmap", address, nbytes, what=f"{what}: {format_nbytes(nbytes)} at {address:#x}")
 
     def _mapped_stretches(self) -> list[tuple[int, int]]:
         stretches: list[tuple[int, int]] = []

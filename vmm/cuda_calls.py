@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vmm.driver import MemoryFault
+from vmm.sizes import format_nbytes
 
 __all__ = ["CudaCalls", "CudaFault", "MemoryInfo", "load_bindings"]
 
@@ -222,17 +223,17 @@ class CudaCalls:
 
     def copy_to_device(self, address: int, host_address: int, nbytes: int, stream: int) -> None:
         """Queue a copy of pinned host memory to the device."""
-        what = f"copy of {nbytes} bytes from the host's {host_address:#x} to {address:#x}"
+        what = f"copy of {format_nbytes(nbytes)} from the host's {host_address:#x} to {address:#x}"
         self.call("cuMemcpyHtoDAsync", address, host_address, nbytes, stream, what=what)
 
     def copy_to_host(self, host_address: int, address: int, nbytes: int, stream: int) -> None:
         """Queue a copy of device memory to pinned host memory."""
-        what = f"copy of {nbytes} bytes from {address:#x} to the host's {host_address:#x}"
+        what = f"copy of {format_nbytes(nbytes)} from {address:#x} to the host's {host_address:#x}"
         self.call("cuMemcpyDtoHAsync", host_address, address, nbytes, stream, what=what)
 
     def copy_on_device(self, address: int, source_address: int, nbytes: int, stream: int) -> None:
         """Queue a copy within the device."""
-        what = f"copy of {nbytes} bytes from {source_address:#x} to {address:#x}"
+        what = f"copy of {format_nbytes(nbytes)} from {source_address:#x} to {address:#x}"
         self.call("cuMemcpyDtoDAsync", address, source_address, nbytes, stream, what=what)
 
     def _function(self, name: str, what: str) -> Callable[..., tuple[Any, ...]]:

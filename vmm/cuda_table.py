@@ -68,6 +68,7 @@ class CudaTable(AllocatorTable):
         library.vmm_cuda_install.argtypes = (DriverPointers,)
         library.vmm_cuda_begin.argtypes = (*[ctypes.c_uint64] * 4, ctypes.c_int)
         library.vmm_cuda_outlives.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
+        library.vmm_cuda_outlives.restype = ctypes.c_int
         library.vmm_cuda_take.argtypes = (ctypes.c_uint64,)
         library.vmm_cuda_take.restype = ctypes.c_uint64
         library.vmm_cuda_free.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
@@ -102,9 +103,14 @@ class CudaTable(AllocatorTable):
         """Free a block of `take`, also after its session."""
         self._library.vmm_cuda_free(address, 0, 0, None)
 
-    def outlives(self, address: int, nbytes: int) -> None:
-        """The live variable there outlives its session: unmap so many bytes when it is freed."""
-        self._library.vmm_cuda_outlives(address, nbytes)
+    def outlives(self, address: int, nbytes: int) -> bool:
+        """The live variable there outlives its session: unmap so many bytes when it is freed.
+
+        Returns:
+            False if it was freed a moment ago, on another thread or by the cycle collector: what is mapped there
+            is the caller's to unmap.
+        """
+        return bool(self._library.vmm_cuda_outlives(address, nbytes))
 
     def reset_peaks(self) -> None:
         """From now on peaks are counted anew."""

@@ -134,6 +134,11 @@ class DeviceFile:
         streams: The session's.
         directory: Where the file is.
         staging_nbytes: Pinned for the staging buffers.
+
+    Raises:
+        StoreUnavailable: The directory will not do.
+        StoreFull: The disk has not even room for what the staging buffers hold.
+        MemoryFault: The host cannot pin them.
     """
 
     def __init__(self, streams: DeviceStreams, directory: str | Path, *, staging_nbytes: int) -> None:
@@ -147,6 +152,7 @@ class DeviceFile:
         self._slots_of: dict[int, Slot] = {}  # of outgoing pieces, by id
         self._store = FileStore(directory)
         try:
+            self._store.reserve(staging_nbytes)  # a disk that is full shows now, not in mid-training
             self._blocks = HostBlocks(
                 streams.calls, budget_nbytes=_NUM_BUFFERS * self._piece_nbytes, block_nbytes=self._piece_nbytes
             )

@@ -19,6 +19,7 @@ from vmm.device_streams import DeviceEvent, DeviceStreams, Rule, events_of
 from vmm.host_blocks import HostBlocks
 from vmm.nvtx_ranges import marked
 from vmm.ranges import Run
+from vmm.sizes import format_exactly, format_nbytes
 from vmm.store import StoreFull, StoreSpeed
 from vmm.transfers import Direction, TransferRecord, TransferStatistics
 
@@ -210,9 +211,9 @@ class DeviceStore:
             raise self._full(nbytes)
         self._file.reserve(nbytes - free)
 
-    def segments(self, ranges: Ranges) -> Ranges:
+    def segments(self, segments: Ranges) -> Ranges:
         """Device memory for many transfers: nothing to prepare."""
-        return ranges
+        return segments
 
     def write(self, slot: DeviceSlot, segments: Ranges, after: Sequence[Any] = ()) -> Any:  # noqa: ARG002
         """Begin to copy device memory out to a slot, after the ops issued so far. The host goes on.
@@ -387,8 +388,9 @@ class DeviceStore:
     def _full(self, nbytes: int) -> StoreFull:
         free = self._blocks.num_free * self._blocks.block_nbytes
         return StoreFull(
-            f"evicted variables need {nbytes} more bytes of host memory; {free} of the "
-            f"{self._blocks.num_blocks * self._blocks.block_nbytes} pinned ones are free, and there is no file.\n"
+            f"evicted variables need {format_exactly(nbytes)} more host memory; {format_exactly(free)} of the "
+            f"{format_nbytes(self._blocks.num_blocks * self._blocks.block_nbytes)} that are pinned are free, and there "
+            "is no file.\n"
             "  Options: a larger host_budget; a store directory, for the rest; a larger budget, which evicts less.",
             needed_nbytes=nbytes,
             free_nbytes=free,

@@ -14,7 +14,7 @@ import enum
 from collections.abc import Callable, Iterable
 
 from vmm.cuda_calls import CudaCalls, CudaFault
-from vmm.nvtx_ranges import marked
+from vmm.nvtx_ranges import marked, name_stream
 
 __all__ = ["DeviceEvent", "DeviceStreams", "Rule"]
 
@@ -74,8 +74,8 @@ class DeviceStreams:
         self.num_host_waits = 0
         """How often the host was made to wait. Not once in a planned step, but for remaps and files."""
         try:
-            self.inward = self._new_stream()
-            self.outward = self._new_stream()
+            self.inward = self._new_stream("ooc load")
+            self.outward = self._new_stream("ooc evict")
         except BaseException:
             self.close()
             raise
@@ -173,9 +173,10 @@ class DeviceStreams:
         _give_back(self._events, self._calls.destroy_event)
         self._free.clear()
 
-    def _new_stream(self) -> int:
+    def _new_stream(self, name: str) -> int:
         stream = self._calls.create_stream()
         self._streams.append(stream)
+        name_stream(stream, name)
         return stream
 
 

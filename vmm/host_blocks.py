@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from vmm.cuda_calls import CudaCalls, CudaFault
 from vmm.driver import MemoryFault
 from vmm.ranges import FreeRanges, Run
+from vmm.sizes import format_exactly, format_nbytes
 
 __all__ = ["HostBlocks"]
 
@@ -107,12 +108,14 @@ class HostBlocks:
 
     def _pin(self, nbytes: int, budget_nbytes: int) -> int:
         try:
-            return int(self._calls.call("cuMemHostAlloc", nbytes, 0, what=f"pinning {nbytes} bytes of host memory"))
+            return int(
+                self._calls.call("cuMemHostAlloc", nbytes, 0, what=f"pinning {format_nbytes(nbytes)} of host memory")
+            )
         except CudaFault as fault:
             pinned = len(self._pieces) * self._per_piece * self._block_nbytes
             raise MemoryFault(
-                f"the host cannot pin {budget_nbytes} bytes (host_budget): {pinned} bytes were pinned, {nbytes} more "
-                f"were refused.\n  {fault}\n"
+                f"the host cannot pin {format_exactly(budget_nbytes)} (host_budget): {format_nbytes(pinned)} were "
+                f"pinned, {format_nbytes(nbytes)} more were refused.\n  {fault}\n"
                 "  Options: a smaller host_budget, with a store directory on a fast disk for the rest; a higher limit "
                 "on locked memory (ulimit -l); end other processes that pin memory."
             ) from fault

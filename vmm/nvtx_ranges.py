@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import importlib
 import os
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ["NamedRange", "marked", "names_ops"]
+__all__ = ["NamedRange", "marked", "name_stream", "names_ops"]
 
 _DOMAIN = "ooc"
 
@@ -30,6 +32,29 @@ def marked(name: str) -> AbstractContextManager[Any]:
         return _NOTHING
     found: AbstractContextManager[Any] = _nvtx.annotate(name, domain=_DOMAIN)
     return found
+
+
+def name_stream(handle: int, name: str) -> bool:
+    """Let profilers show a stream of the driver's under this name. Whether somebody was told.
+
+    The package nvtx names ranges and nothing else. The call is in NVIDIA's library libnvToolsExt, which CUDA had
+    until version 12; where that is not installed a stream stays a number in the profiler.
+    """
+    library = _tools_library()
+    if library is None:
+        return False
+    library.nvtxNameCuStreamA(ctypes.c_void_p(handle), name.encode())
+    return True
+
+
+@functools.cache
+def _tools_library() -> Any:
+    try:
+        library = ctypes.CDLL("libnvToolsExt.so.1")
+        library.nvtxNameCuStreamA.restype = None
+    except (OSError, AttributeError):
+        return None
+    return library
 
 
 def names_ops() -> bool:

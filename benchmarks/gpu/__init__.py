@@ -3,6 +3,19 @@
     make gpu-gate              all shards, what has been done already is kept
     make gpu-gate SHARD=1      one of them
 
+On a machine that is lent for half an hour the first three shards are what there is time for: what the machine has, the
+tests, bits and peak; ResNet-50 at 16 GiB; the language model of 1.3 G parameters. Each item is on disk when it ends,
+under bench-out/gpu-gate, and is not run again; `OOC_COMMIT` names the commit where there is no git.
+
+What the figures mean:
+
+- "samples": the last three of ten steps, after planning; float32 without TF32, batches made beforehand.
+- "aliased": computation alone, all tensors in the same 16 GiB (`aliased.py`), at any batch size.
+- "fraction of the limit": max(computation alone, least time of the step's bytes on both links) / step; the links'
+  rates are measured when the session opens, each way alone and both at once.
+- "remapped", "best_fit": the same policies without standing aliases, and without virtual addressing (`ablations.py`).
+- "internal fragmentation": of the chunks that the plan holds at its fullest moment, the part that holds no byte.
+
 `items.py` says what is measured, `child.py` trains in a process of its own, `gate.py` runs, resumes and
 prints. `--fake` runs the same over the fake driver, small, to try the gate itself; its figures mean nothing.
 """

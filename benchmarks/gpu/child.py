@@ -14,20 +14,29 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 import ooc
+from benchmarks.gpu.aliased import open_aliased
 from benchmarks.rivals import checkpointed
 from ooc import models
+from scheduler.placement import in_chunks, lower_bound, problem_from_plan
+from vmm.machine import memory_room
 
-VARIANTS = ("in_core", "ours", "save_on_cpu", "checkpoint", "expandable_segments")
-"""`expandable_segments` is in core in an environment that the parent makes."""
+VARIANTS = ("in_core", "ours", "save_on_cpu", "checkpoint", "expandable_segments", "aliased")
+"""`expandable_segments` is in core in an environment that the parent makes; `aliased` is computation alone, its
+results garbage."""
+_ALIASED_NBYTES = 16 << 30
+_PINNED_SHARE = 0.88
+"""At most this part of the host's available memory is pinned; batches and the process itself need the rest."""
+_NUM_BATCHES = 2
+"""Batches made beforehand and taken in turns where bits are not compared: making one of 1,000 images takes seconds."""
 STOPPING_CALLS = (
     "cuCtxSynchronize",
     "cuEventQuery",
@@ -44,8 +53,14 @@ class Order:
 
     Attributes:
         variant: One of `VARIANTS`.
+        budget_nbytes: The session's; for "aliased" the memory in which everything lies, 16 GiB by default.
         host_budget_nbytes: Host memory to pin; None: the session's default.
+        chunk_nbytes: None: the session's default.
+        placement: "standing": standing aliases; "remapped" and "best_fit": as in `benchmarks.gpu.ablations`.
         digests: Whether to hash, at each step, all that training changes. Then algorithms are deterministic.
+        warns: Whether ops without a deterministic algorithm only warn.
+        tf32: Whether products of float32 may be rounded to TF32; torch's default for convolutions.
+        builds_on_device: Whether parameters are made where they live, not on the host.
     """
 
     workload: str
@@ -55,10 +70,15 @@ class Order:
     variant: str = "in_core"
     budget_nbytes: int | None = None
     host_budget_nbytes: int | None = None
+    chunk_nbytes: int | None = None
     policy: str = "auto"
+    placement: Literal["standing", "remapped", "best_fit"] = "standing"
     debug: bool = False
     num_steps: int = 7
     digests: bool = False
+    warns: bool = False
+    tf32: bool = False
+    builds_on_device: bool = False
     fake: bool = False
 
 
@@ -96,75 +116,170 @@ def main() -> int:
 def run(order: Order) -> dict[str, Any]:
     """Train, and tell times, memory, modes, driver calls and hashes of each step."""
     if order.digests:
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True, warn_only=order.warns)
         torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = order.tf32
     workload = models.get(order.workload, order.preset, batch_size=order.batch_size)
+    batches = _batches(order, workload)
     calls: Counter[str] = Counter()
-    steps: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        session = None
+        session = aliased = None
         if order.variant == "ours":
-            session, calls = _open_session(order)
-            stack.enter_context(session)
+            session, calls = _open_session(order, stack)
+        elif order.variant == "aliased":
+            aliased = stack.enter_context(open_aliased(order.budget_nbytes or _ALIASED_NBYTES, fake=order.fake))
         device = torch.device("cpu" if order.fake else "cuda")
+        own_memory = aliased.own_memory if aliased is not None else contextlib.nullcontext
+        if aliased is not None:
+            with own_memory():
+                _warm_up(device)
         torch.manual_seed(0)
-        model = workload.build()
+        with device if order.builds_on_device else contextlib.nullcontext():
+            model = workload.build()
         if order.variant == "checkpoint":
             model = checkpointed(model)
         model.to(device)
         optimizer = workload.make_optimizer(model, order.optimizer)
-        saved = torch.autograd.graph.save_on_cpu(pin_memory=not order.fake)
-        for index in range(order.num_steps):
+        steps = []
+        for batch in batches:
             before = calls.copy()
             started = time.monotonic()
-            with session.step() if session is not None else contextlib.nullcontext():
-                optimizer.zero_grad(set_to_none=True)
-                batch = tuple(tensor.to(device) for tensor in workload.make_batch(index))
-                with saved if order.variant == "save_on_cpu" else contextlib.nullcontext():
-                    loss = workload.loss(model, batch)
-                loss.backward()
-                optimizer.step()
-                del batch
-            counted = calls - before
-            bits = loss.item().hex()  # waits for the device
-            del loss
+            bits, counted = _step(order, session, model, workload, optimizer, batch, device, own_memory, calls)
             steps.append(
                 {
                     "s": time.monotonic() - started,
-                    "mode": session.steps.rows[-1].mode if session is not None else "in_core",
-                    "num_remapped_chunks": session.steps.rows[-1].num_remapped_chunks if session is not None else 0,
-                    "stopping_calls": {name: counted[name] for name in STOPPING_CALLS if counted[name]},
-                    "mapping_calls": {name: counted[name] for name in MAPPING_CALLS if counted[name]},
+                    "stopping_calls": _named(counted - before, STOPPING_CALLS),
+                    "mapping_calls": _named(counted - before, MAPPING_CALLS),
                     "digest": _digest(bits, model, optimizer) if order.digests else bits,
                     "device_used_nbytes": _device_used_nbytes(order),
+                    **(asdict(session.steps.rows[-1]) if session is not None else {"mode": "in_core"}),
                 }
             )
         answer = {"steps": steps, "batch_size": workload.batch_size, **_memory(order, session)}
+        if session is not None:
+            answer |= _planning(session)
+        if aliased is not None:
+            answer["aliased_nbytes"] = aliased.aliased_nbytes
         del model, optimizer
+        if order.fake and session is not None:
+            answer["num_races"] = len(session._driver.calls.bindings.races)
     return {**answer, "machine": _machine(order)}
 
 
-def _open_session(order: Order) -> tuple[ooc.Session, Counter[str]]:
+def _warm_up(device: torch.device) -> None:
+    """Let libraries take the workspaces that they keep."""
+    x = torch.ones(256, 256, device=device, requires_grad=True)
+    torch.nn.functional.linear(x, x, x[0]).sum().backward()
+
+
+def _batches(order: Order, workload: models.Workload) -> Iterable[models.Batch]:
+    """On the host; made before the session opens, and before anything is timed, where that takes long."""
+    if order.digests:
+        return map(workload.make_batch, range(order.num_steps))
+    made = [workload.make_batch(index) for index in range(min(_NUM_BATCHES, order.num_steps))]
+    return [made[index % len(made)] for index in range(order.num_steps)]
+
+
+def _step(
+    order: Order,
+    session: ooc.Session | None,
+    model: nn.Module,
+    workload: models.Workload,
+    optimizer: torch.optim.Optimizer,
+    batch_on_host: models.Batch,
+    device: torch.device,
+    own_memory: Any,
+    calls: Counter[str],
+) -> tuple[str, Counter[str]]:
+    """The loss's bits, and the driver's calls until the step's end."""
+    saves = order.variant == "save_on_cpu"
+    with session.step() if session is not None else contextlib.nullcontext():
+        optimizer.zero_grad(set_to_none=True)
+        if session is not None and order.placement == "remapped":
+            space: Any = session._space
+            space.mark(session._allocator.is_alive)
+        with own_memory():
+            batch = tuple(tensor.to(device) for tensor in batch_on_host)
+        # Inside the block alone: entered once more, the hooks would save what they have saved.
+        with torch.autograd.graph.save_on_cpu(pin_memory=not order.fake) if saves else contextlib.nullcontext():
+            loss = workload.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        del batch
+    counted = calls.copy()
+    return loss.item().hex(), counted  # waits for the device
+
+
+def _named(calls: Counter[str], names: tuple[str, ...]) -> dict[str, int]:
+    return {name: calls[name] for name in names if calls[name]}
+
+
+def _open_session(order: Order, stack: contextlib.ExitStack) -> tuple[ooc.Session, Counter[str]]:
+    """Open until the stack is left, and the counts of the driver's calls."""
     assert order.budget_nbytes is not None
-    options: dict[str, Any] = {"policy": order.policy, "debug": order.debug, "plan_cache": False}
+    from benchmarks.gpu import ablations
+
+    options: dict[str, Any] = {
+        "policy": order.policy,
+        "debug": order.debug,
+        "plan_cache": False,
+        "chunk_nbytes": order.chunk_nbytes,
+    }
+    if order.placement == "best_fit":
+        from ooc import sequences
+
+        sequences.make_plan = ablations.contiguous_plan
+        stack.callback(setattr, sequences, "make_plan", ablations.make_plan)
+    is_remapped = order.placement == "remapped"
     if order.fake:
         from ooc.fake_device import FakeCudaDevice
 
-        fake = FakeCudaDevice(host_budget=order.host_budget_nbytes or 1 << 30)
-        session = ooc.Session(order.budget_nbytes, device=fake, **options)
+        fake_type = ablations.RemappingFakeDevice if is_remapped else FakeCudaDevice
+        fake = fake_type(host_budget=order.host_budget_nbytes or 1 << 30)
+        session = stack.enter_context(ooc.Session(order.budget_nbytes, device=fake, **options))
         return session, fake.fake.num_calls
     from ooc.cuda_device import CudaDevice
     from vmm.cuda_calls import load_bindings
 
     bindings = CountedCalls(load_bindings())
-    device = CudaDevice(bindings=bindings, host_budget_nbytes=order.host_budget_nbytes)
-    return ooc.Session(order.budget_nbytes, device=device, **options), bindings.num_calls
+    device_type = ablations.RemappingCudaDevice if is_remapped else CudaDevice
+    device = device_type(bindings=bindings, host_budget_nbytes=_host_nbytes(order))
+    session = stack.enter_context(ooc.Session(order.budget_nbytes, device=device, **options))
+    return session, bindings.num_calls
+
+
+def _host_nbytes(order: Order) -> int | None:
+    """What was asked for, as far as this machine has it: the rest goes to the file."""
+    if order.host_budget_nbytes is None:
+        return None
+    return min(order.host_budget_nbytes, int(memory_room().available_nbytes * _PINNED_SHARE))
+
+
+def _planning(session: ooc.Session) -> dict[str, Any]:
+    """What the limit and the ablations are reckoned from."""
+    trace, plan = session.trace(), session.plan()
+    answer: dict[str, Any] = {
+        "link": asdict(session.store.measure()),
+        "planning_s": session.learned()["planning_s"],
+        "unplannable": list(session.learned()["unplannable"].values()),
+    }
+    if trace is not None and plan is not None:
+        live = problem_from_plan(plan, trace).problem
+        answer |= {
+            "predicted_s": plan.predicted["duration_ns"] / 1e9,
+            "notes": plan.notes,
+            "live_nbytes": lower_bound(live),
+            "occupied_nbytes": lower_bound(in_chunks(live, session.chunk_nbytes)),
+        }
+    return answer
 
 
 def _memory(order: Order, session: ooc.Session | None) -> dict[str, int]:
     if session is not None:
         return {"peak_nbytes": session.report()["peak_nbytes"], "in_core_peak_nbytes": session.in_core_peak_nbytes()}
+    if order.variant == "aliased":
+        return {"peak_nbytes": order.budget_nbytes or _ALIASED_NBYTES}
     if order.fake:
         return {"peak_nbytes": _fake_peak_nbytes(order)}
     return {

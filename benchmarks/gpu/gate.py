@@ -9,9 +9,11 @@ Exit code: 0 when nothing that ran was wrong, 1 when something was, 2 when nothi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -49,14 +51,17 @@ class Processes:
         except (IndexError, ValueError):
             return {"error": f"exit code {code}: {lines[-1] if lines else 'no output'}"}
         self.machine = answer.get("machine", self.machine)
+        if code != 0 and "error" not in answer:
+            answer["error"] = f"exit code {code}, after it had told its figures: {lines[-1][:200]}"
         return answer
 
     def command(self, arguments: Sequence[str]) -> tuple[int, str]:
         """As `Shell.command`. "compute-sanitizer ... child ORDER" is run where there is one."""
-        if self._fake and arguments[-1] == "benchmarks.gpu.calls":
+        if self._fake and arguments[-1] in ("benchmarks.gpu.calls", "benchmarks.gpu.preflight"):
             arguments = [*arguments, "fake"]
         if arguments[0] != "compute-sanitizer":
-            return self._run([sys.executable, *arguments], dict(os.environ))
+            # Plug-ins of pytest that an image happens to have are none of ours.
+            return self._run([sys.executable, *arguments], dict(os.environ, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"))
         found = shutil.which(arguments[0])
         if found is None or self._fake:
             raise FileNotFoundError(arguments[0])
@@ -67,13 +72,24 @@ class Processes:
         left_s = self._stops - time.monotonic()
         if left_s <= 0:
             return 124, "the item's time was used up before"
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left_s, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return 124, f"ended after {left_s:.0f} s, the item's limit"
-        return done.returncode, done.stdout if done.stdout.strip() else done.stderr
+        with subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                out, err = process.communicate(timeout=left_s)
+            except subprocess.TimeoutExpired:
+                # With all that it started: a test's own process would go on holding the device's memory.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+                return 124, f"ended after {left_s:.0f} s, the item's limit"
+        return process.returncode, out if out.strip() else err
 
 
 def shards(items: Sequence[Item]) -> list[list[Item]]:
@@ -132,8 +148,16 @@ def run(chosen: Sequence[Item], results: Results, *, fake: bool, commit: str) ->
         print(f"{item.name}: at most {item.limit_s} s", flush=True)
         started = time.monotonic()
         shell = Processes(limit_s=item.limit_s, fake=fake)
-        figures = list(item.measure(shell))
+        figures = list(_figures(item, shell))
         results.add(item.name, figures, took_s=time.monotonic() - started, machine=shell.machine, commit=commit)
+
+
+def _figures(item: Item, shell: Processes) -> Iterable[Figure]:
+    """An item's figures; a fault of its own costs the rest of it, and no other item."""
+    try:
+        yield from item.measure(shell)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the machine is lent for minutes
+        yield Figure(variant="gate", metric="measures", unit="", value=None, is_good=False, note=repr(error))
 
 
 def table(items: Sequence[Item], results: Results) -> str:
@@ -164,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.gate", description=__doc__.splitlines()[0])
     parser.add_argument("--shard", type=int, help="only this one, from 1; all by default")
     parser.add_argument("--out", type=Path, default=ROOT / "bench-out" / "gpu-gate", help="directory for results")
+    parser.add_argument("--commit", help="what is measured, where git cannot tell (also OOC_COMMIT)")
     parser.add_argument("--fake", action="store_true", help="try the gate itself over the fake driver")
     parser.add_argument("--list", action="store_true", help="what would run, shard by shard")
     options = parser.parse_args(arguments)
@@ -179,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if where is None:
         print("gpu-gate: torch sees no CUDA device here. Options: a machine with a GPU; --fake tries the gate itself.")
         return 2
-    commit = _commit()
+    commit = options.commit or os.environ.get("OOC_COMMIT") or _commit()
     results = Results(options.out / f"{where}-{commit}.jsonl")
     chosen = parts[options.shard - 1] if options.shard is not None else [item for part in parts for item in part]
     run(chosen, results, fake=options.fake, commit=commit)
@@ -197,9 +222,11 @@ def _gpu_name() -> str | None:
 
 
 def _commit() -> str:
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "no-commit"
     return done.stdout.strip() or "no-commit"
 
 

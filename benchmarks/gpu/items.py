@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from benchmarks.gpu.child import Order
+from scheduler.links import least_busy_ns
+from scheduler.plan import Machine
 
 MIB, GIB = 1 << 20, 1 << 30
-_SHARES = (("half", 0.5), ("quarter", 0.25))
 _SMALLER = 0.7
 """From one try for the smallest budget to the next."""
 _NUM_TRIES = 4
 _CHUNK_NBYTES = 2 << 20
+_SMALL_HOST_NBYTES = 8 << 30
+"""Host memory of a session whose variables are small: pinning takes about a second for each few GiB."""
+_CONTEXT_SLACK_NBYTES = 64 << 20
+"""A process's context is not to the byte that of another one, where kernels are loaded when they are first used."""
+_NUM_STEPS, _NUM_TIMED = 10, 3
+"""A session plans in its third step or fourth, and once more after three planned ones; the last steps are timed."""
+_NO_ALGORITHM = "does not have a deterministic implementation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +70,28 @@ def bitwise(
     """In core against budgets down to the smallest that works: every bit of every step; peak by the driver's count."""
 
     def measure(shell: Shell) -> Iterable[Figure]:
-        order = Order(workload=workload, preset=preset, optimizer=optimizer, digests=True)
+        order = Order(
+            workload=workload,
+            preset=preset,
+            optimizer=optimizer,
+            digests=True,
+            host_budget_nbytes=_SMALL_HOST_NBYTES,
+        )
         expected = shell.train(order)
+        if _NO_ALGORITHM in expected.get("error", ""):
+            order = replace(order, warns=True)
+            expected = shell.train(order)
         if "error" in expected:
             yield _failed("in core", expected)
             return
+        if order.warns:
+            again = shell.train(order)
+            yield from _same_bits("in core once more", expected, again, is_planned=False)
 
         def budget(share: float) -> int:
             return max(int(expected["peak_nbytes"] * share) // chunk_nbytes, 2) * chunk_nbytes
 
-        for name, share in (("peak", 1.1), *_SHARES):
+        for name, share in (("peak", 1.1), ("half", 0.5)):
             yield from _compared(shell, order, expected, name, budget(share))
         yield from _compared(shell, replace(order, debug=True), expected, "half, debug", budget(0.5))
         yield from _smallest(shell, order, expected, budget)
@@ -81,33 +101,39 @@ def bitwise(
 
 def _compared(shell: Shell, order: Order, expected: dict[str, Any], name: str, budget_nbytes: int) -> Iterable[Figure]:
     answer = shell.train(replace(order, variant="ours", budget_nbytes=budget_nbytes))
-    if "error" in answer:
-        yield _failed(name, answer)
-        return
+    yield from _judged(name, order, expected, answer, budget_nbytes)
+
+
+def _judged(
+    name: str, order: Order, expected: dict[str, Any], answer: dict[str, Any], budget_nbytes: int
+) -> Iterable[Figure]:
     yield from _same_bits(name, expected, answer)
-    yield from _held(name, expected, answer, budget_nbytes)
-    yield from _quiet(name, answer, debug=order.debug)
+    if "error" not in answer:
+        yield from _held(name, expected, answer, budget_nbytes)
+        yield from _quiet(name, answer, debug=order.debug)
 
 
 def _smallest(shell: Shell, order: Order, expected: dict[str, Any], budget: Callable[[float], int]) -> Iterable[Figure]:
-    share, last = _SHARES[-1][1], None
+    """A quarter, and ever less, until an op does not fit any more."""
+    share, smallest = 0.25, 0.5
     for _ in range(_NUM_TRIES):
-        share *= _SMALLER
+        name = "quarter" if share == 0.25 else f"{share:.2f} of the peak"
         answer = shell.train(replace(order, variant="ours", budget_nbytes=budget(share)))
         if answer.get("is_too_small"):
             break
+        yield from _judged(name, order, expected, answer, budget(share))
         if "error" in answer:
-            yield _failed(f"{share:.2f} of the peak", answer)
             return
-        last = (share, answer)
-    if last is None:
-        yield Figure(variant="smallest", metric="share of the in-core peak", unit="", value=_SHARES[-1][1])
+        smallest, share = share, share * _SMALLER
+    yield Figure(variant="smallest", metric="share of the in-core peak", unit="", value=smallest)
+
+
+def _same_bits(
+    name: str, expected: dict[str, Any], answer: dict[str, Any], *, is_planned: bool = True
+) -> Iterable[Figure]:
+    if "error" in answer:
+        yield _failed(name, answer)
         return
-    yield Figure(variant="smallest", metric="share of the in-core peak", unit="", value=last[0])
-    yield from _same_bits("smallest", expected, last[1])
-
-
-def _same_bits(name: str, expected: dict[str, Any], answer: dict[str, Any]) -> Iterable[Figure]:
     pairs = list(zip(expected["steps"], answer["steps"], strict=True))
     num_equal = sum(a["digest"] == b["digest"] for a, b in pairs)
     first = next((i for i, (a, b) in enumerate(pairs) if a["digest"] != b["digest"]), None)
@@ -120,8 +146,13 @@ def _same_bits(name: str, expected: dict[str, Any], answer: dict[str, Any]) -> I
         is_good=num_equal == len(pairs),
         note=note,
     )
-    num_planned = sum(step["mode"] == "planned" for step in answer["steps"])
-    yield Figure(variant=name, metric="steps that were planned", unit="", value=num_planned, is_good=num_planned > 1)
+    if is_planned:
+        num_planned = sum(step["mode"] == "planned" for step in answer["steps"])
+        note = "; ".join(answer.get("unplannable", ()))
+        good = num_planned > 1
+        yield Figure(
+            variant=name, metric="steps that were planned", unit="", value=num_planned, is_good=good, note=note
+        )
 
 
 def _held(name: str, expected: dict[str, Any], answer: dict[str, Any], budget_nbytes: int) -> Iterable[Figure]:
@@ -141,7 +172,7 @@ def _held(name: str, expected: dict[str, Any], answer: dict[str, Any], budget_nb
         metric="peak by the driver's count, less the context",
         unit="MiB",
         value=used_nbytes / MIB,
-        is_good=used_nbytes <= budget_nbytes,
+        is_good=used_nbytes <= budget_nbytes + _CONTEXT_SLACK_NBYTES,
         note=f"budget {budget_nbytes // MIB} MiB, context {expected['context_nbytes'] // MIB} MiB",
     )
 
@@ -162,44 +193,137 @@ def _quiet(name: str, answer: dict[str, Any], *, debug: bool) -> Iterable[Figure
 
 
 def throughput(
-    workload: str, batch_sizes: Sequence[int], budget_nbytes: int, policies: Sequence[str], *, preset: Any = "full"
+    workload: str,
+    batch_sizes: Sequence[int],
+    budget_nbytes: int,
+    variants: Sequence[Variant],
+    *,
+    sample_nbytes: int = 0,
+    **common: Any,
 ) -> Measure:
-    """Samples a second by batch: in core as far as it fits, rivals, and each policy at one budget."""
+    """Samples a second by batch; where computation alone was measured, also as a fraction of the limit.
+
+    Args:
+        workload, batch_sizes, budget_nbytes: Of each session.
+        variants: In this order, for each batch.
+        sample_nbytes: What a sample adds to the memory that a step needs; host memory is pinned accordingly.
+        common: Further fields of every `Order`.
+    """
 
     def measure(shell: Shell) -> Iterable[Figure]:
         for batch_size in batch_sizes:
-            order = Order(workload=workload, preset=preset, batch_size=batch_size, num_steps=8)
-            variants = [replace(order, variant=name) for name in ("in_core", "save_on_cpu", "checkpoint")]
-            variants.append(replace(order, variant="expandable_segments"))
-            variants += [
-                replace(order, variant="ours", policy=policy, budget_nbytes=budget_nbytes) for policy in policies
-            ]
+            # Not less by the budget: what was evicted once keeps its place there while it is back in memory.
+            host_nbytes = batch_size * sample_nbytes + 2 * GIB
+            order = Order(workload=workload, batch_size=batch_size, **{"num_steps": _NUM_STEPS, **common})
+            compute_s = None
             for variant in variants:
-                name = f"batch {batch_size}, {variant.policy if variant.variant == 'ours' else variant.variant}"
-                yield _samples_per_s(name, shell.train(variant))
+                name = f"batch {batch_size}, {variant.name}"
+                chosen: dict[str, Any] = dict(variant.fields)
+                if chosen["variant"] == "ours":
+                    chosen = {"budget_nbytes": budget_nbytes, "host_budget_nbytes": host_nbytes, **chosen}
+                answer = shell.train(replace(order, **chosen))
+                yield _samples_per_s(name, answer)
+                if "error" in answer:
+                    continue
+                if variant.name == COMPUTE.name:
+                    compute_s = _step_s(answer)
+                if "link" in answer:
+                    yield from _against_the_limit(name, answer, compute_s)
+                    yield _fragmentation(name, answer)
 
     return measure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A way to train, as fields of `Order`."""
+
+    name: str
+    fields: Mapping[str, Any]
+
+
+def ours(policy: str, placement: str = "standing", **fields: Any) -> Variant:
+    """A session with this policy."""
+    words = [policy, *([placement] if placement != "standing" else []), *(f"{k} {v}" for k, v in fields.items())]
+    return Variant(
+        name=", ".join(words), fields={"variant": "ours", "policy": policy, "placement": placement, **fields}
+    )
+
+
+def other(variant: str, **fields: Any) -> Variant:
+    """One of `benchmarks.gpu.child.VARIANTS`."""
+    return Variant(name=variant, fields={"variant": variant, **fields})
+
+
+COMPUTE = other("aliased")
+"""Computation alone. Before sessions whose limit is to be reckoned."""
+
+
+def _step_s(answer: dict[str, Any]) -> float:
+    return statistics.median(step["s"] for step in answer["steps"][-_NUM_TIMED:])
 
 
 def _samples_per_s(name: str, answer: dict[str, Any]) -> Figure:
     if "error" in answer:
         return Figure(variant=name, metric="samples", unit="1/s", value=None, note=answer["error"].splitlines()[0])
-    times = [step["s"] for step in answer["steps"][-3:]]
-    modes = {step["mode"] for step in answer["steps"][-3:]}
-    return Figure(
-        variant=name,
-        metric="samples",
-        unit="1/s",
-        value=answer["batch_size"] / statistics.median(times),
-        note=f"peak {answer['peak_nbytes'] // MIB} MiB; last steps {', '.join(sorted(modes))}",
+    last = answer["steps"][-_NUM_TIMED:]
+    notes = [f"peak {answer['peak_nbytes'] // MIB} MiB", "last steps " + ", ".join(sorted({s["mode"] for s in last}))]
+    if num_remapped := last[-1].get("num_remapped_chunks"):
+        notes.append(f"{num_remapped} chunks remapped")
+    notes += [*answer.get("unplannable", ()), *answer.get("notes", ())]
+    value = answer["batch_size"] / _step_s(answer)
+    return Figure(variant=name, metric="samples", unit="1/s", value=value, note="; ".join(notes))
+
+
+def _against_the_limit(name: str, answer: dict[str, Any], compute_s: float | None) -> Iterable[Figure]:
+    """The least time that the step's bytes take on both links, by rates measured in the same process."""
+    link, last = answer["link"], answer["steps"][-1]
+    machine = Machine(
+        chunk_nbytes=1,
+        num_chunks=1,
+        load_bytes_per_s=link["read_bytes_per_s"],
+        evict_bytes_per_s=link["write_bytes_per_s"],
+        shared_bytes_per_s=link["read_together_bytes_per_s"] + link["write_together_bytes_per_s"],
     )
+    link_s = least_busy_ns(machine, last["loaded_nbytes"], last["evicted_nbytes"]) / 1e9
+    rates = " ".join(f"{link[key] / 1e9:.1f}" for key in _RATES)
+    yield Figure(
+        variant=name,
+        metric="both links are busy for at least",
+        unit="s",
+        value=link_s,
+        note=f"in {last['loaded_nbytes'] // MIB}, out {last['evicted_nbytes'] // MIB} MiB; in, out, both: {rates} GB/s",
+    )
+    if compute_s is None:
+        return
+    yield Figure(
+        variant=name,
+        metric="fraction of the limit",
+        unit="",
+        value=max(compute_s, link_s) / _step_s(answer),
+        note=f"computing {compute_s:.4f} s, step {_step_s(answer):.4f} s, planned {answer.get('predicted_s', 0):.4f} s",
+    )
+
+
+_RATES = ("read_bytes_per_s", "write_bytes_per_s", "read_together_bytes_per_s", "write_together_bytes_per_s")
+
+
+def _fragmentation(name: str, answer: dict[str, Any]) -> Figure:
+    """What of the chunks that are held at the fullest moment holds no byte."""
+    metric = "internal fragmentation"
+    if not answer.get("occupied_nbytes"):
+        return Figure(variant=name, metric=metric, unit="", value=None, note="no plan was made")
+    live, occupied = answer["live_nbytes"], answer["occupied_nbytes"]
+    note = f"{live // MIB} MiB in {occupied // MIB} MiB of chunks"
+    return Figure(variant=name, metric=metric, unit="", value=1 - live / occupied, note=note)
 
 
 def tests(*paths: str) -> Measure:
     """The suite that needs a GPU, none of it skipped."""
 
     def measure(shell: Shell) -> Iterable[Figure]:
-        code, output = shell.command(["-m", "pytest", "-q", "--require-gpu", "-p", "no:cacheprovider", *paths])
+        options = ["-q", "-m", "gpu", "--require-gpu", "-p", "no:cacheprovider"]
+        code, output = shell.command(["-m", "pytest", *options, *paths])
         lines = [line for line in output.splitlines() if line.strip()]
         yield Figure(
             variant="pytest",
@@ -209,8 +333,27 @@ def tests(*paths: str) -> Measure:
             is_good=code == 0,
             note=lines[-1] if lines else "no output",
         )
+        for line in lines:
+            if line.startswith(("FAILED ", "ERROR ")):
+                name, _, why = line.partition(" - ")
+                yield Figure(variant=name.split("::")[-1], metric="passes", unit="", value=0, is_good=False, note=why)
 
     return measure
+
+
+def preflight(shell: Shell) -> Iterable[Figure]:
+    """What the machine has, and whether the native parts can be built: before time is spent on anything else."""
+    code, output = shell.command(["-m", "benchmarks.gpu.preflight"])
+    try:
+        found = json.loads(output.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        note = f"exit code {code}: {output.strip()[-200:]}"
+        yield Figure(variant="preflight", metric="runs", unit="", value=None, is_good=False, note=note)
+        return
+    for name, (is_good, note) in found.items():
+        yield Figure(
+            variant=name, metric="is there", unit="", value=float(is_good is not False), is_good=is_good, note=note
+        )
 
 
 def driver_calls(shell: Shell) -> Iterable[Figure]:
@@ -230,7 +373,14 @@ def sanitizer(workload: str) -> Measure:
     """A small run under compute-sanitizer, where that is installed."""
 
     def measure(shell: Shell) -> Iterable[Figure]:
-        order = Order(workload=workload, preset="small", variant="ours", budget_nbytes=64 * MIB, num_steps=4)
+        order = Order(
+            workload=workload,
+            preset="small",
+            variant="ours",
+            budget_nbytes=64 * MIB,
+            host_budget_nbytes=256 * MIB,
+            num_steps=4,
+        )
         try:
             code, output = shell.command(["compute-sanitizer", "--error-exitcode=9", "child", order_text(order)])
         except FileNotFoundError:
@@ -249,6 +399,16 @@ def sanitizer(workload: str) -> Measure:
     return measure
 
 
+def ordered(*parts: Measure) -> Measure:
+    """One after the other, within one item's time."""
+
+    def measure(shell: Shell) -> Iterable[Figure]:
+        for part in parts:
+            yield from part(shell)
+
+    return measure
+
+
 def order_text(order: Order) -> str:
     """As `benchmarks.gpu.child` reads it."""
     return json.dumps(asdict(order))
@@ -258,61 +418,160 @@ def _failed(name: str, answer: dict[str, Any]) -> Figure:
     return Figure(variant=name, metric="trains", unit="", value=None, is_good=False, note=answer["error"])
 
 
-_POLICIES = ("auto", "window", "vdnn", "lms", "on_demand")
+_ALL_POLICIES = tuple(ours(policy) for policy in ("auto", "window", "vdnn", "lms", "on_demand"))
+_RIVALS = (other("save_on_cpu"), other("checkpoint"), other("expandable_segments"))
+_ABLATIONS = tuple(
+    ours(policy, placement)
+    for placement in ("standing", "remapped", "best_fit")
+    for policy in ("auto", "window", "vdnn", "lms", "on_demand")
+)
+_SAMPLE_NBYTES = 88_000_000
+"""What an image of 224x224 adds to ResNet-50's step: 87 MB by a trace of batch 960 on fake tensors. Those of the other
+models are from such traces, too, parameters and their state included. At 8 GiB an op of batch 835 fills the pool."""
 
 ITEMS: tuple[Item, ...] = (
-    Item(name="tests", limit_s=240, measure=tests("tests/gpu")),
-    Item(name="bitwise gpt", limit_s=240, measure=bitwise("gpt")),
-    Item(name="bitwise conv_stack", limit_s=150, measure=bitwise("conv_stack")),
-    Item(name="bitwise resnet50", limit_s=270, measure=bitwise("resnet50")),
-    Item(name="bitwise unet", limit_s=150, measure=bitwise("unet")),
-    Item(name="bitwise encoder", limit_s=150, measure=bitwise("encoder")),
-    Item(name="bitwise lstm", limit_s=150, measure=bitwise("lstm")),
-    Item(name="bitwise tied_frozen", limit_s=150, measure=bitwise("tied_frozen")),
-    Item(name="bitwise gpt, adamw_fused", limit_s=240, measure=bitwise("gpt", optimizer="adamw_fused")),
-    Item(name="bitwise gpt, adamw_foreach", limit_s=240, measure=bitwise("gpt", optimizer="adamw_foreach")),
-    Item(name="sanitizer", limit_s=240, measure=sanitizer("conv_stack")),
+    Item(name="preflight", limit_s=90, measure=preflight),
+    Item(name="tests", limit_s=180, measure=tests("tests/gpu")),
+    Item(name="bitwise conv_stack", limit_s=120, measure=bitwise("conv_stack")),
+    Item(name="bitwise gpt", limit_s=150, measure=bitwise("gpt")),
+    Item(
+        name="resnet50 16GiB",
+        limit_s=540,
+        measure=ordered(
+            throughput(
+                "resnet50", (190,), 16 * GIB, (other("in_core"), COMPUTE, ours("auto")), sample_nbytes=_SAMPLE_NBYTES
+            ),
+            throughput("resnet50", (960, 1440), 16 * GIB, (COMPUTE, ours("auto")), sample_nbytes=_SAMPLE_NBYTES),
+            throughput(
+                "resnet50", (480,), 16 * GIB, (COMPUTE, ours("auto"), ours("window")), sample_nbytes=_SAMPLE_NBYTES
+            ),
+        ),
+    ),
+    Item(
+        name="gpt_1b 8GiB",
+        limit_s=300,
+        measure=throughput(
+            "gpt_1b",
+            (4,),
+            8 * GIB,
+            (COMPUTE, ours("auto"), other("in_core"), ours("auto", optimizer="adamw_fused"), ours("window")),
+            builds_on_device=True,
+            sample_nbytes=8_000_000_000,
+        ),
+    ),
+    Item(name="bitwise resnet50", limit_s=240, measure=bitwise("resnet50")),
+    Item(
+        name="resnet50 16GiB, rivals and policies at batch 480",
+        limit_s=540,
+        measure=throughput(
+            "resnet50", (480,), 16 * GIB, (COMPUTE, *_RIVALS, *_ABLATIONS), sample_nbytes=_SAMPLE_NBYTES
+        ),
+    ),
+    Item(
+        name="resnet50 8GiB, nine times what fits",
+        limit_s=300,
+        measure=throughput(
+            "resnet50", (800, 89), 8 * GIB, (COMPUTE, ours("auto"), other("in_core")), sample_nbytes=_SAMPLE_NBYTES
+        ),
+    ),
     Item(name="driver calls", limit_s=60, measure=driver_calls),
+    Item(name="sanitizer", limit_s=180, measure=sanitizer("conv_stack")),
+    Item(
+        name="resnet50 16GiB, by chunk size",
+        limit_s=300,
+        measure=throughput(
+            "resnet50",
+            (480,),
+            16 * GIB,
+            tuple(ours("auto", chunk_nbytes=mib * MIB) for mib in (2, 4, 8, 20, 40)),
+            sample_nbytes=_SAMPLE_NBYTES,
+        ),
+    ),
+    Item(name="bitwise gpt, adamw_fused", limit_s=120, measure=bitwise("gpt", optimizer="adamw_fused")),
+    Item(name="bitwise gpt, adamw_foreach", limit_s=120, measure=bitwise("gpt", optimizer="adamw_foreach")),
     Item(
         name="resnet50 16GiB, small batches",
         limit_s=540,
-        measure=throughput("resnet50", (64, 190), 16 * GIB, _POLICIES),
+        measure=throughput(
+            "resnet50",
+            (64, 128, 256),
+            16 * GIB,
+            (other("in_core"), COMPUTE, *_ALL_POLICIES, ours("window", "remapped"), ours("window", "best_fit")),
+            sample_nbytes=_SAMPLE_NBYTES,
+        ),
     ),
-    Item(name="resnet50 16GiB, batch 480", limit_s=540, measure=throughput("resnet50", (480,), 16 * GIB, _POLICIES)),
-    Item(
-        name="resnet50 16GiB, batch 960",
-        limit_s=540,
-        measure=throughput("resnet50", (960,), 16 * GIB, ("auto", "window")),
+    *(
+        Item(
+            name=f"{workload} 8GiB",
+            limit_s=180,
+            measure=throughput(
+                workload,
+                (batch_size,),
+                8 * GIB,
+                (COMPUTE, ours("auto"), ours("window"), other("in_core")),
+                sample_nbytes=sample_nbytes,
+            ),
+        )
+        for workload, batch_size, sample_nbytes in (
+            ("densenet121", 256, 140_000_000),
+            ("pix2pix_hd", 8, 2_400_000_000),
+            ("deeplab_v3", 32, 1_300_000_000),
+        )
     ),
+    Item(name="bitwise unet", limit_s=120, measure=bitwise("unet")),
+    Item(name="bitwise encoder", limit_s=120, measure=bitwise("encoder")),
+    Item(name="bitwise lstm", limit_s=120, measure=bitwise("lstm")),
+    Item(name="bitwise tied_frozen", limit_s=120, measure=bitwise("tied_frozen")),
+    Item(name="bitwise densenet121", limit_s=180, measure=bitwise("densenet121")),
+    Item(name="bitwise deeplab_v3", limit_s=180, measure=bitwise("deeplab_v3")),
     Item(
-        name="resnet50 16GiB, batch 1440",
-        limit_s=540,
-        measure=throughput("resnet50", (1440,), 16 * GIB, ("auto", "window")),
-    ),
-    Item(
-        name="resnet50 8GiB, batch 960",
-        limit_s=540,
-        measure=throughput("resnet50", (960,), 8 * GIB, ("auto", "window")),
+        name="resnet50 16GiB, TF32",
+        limit_s=120,
+        measure=throughput(
+            "resnet50", (480,), 16 * GIB, (COMPUTE, ours("auto")), sample_nbytes=_SAMPLE_NBYTES, tf32=True
+        ),
     ),
 )
-"""In order of importance. The same items run over the fake with small models (`gate.fake_items`)."""
+"""In order of importance: the first three shards are all that half an hour has room for. A smaller version of them
+runs over the fake (`FAKE_ITEMS`).
+"""
 
 FAKE_ITEMS: tuple[Item, ...] = (
+    Item(name="preflight", limit_s=90, measure=preflight),
     Item(name="driver calls", limit_s=60, measure=driver_calls),
-    Item(name="bitwise conv_stack", limit_s=120, measure=bitwise("conv_stack", preset="small", chunk_nbytes=64 << 10)),
+    Item(name="bitwise conv_stack", limit_s=240, measure=bitwise("conv_stack", preset="small", chunk_nbytes=64 << 10)),
     Item(name="sanitizer", limit_s=120, measure=sanitizer("conv_stack")),
     Item(
         name="throughput conv_stack",
+        limit_s=240,
+        measure=throughput(
+            "conv_stack",
+            (8,),
+            3 * MIB,
+            (
+                other("in_core"),
+                replace(COMPUTE, fields={**COMPUTE.fields, "budget_nbytes": 4 * MIB}),
+                *_RIVALS,
+                *(ours("window", placement) for placement in ("standing", "remapped", "best_fit")),
+                *(ours("auto", chunk_nbytes=kib << 10) for kib in (64, 128, 256)),
+            ),
+            preset="small",
+        ),
+    ),
+    Item(
+        name="throughput gpt_1b",
         limit_s=120,
-        measure=throughput("conv_stack", (4,), 4 * MIB, ("auto",), preset="small"),
+        measure=throughput(
+            "gpt_1b",
+            (4,),
+            6 * MIB,
+            (ours("auto"), ours("auto", optimizer="adamw_fused")),
+            preset="small",
+            builds_on_device=True,
+        ),
     ),
 )
 """For trying the gate itself."""
 
-NOT_THERE: tuple[str, ...] = (
-    "fraction of the limit max(compute, bytes / link rate), compute measured with all variables on one piece of memory",
-    "best-fit caching allocator and remapping each time, beside standing aliases",
-    "internal fragmentation by chunk size",
-    "DenseNet-121, Pix2PixHD, DeepLabv3, GPT of 1.3 B parameters",
-)
+NOT_THERE: tuple[str, ...] = ()
 """Figures that issue 3 asks for and that no item measures yet; the table names them."""

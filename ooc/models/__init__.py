@@ -3,7 +3,7 @@
 `get("gpt")` gives one; the demo, the benchmarks and the bitwise tests train them.
 """
 
-from ooc.models import lstm, tiny_ops, transformers, unet, vision
+from ooc.models import deeplab, densenet, lstm, pix2pix, tiny_ops, transformers, unet, vision
 from ooc.models.workload import (
     OPTIMIZERS,
     PRESETS,
@@ -22,11 +22,14 @@ __all__ = [
     "Batch",
     "Preset",
     "Workload",
+    "deeplab",
+    "densenet",
     "get",
     "lstm",
     "make_optimizer",
     "names",
     "num_parameters",
+    "pix2pix",
     "tiny_ops",
     "transformers",
     "unet",

@@ -55,18 +55,27 @@ class GPT(nn.Module):
 
     Args:
         tied: The head shares the token embedding's weight.
+        vocabulary: Tokens that the embedding and the head have room for; bytes are the first of them.
     """
 
     def __init__(
-        self, *, width: int, depth: int, num_heads: int, context: int, dropout: float = 0.1, tied: bool = True
+        self,
+        *,
+        width: int,
+        depth: int,
+        num_heads: int,
+        context: int,
+        dropout: float = 0.1,
+        tied: bool = True,
+        vocabulary: int = NUM_BYTES,
     ) -> None:
         super().__init__()
-        self.token = nn.Embedding(NUM_BYTES, width)
+        self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(PreNormBlock(width, num_heads, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, NUM_BYTES, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         for embedding in (self.token, self.position):
             nn.init.normal_(embedding.weight, std=0.02)
         if tied:
@@ -113,6 +122,36 @@ def gpt(
         make_batch=partial(next_byte_batch, batch_size=batch_size, context=context),
         loss=next_byte_loss,
         optimizer="adamw",
+        description=f"{depth} x {width}, batch {batch_size} of {context} bytes",
+    )
+
+
+@register("gpt_1b")
+def gpt_1b(preset: Preset, *, batch_size: int | None = None, context: int | None = None) -> Workload:
+    """GPT-3 XL's shape (Brown et al. 2020, table 2.1): 24 x 2048, 50,304 tokens, 1.31 G parameters when full.
+
+    Parameters, gradients and AdamW's state take 16 bytes a parameter, 19.6 GiB. Small: 2 x 128, 512 tokens.
+    """
+    small = preset == "small"
+    depth, width, num_heads = (2, 128, 4) if small else (24, 2048, 16)
+    context = context or (64 if small else 1024)
+    batch_size = batch_size or 4
+    return Workload(
+        name="",
+        preset=preset,
+        batch_size=batch_size,
+        build=partial(
+            GPT,
+            width=width,
+            depth=depth,
+            num_heads=num_heads,
+            context=context,
+            dropout=0.0,
+            vocabulary=512 if small else 50304,
+        ),
+        make_batch=partial(next_byte_batch, batch_size=batch_size, context=context),
+        loss=next_byte_loss,
+        optimizer="adamw_foreach",
         description=f"{depth} x {width}, batch {batch_size} of {context} bytes",
     )
 

@@ -53,16 +53,21 @@ def _double_conv(in_channels: int, out_channels: int) -> nn.Sequential:
     )
 
 
-def _segmentation_batch(step_index: int, *, batch_size: int, image_side: int, num_classes: int) -> Batch:
+def segmentation_batch(step_index: int, *, batch_size: int, image_side: int, num_classes: int) -> Batch:
+    """Images, and a class for each pixel."""
     source = generator(step_index)
     images = torch.randn(batch_size, 3, image_side, image_side, generator=source)
     labels = torch.randint(num_classes, (batch_size, image_side, image_side), generator=source)
     return images, labels
 
 
-def _segmentation_loss(model: nn.Module, batch: Batch) -> Tensor:
+def segmentation_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross entropy of the class, per pixel.
+
+    Over a list of pixels: the loss over images has no deterministic kernel on CUDA (nll_loss2d).
+    """
     images, labels = batch
-    return F.cross_entropy(model(images), labels)
+    return F.cross_entropy(model(images).movedim(1, -1).flatten(0, 2), labels.flatten())
 
 
 @register("unet")
@@ -76,8 +81,8 @@ def unet(preset: Preset, *, batch_size: int | None = None) -> Workload:
         preset=preset,
         batch_size=batch_size,
         build=partial(UNet, 8 if small else 64, 3 if small else 4, 4),
-        make_batch=partial(_segmentation_batch, batch_size=batch_size, image_side=side, num_classes=4),
-        loss=_segmentation_loss,
+        make_batch=partial(segmentation_batch, batch_size=batch_size, image_side=side, num_classes=4),
+        loss=segmentation_loss,
         optimizer="adam",
         description=f"batch {batch_size} of {side}x{side}x3, 4 classes a pixel",
     )

@@ -23,12 +23,13 @@ def _image_batch(step_index: int, *, batch_size: int, image_side: int, num_class
     return images, labels
 
 
-def _classification_loss(model: nn.Module, batch: Batch) -> Tensor:
+def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross entropy of the label, per image."""
     images, labels = batch
     return F.cross_entropy(model(images), labels)
 
 
-def _classifier(
+def image_classifier(
     build: Callable[[], nn.Module],
     *,
     preset: Preset,
@@ -37,13 +38,14 @@ def _classifier(
     num_classes: int,
     optimizer: str = "sgd_momentum",
 ) -> Workload:
+    """A workload of labelled images around `build`."""
     return Workload(
         name="",
         preset=preset,
         batch_size=batch_size,
         build=build,
         make_batch=partial(_image_batch, batch_size=batch_size, image_side=image_side, num_classes=num_classes),
-        loss=_classification_loss,
+        loss=classification_loss,
         optimizer=optimizer,
         description=f"batch {batch_size} of {image_side}x{image_side}x3, {num_classes} classes",
     )
@@ -110,14 +112,14 @@ def vgg16(preset: Preset, *, batch_size: int | None = None) -> Workload:
     """VGG16: on 32x32 images and 100 classes when small, on 224x224 and 1000 when full."""
     if preset == "small":
         return vgg16_cifar(preset, batch_size=batch_size)
-    return _classifier(VGG16, preset=preset, batch_size=batch_size or 4, image_side=224, num_classes=1000)
+    return image_classifier(VGG16, preset=preset, batch_size=batch_size or 4, image_side=224, num_classes=1000)
 
 
 @register("vgg16_cifar")
 def vgg16_cifar(preset: Preset, *, batch_size: int | None = None) -> Workload:
     """VGG16 for 32x32 images; at batch 64 and plain SGD the case that edge frameworks report."""
     default = 8 if preset == "small" else 64
-    return _classifier(
+    return image_classifier(
         VGG16Cifar, preset=preset, batch_size=batch_size or default, image_side=32, num_classes=100, optimizer="sgd"
     )
 
@@ -125,9 +127,13 @@ def vgg16_cifar(preset: Preset, *, batch_size: int | None = None) -> Workload:
 # ResNet (He et al. 2016; stride on the 3x3 convolution of a bottleneck, as torchvision has it)
 
 
-def _conv_bn(in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Sequential:
+def conv_bn(
+    in_channels: int, out_channels: int, kernel: int, stride: int = 1, groups: int = 1, dilation: int = 1
+) -> nn.Sequential:
+    """A convolution that keeps the resolution but for its stride, and batch norm."""
+    padding = dilation * (kernel // 2)
     return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, kernel, stride, kernel // 2, groups=groups, bias=False),
+        nn.Conv2d(in_channels, out_channels, kernel, stride, padding, dilation, groups, bias=False),
         nn.BatchNorm2d(out_channels),
     )
 
@@ -139,11 +145,11 @@ class BasicBlock(nn.Module):
 
     def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
-        self.first = _conv_bn(in_channels, width, 3, stride)
-        self.second = _conv_bn(width, width, 3)
+        self.first = conv_bn(in_channels, width, 3, stride)
+        self.second = conv_bn(width, width, 3)
         self.relu = nn.ReLU(inplace=True)
         project = stride != 1 or in_channels != width
-        self.shortcut = _conv_bn(in_channels, width, 1, stride) if project else nn.Identity()
+        self.shortcut = conv_bn(in_channels, width, 1, stride) if project else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.second(self.relu(self.first(x)))
@@ -156,15 +162,15 @@ class Bottleneck(nn.Module):
 
     expansion = 4
 
-    def __init__(self, in_channels: int, width: int, stride: int) -> None:
+    def __init__(self, in_channels: int, width: int, stride: int, dilation: int = 1) -> None:
         super().__init__()
         out_channels = width * self.expansion
-        self.first = _conv_bn(in_channels, width, 1)
-        self.second = _conv_bn(width, width, 3, stride)
-        self.third = _conv_bn(width, out_channels, 1)
+        self.first = conv_bn(in_channels, width, 1)
+        self.second = conv_bn(width, width, 3, stride, dilation=dilation)
+        self.third = conv_bn(width, out_channels, 1)
         self.relu = nn.ReLU(inplace=True)
         project = stride != 1 or in_channels != out_channels
-        self.shortcut = _conv_bn(in_channels, out_channels, 1, stride) if project else nn.Identity()
+        self.shortcut = conv_bn(in_channels, out_channels, 1, stride) if project else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.first(x))
@@ -211,7 +217,7 @@ def resnet18(
     small = preset == "small"
     width = width or (16 if small else 64)
     num_classes = 10 if small else 1000
-    return _classifier(
+    return image_classifier(
         partial(ResNet, BasicBlock, (2, 2, 2, 2), width, num_classes),
         preset=preset,
         batch_size=batch_size or (8 if small else 16),
@@ -228,7 +234,7 @@ def resnet50(
     small = preset == "small"
     width = width or (16 if small else 64)
     num_classes = 10 if small else 1000
-    return _classifier(
+    return image_classifier(
         partial(ResNet, Bottleneck, (3, 4, 6, 3), width, num_classes),
         preset=preset,
         batch_size=batch_size or (8 if small else 16),
@@ -259,9 +265,9 @@ class InvertedResidual(nn.Module):
         hidden = in_channels * expansion
         layers: list[nn.Module] = []
         if expansion != 1:
-            layers += [_conv_bn(in_channels, hidden, 1), nn.ReLU6(inplace=True)]
-        layers += [_conv_bn(hidden, hidden, 3, stride, groups=hidden), nn.ReLU6(inplace=True)]
-        layers.append(_conv_bn(hidden, out_channels, 1))
+            layers += [conv_bn(in_channels, hidden, 1), nn.ReLU6(inplace=True)]
+        layers += [conv_bn(hidden, hidden, 3, stride, groups=hidden), nn.ReLU6(inplace=True)]
+        layers.append(conv_bn(hidden, out_channels, 1))
         self.body = nn.Sequential(*layers)
         self.has_shortcut = stride == 1 and in_channels == out_channels
 
@@ -274,14 +280,14 @@ class MobileNetV2(nn.Module):
 
     def __init__(self, num_classes: int = 1000) -> None:
         super().__init__()
-        layers: list[nn.Module] = [_conv_bn(3, 32, 3, 2), nn.ReLU6(inplace=True)]
+        layers: list[nn.Module] = [conv_bn(3, 32, 3, 2), nn.ReLU6(inplace=True)]
         channels = 32
         for expansion, out_channels, repeats, first_stride in _MOBILENET_STAGES:
             for repeat in range(repeats):
                 stride = first_stride if repeat == 0 else 1
                 layers.append(InvertedResidual(channels, out_channels, stride, expansion))
                 channels = out_channels
-        layers += [_conv_bn(channels, 1280, 1), nn.ReLU6(inplace=True)]
+        layers += [conv_bn(channels, 1280, 1), nn.ReLU6(inplace=True)]
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(1280, num_classes))
 
@@ -294,7 +300,7 @@ def mobilenet_v2(preset: Preset, *, batch_size: int | None = None) -> Workload:
     """MobileNetV2; on 64x64 images when small."""
     small = preset == "small"
     num_classes = 10 if small else 1000
-    return _classifier(
+    return image_classifier(
         partial(MobileNetV2, num_classes),
         preset=preset,
         batch_size=batch_size or (8 if small else 16),
@@ -326,7 +332,7 @@ def conv_stack(
 ) -> Workload:
     """Activations and next to no parameters; full: 10 x conv64 on 32x3x64x64."""
     small = preset == "small"
-    return _classifier(
+    return image_classifier(
         partial(ConvStack, depth or (4 if small else 10), width or (16 if small else 64)),
         preset=preset,
         batch_size=batch_size or (8 if small else 32),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +20,8 @@ from tests.cuda.cases import CudaSession as FakeSession
 from vmm.cuda_table import cuda_table
 from vmm.driver import MemoryFault
 from vmm.fake_cuda import CUresult, FakeCuda
-from vmm.store import StoreUnavailable
+from vmm.machine import memory_room
+from vmm.store import StoreFull, StoreUnavailable
 
 
 def _without_gpu() -> Any:
@@ -121,10 +125,13 @@ def test_a_device_without_virtual_memory_management() -> None:
 
 def test_a_budget_above_the_free_memory_and_two_processes_on_one_card() -> None:
     fake = FakeCuda(total_nbytes=32 << 20)
-    with pytest.raises(MemoryFault, match=r"needed 134217728 bytes\n *free +33554432(.|\n)*end other processes"):
+    with pytest.raises(
+        MemoryFault,
+        match=r"needed 128.0 MiB \(134217728 bytes\)\n *free +32.0 MiB(.|\n)*at most 32MiB; end other processes",
+    ):
         _memory(fake, 64)
     first = _memory(fake, 8)
-    with pytest.raises(MemoryFault, match=r"needed 25165824 bytes\n *free +16777216"):
+    with pytest.raises(MemoryFault, match=r"needed 24.0 MiB .*\n *free +16.0 MiB"):
         _memory(fake, 12)
     first.close()
     assert fake.left() == []
@@ -134,6 +141,32 @@ def test_host_memory_that_cannot_be_pinned() -> None:
     fake = FakeCuda()
     fake.cuMemHostAlloc = lambda nbytes, flags: (CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)  # type: ignore[method-assign]
     with pytest.raises(MemoryFault, match=r"cannot pin(.|\n)*ulimit -l"):
+        _memory(fake, 4)
+    assert fake.left() == []
+
+
+def test_a_directory_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    fake = FakeCuda()
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(StoreFull, match=r"needs 1.0 MiB .* more(.|\n)*No space left(.|\n)*larger disk"):
+        _memory(fake, 4, file_directory="/var/tmp")
+    assert fake.left() == []
+
+
+def test_a_host_without_memory_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = replace(memory_room(), available_nbytes=1 << 12)
+    monkeypatch.setattr(ooc.cuda_device, "memory_room", lambda: room)
+    device = CudaDevice(bindings=FakeCuda(), torch_cuda=FakeTorch())
+    with pytest.raises(ValueError, match=r"host budget of 2\.0 KiB .*at least 64\.0 KiB"):
+        ooc.Session("64MiB", device=device)
+
+
+def test_chunks_that_the_device_does_not_map() -> None:
+    fake = FakeCuda(granularity=4 << 20)
+    with pytest.raises(ValueError, match=r"chunks of 2.0 MiB .*multiple of the device's granularity, 4.0 MiB"):
         _memory(fake, 4)
     assert fake.left() == []
 

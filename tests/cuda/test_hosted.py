@@ -162,3 +162,41 @@ with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, pl
     del y
 assert torch.cuda.memory_reserved() == 0
 """)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_is_freed_while_its_session_ends_leaves_nothing_behind(when: str) -> None:
+    """By the cycle collector or another thread: right before, or right after, it is named as outliving the session."""
+    run(f"""
+from vmm.cuda_table import CudaTable
+device = HostedDevice(num_chunks=96)
+kept = []
+outlives, freed = CudaTable.outlives, []
+
+def interrupted(self, address, nbytes):
+    index = next(i for i, (_, at) in enumerate(kept) if at == address)
+    if {when!r} == "before":
+        kept[index] = (None, 0)
+    found = outlives(self, address, nbytes)
+    kept[index] = (None, 0)
+    freed.append(found)
+    return found
+
+CudaTable.outlives = interrupted
+with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+    for index in range(12):
+        tensor = torch.full((10 * CHUNK_NBYTES // 4,), float(index))
+        kept.append((tensor, session._dispatcher.address(tensor)))
+    del tensor
+    states = [session.record_at(at).state.value for _, at in kept]
+    assert set(states) == {{"resident", "away"}}, states
+assert len(freed) == 12 and set(freed) == {{ {when == "after"} }}, freed
+left = device.fake.left()
+assert not any("handle" in it or "mapping" in it for it in left), left
+numbers = cuda_table().numbers()
+assert numbers["large"]["num_blocks"]["current"] == 0, numbers
+after = torch.ones(CHUNK_NBYTES)  # from the driver again
+del after
+assert cuda_table().numbers()["unmanaged"]["num_blocks"]["current"] == 0
+assert device.fake.races == ()
+""")

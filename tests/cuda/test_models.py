@@ -11,7 +11,18 @@ from tests.cuda.cases import CudaSession, fixed_speed, stopping_calls
 from tests.harness import Recipe, assert_equal, num_steps_by_mode, run_in_core, run_out_of_core
 from tests.test_bitwise import BUDGETS, budget_nbytes_of
 
-MODELS = ("conv_stack", "unet", "lstm", "gpt", "encoder", "tied_frozen")
+MODELS = (
+    "conv_stack",
+    "unet",
+    "lstm",
+    "gpt",
+    "encoder",
+    "tied_frozen",
+    "densenet121",
+    "pix2pix_hd",
+    "deeplab_v3",
+    "gpt_1b",
+)
 
 
 BRIEF = [
@@ -24,6 +35,10 @@ BRIEF = [
     ("gpt", "half", False),
     ("encoder", "quarter", True),
     ("tied_frozen", "quarter", False),
+    ("densenet121", "half", True),
+    ("pix2pix_hd", "quarter", False),
+    ("deeplab_v3", "quarter", True),
+    ("gpt_1b", "smallest", False),
 ]
 """Run by default; `pytest -m slow` runs all."""
 

@@ -30,6 +30,7 @@ struct DriverCalls {
 DriverCalls g_driver;
 bool g_is_installed = false;
 std::atomic<int> g_device{-1};  // of the open session
+std::atomic<uint64_t> g_ended_stop{0};  // where the arena of a session that is ending stopped; 0: none is ending
 
 constexpr uint64_t kBlock = 512;  // torch's caching allocator aligns so, and kernels rely on some of it
 
@@ -149,6 +150,9 @@ void note_given(uint64_t address) {
   blocks().erase(found);
 }
 
+// Between a session's end and its memory's close: frees there still clear the mark that `outlives` looks at.
+bool in_ended_arena(uint64_t address) { return address >= g_state.arena_start && address < g_ended_stop; }
+
 void give_back_survivor(void*, uint64_t) {}  // `outliving` has them: their arena may be gone
 
 uint64_t take_small(uint64_t nbytes) {
@@ -221,6 +225,7 @@ VMM_EXPORT int vmm_cuda_begin(uint64_t arena_start, uint64_t arena_stop, uint64_
   if (g_survivor != nullptr) munmap(g_survivor, granules * sizeof(uint32_t));
   g_alive = nullptr;
   g_role = g_survivor = nullptr;
+  g_ended_stop = 0;
   g_state.arena_start = g_state.arena_stop = 0;
   if (!make_tables(arena_start, arena_stop)) return -1;
   std::lock_guard<std::mutex> lock(g_mutex);
@@ -230,9 +235,12 @@ VMM_EXPORT int vmm_cuda_begin(uint64_t arena_start, uint64_t arena_stop, uint64_
 }
 
 // The session ends. What vmm_cuda_outlives names, and its small blocks, live on; the arena is nobody's.
-// Returns whether small blocks are alive: their part of the pool must stay mapped.
+// Returns whether small blocks are alive: their part of the pool must stay mapped. Called again before the
+// arena's addresses are given back.
 VMM_EXPORT int vmm_cuda_end() {
   using namespace vmm;
+  const uint64_t stop = g_state.arena_stop;
+  g_ended_stop = stop > g_state.arena_start ? stop : 0;
   g_state.arena_stop.store(g_state.arena_start.load());
   std::lock_guard<std::mutex> lock(g_mutex);
   if (g_heap == nullptr) return 0;
@@ -246,10 +254,19 @@ VMM_EXPORT int vmm_cuda_end() {
   return is_used;
 }
 
-// A large variable outlives its session: `nbytes` are to be unmapped at its address when it is freed.
-VMM_EXPORT void vmm_cuda_outlives(uint64_t address, uint64_t nbytes) {
-  std::lock_guard<std::mutex> lock(vmm::g_mutex);
-  vmm::outliving()[address] = nbytes;
+// A large variable outlives its session: `nbytes` are to be unmapped at its address when it is freed. Returns 0
+// where it was freed a moment ago, before this was known, so that nobody will.
+VMM_EXPORT int vmm_cuda_outlives(uint64_t address, uint64_t nbytes) {
+  using namespace vmm;
+  {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    outliving()[address] = nbytes;
+  }
+  // Noted first and looked at then, while a free marks first and looks at what is noted then: one sees the other.
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  if (__atomic_load_n(&g_alive[granule_of(address)], __ATOMIC_ACQUIRE)) return 1;
+  std::lock_guard<std::mutex> lock(g_mutex);
+  return outliving().erase(address) == 0;  // else who freed it has seen the note and unmapped it
 }
 
 VMM_EXPORT vmm::Numbers* vmm_cuda_numbers() { return &vmm::g_numbers; }
@@ -305,8 +322,10 @@ VMM_EXPORT void vmm_cuda_free(void* pointer, ssize_t, int, void*) {
   const auto address = reinterpret_cast<uint64_t>(pointer);
   note_given(address);
   if (give_to_heaps(address)) return;
-  if (in_arena(address)) {
+  if (in_arena(address) || in_ended_arena(address)) {
     release_in_arena(address);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    give_to_heaps(address);  // if it was named as outliving its session meanwhile
   } else {
     g_driver.free(address);
   }

@@ -1,0 +1,97 @@
+"""Our threads and streams have names that profilers and debuggers show."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vmm.nvtx_ranges
+from ooc.memory_group import PssWatch
+from ooc.progress import Position, Progress
+from vmm.cuda_calls import CudaCalls
+from vmm.device_streams import DeviceStreams
+from vmm.fake_cuda import FakeCuda
+from vmm.nvtx_ranges import name_stream
+from vmm.store import FileStore
+from vmm.threads import name_this_thread
+
+
+def _names() -> set[str]:
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            found.add((task / "comm").read_text().strip())
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+def _names_become(*wanted: str) -> bool:
+    """A thread that was just started names itself a moment later."""
+    for _ in range(400):
+        if _names() >= set(wanted):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_transfer_threads() -> None:
+    assert not _names() & {"ooc-write", "ooc-read"}
+    store = FileStore()
+    try:
+        assert _names_become("ooc-write", "ooc-read")
+    finally:
+        store.close()
+    assert not _names() & {"ooc-write", "ooc-read"}
+
+
+def test_threads_of_python() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    progress = Progress("always", lambda: Position(mode="planned", num_done=0, num_ops=None), Terminal())
+    with PssWatch(os.getpid()):
+        assert _names_become("ooc-progress", "ooc-pss-watch")
+    progress.close()
+
+
+def test_a_name_that_the_kernel_would_cut_is_refused() -> None:
+    with pytest.raises(ValueError, match="16 bytes, at most 15"):
+        name_this_thread("x" * 16)
+    done: list[set[str]] = []
+    thread = threading.Thread(target=lambda: (name_this_thread("y" * 15), done.append(_names())))
+    thread.start()
+    thread.join()
+    assert "y" * 15 in done[0]
+
+
+class Tools:
+    """NVIDIA's library."""
+
+    def __init__(self) -> None:
+        self.named: dict[int, bytes] = {}
+
+    def nvtxNameCuStreamA(self, stream: Any, name: bytes) -> None:  # noqa: N802
+        self.named[stream.value] = name
+
+
+def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = Tools()
+    monkeypatch.setattr(vmm.nvtx_ranges, "_tools_library", lambda: tools)
+    fake: Any = FakeCuda()
+    streams = DeviceStreams(CudaCalls(fake), current=lambda: 0)
+    assert tools.named == {streams.inward: b"ooc load", streams.outward: b"ooc evict"}
+    streams.close()
+    fake.close()
+
+
+def test_without_the_library_streams_stay_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vmm.nvtx_ranges, "_tools_library", lambda: None)
+    assert not name_stream(7, "ooc load")
