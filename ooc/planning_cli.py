@@ -355,7 +355,15 @@ def _plan(parsed: argparse.Namespace) -> int:
 
     deadline = deadline_ns(parsed.deadline, trace) if parsed.deadline is not None else None
     machine = machine_for(profile, budget_of(parsed.budget), parsed.chunk, trace)
-    outcomes = compare(trace, machine, policies, profile=profile, recompute=not parsed.no_recompute)
+    outcomes = compare(
+        trace,
+        machine,
+        policies,
+        profile=profile,
+        recompute=not parsed.no_recompute,
+        objective=parsed.objective,
+        deadline_ns=deadline,
+    )
     error: PlanError | None = None
     best = None
     try:

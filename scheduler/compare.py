@@ -77,6 +77,8 @@ def compare(
     profile: Profile | None = None,
     parameters: Mapping[str, Any] | None = None,
     recompute: bool = True,
+    objective: Objective = "time",
+    deadline_ns: int | None = None,
 ) -> tuple[Outcome, ...]:
     """Plan `trace` by each of `policies`. One that finds no plan says why; that is an outcome, not an error.
 
@@ -85,10 +87,16 @@ def compare(
         parameters: Passed to every policy.
         recompute: Whether a policy that can do both, moving and running ops again, may do both. Others do what
             they are for.
+        objective, deadline_ns: Told to a policy that plans for them (`poet`). `choose` asks the others' plans, too.
+
+    Raises:
+        ProfileError: Energy is asked, and the profile has no figures.
     """
     found = []
     for policy in policies:
         own = dict(parameters or {})
+        if "objective" in POLICIES[policy].parameters:
+            own = {**_aims(trace, profile, objective, deadline_ns), **own}
         if "recompute" in POLICIES[policy].parameters:
             own.setdefault("recompute", recompute)
         try:
@@ -109,6 +117,18 @@ def compare(
             joules = energy_j(trace, plan.predicted, profile) if profile is not None and has_energy else None
             found.append(Outcome(policy=policy, plan=plan, energy_j=joules))
     return tuple(found)
+
+
+def _aims(trace: Trace, profile: Profile | None, objective: Objective, deadline_ns: int | None) -> dict[str, Any]:
+    """What is asked of a policy that knows objectives."""
+    aims: dict[str, Any] = {} if deadline_ns is None else {"deadline_s": deadline_ns / 1e9}
+    if objective == "energy" and profile is not None:
+        energy = profile.require_energy()
+        in_core = dict.fromkeys(("stall_ns", "loaded_nbytes", "evicted_nbytes"), 0) | {"duration_ns": trace.duration_ns}
+        compute_w = energy_j(trace, in_core, profile) / max(trace.duration_ns / 1e9, 1e-12)
+        watts = {"compute_w": compute_w, "load_w": energy.load_w, "evict_w": energy.evict_w}
+        aims |= {"objective": objective, **watts}
+    return aims
 
 
 def choose(outcomes: Sequence[Outcome], *, objective: Objective = "time", deadline_ns: int | None = None) -> Outcome:
