@@ -16,9 +16,16 @@ _RESOLUTION = 0.02
 
 
 def or_too_small(
-    attempt: Callable[[Machine], tuple[Residency, ...]], trace: Trace, machine: Machine
+    attempt: Callable[[Machine], tuple[Residency, ...]],
+    trace: Trace,
+    machine: Machine,
+    *,
+    probe: Callable[[Machine], tuple[Residency, ...]] | None = None,
 ) -> tuple[Residency, ...]:
     """`attempt(machine)`, with `Stuck` turned into the error for users.
+
+    Args:
+        probe: A quicker attempt to look for the smallest budget with; what it finds is tried by `attempt` itself.
 
     Raises:
         BudgetTooSmall: The policy found nothing; with the op, what was held there, and the smallest
@@ -32,24 +39,31 @@ def or_too_small(
             machine,
             tick=trace.ops[stuck.op_index].start_tick,
             variables=list(stuck.held),
-            smallest_num_chunks=_smallest(attempt, trace, machine),
+            smallest_num_chunks=_smallest(attempt, probe or attempt, trace, machine),
         ) from stuck
 
 
-def _smallest(attempt: Callable[[Machine], tuple[Residency, ...]], trace: Trace, machine: Machine) -> int:
+def _smallest(
+    attempt: Callable[[Machine], tuple[Residency, ...]],
+    probe: Callable[[Machine], tuple[Residency, ...]],
+    trace: Trace,
+    machine: Machine,
+) -> int:
     """A number of chunks that works, by bisection; everything at once is the upper end, and always works."""
     most = sum(machine.chunks_of(v.nbytes) for v in trace.variables)
     works = min(most, lower_bounds(trace, machine)["in_core_nbytes"] // machine.chunk_nbytes)
     fails = machine.num_chunks
     resolution = max(int(works * _RESOLUTION), 1)
-    while not _fits(attempt, machine, works):
+    while not _fits(probe, machine, works):
         fails, works = works, min(most, works + resolution) if works < most else 2 * works
     while works - fails > resolution:
         middle = (works + fails) // 2
-        if _fits(attempt, machine, middle):
+        if _fits(probe, machine, middle):
             works = middle
         else:
             fails = middle
+    while probe is not attempt and not _fits(attempt, machine, works):
+        works = min(most, works + resolution) if works < most else 2 * works
     return works
 
 

@@ -7,6 +7,8 @@ is swapped, so what cannot be made again stays in memory all its life.
 
 from __future__ import annotations
 
+from functools import partial
+
 from scheduler.milp.from_trace import Power
 from scheduler.milp.program import Request
 from scheduler.plan import Machine, Residency
@@ -44,7 +46,7 @@ def schedule(
         BudgetTooSmall: Recomputation alone does not fit the budget.
     """
 
-    def attempt(within: Machine) -> tuple[Residency, ...]:
+    def attempt(within: Machine, *, exact: bool = exact) -> tuple[Residency, ...]:
         request = Request(
             budget_nbytes=within.budget_nbytes,
             paging=False,
@@ -65,4 +67,4 @@ def schedule(
             notes=notes,
         )
 
-    return or_too_small(attempt, trace, machine)
+    return or_too_small(attempt, trace, machine, probe=partial(attempt, exact=False))
