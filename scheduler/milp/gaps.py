@@ -48,6 +48,7 @@ class GapRequest:
     Attributes:
         power: What work costs; the objective is the step's energy.
         deadline_ns: Ops and re-runs, loads, and writes each take at most this in all; None for no limit.
+        not_kept: Variables that must not start the step in memory, where they can be away then.
         node_limit: Branch-and-bound nodes; the same everywhere, unlike a limit in seconds.
         time_limit_s: A safety net. Where it strikes, the answer depends on the machine, and says so.
         relative_gap: A choice proven to be this close to the best is good enough.
@@ -55,6 +56,7 @@ class GapRequest:
 
     power: Power
     deadline_ns: int | None = None
+    not_kept: frozenset[int] = frozenset()
     node_limit: int = 50
     time_limit_s: float | None = 120.0
     relative_gap: float = 1e-3
@@ -124,6 +126,7 @@ class _GapProgram:
         self.writes: list[tuple[int, float]] = []
         self.here = self._parts()
         self._write_paging()
+        self._write_boundary()
         self._write_reruns()
         self._write_memory()
         self._write_deadline()
@@ -183,6 +186,13 @@ class _GapProgram:
             last = int(np.searchsorted(self.trace.op_starts, v.death_tick)) - 1
         return self.graph.expiry(chain.variable, gap.earliest_release) >= last
 
+    def _write_boundary(self) -> None:
+        """What must not start the step in memory."""
+        for v in self.request.not_kept:
+            for part in self.here[v]:
+                if part.start_tick == 0 and not self.gaps[part.gap].forced:
+                    self.columns.floor(int(self.away[part.gap]), 1.0)
+
     def _write_reruns(self) -> None:
         """A gap comes again if the ops that made its bytes run again, and these if they have what they read."""
         ends: dict[int, list[int]] = {}
@@ -217,6 +227,8 @@ class _GapProgram:
     def _write_row(self, cover: set[int], need: float, terms: list[tuple[int, float]], *, tight: bool) -> None:
         own: list[tuple[Any, float]] = [(column, -chunks) for column, chunks in terms]
         for index in sorted(cover):
+            if self.gaps[index].forced:
+                continue  # `need` knows
             chunks = float(self.gaps[index].num_chunks)
             chunks = min(chunks, need) if tight else chunks
             own += [(self.away[index], chunks), (self.again[index], chunks)]
