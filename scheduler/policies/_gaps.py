@@ -123,9 +123,12 @@ def _solve_in_time(facts: Facts, request: GapRequest, found: list[_Found], *, wr
         choice = choose_gaps(facts.trace, facts.machine, chains, facts.graph, asked)
         first = first or choice
         own = _played(facts, choice, request, wrap=wrap)
+        if not own and asked.deadline_ns is not None:  # late by some way, but perhaps the fastest
+            asked = replace(asked, deadline_ns=None)
+            continue
         if not own:
             break
-        found += own
+        found[:0] = own  # of equals, the program's
         best = min(own, key=lambda f: f.rank)
         if best.lost_j > _LOST * best.joules and not asked.not_kept:
             kept = min(found, key=lambda f: f.rank).kept
