@@ -11,7 +11,7 @@ from scheduler.budget import BudgetTooSmall, smallest_num_chunks
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
 from scheduler.policies import POLICIES
-from scheduler.profiles import Profile, energy_j
+from scheduler.profiles import Profile, energy_j, least_energy_j
 from scheduler.trace import Trace
 
 Objective = Literal["time", "energy"]
@@ -45,7 +45,7 @@ class Outcome:
     Attributes:
         plan: None where the policy finds none; `reason` says why.
         smallest_budget_nbytes: Where it finds none: the budget that it asks for, if it knows.
-        energy_j: Of one step, where a profile with energy figures was given.
+        energy_j: Of one step, where a profile with energy figures was given; `energy_bound_j`: what no plan can beat.
         carried_from_nbytes: In a sweep: the smaller budget whose plan is the best that is known here too.
     """
 
@@ -54,6 +54,7 @@ class Outcome:
     reason: str = ""
     smallest_budget_nbytes: int | None = None
     energy_j: float | None = None
+    energy_bound_j: float | None = None
     carried_from_nbytes: int | None = None
 
     @property
@@ -113,9 +114,11 @@ def compare(
         except PlanError as error:
             found.append(Outcome(policy=policy, plan=None, reason=str(error)))
         else:
-            has_energy = profile is not None and profile.energy is not None
-            joules = energy_j(trace, plan.predicted, profile) if profile is not None and has_energy else None
-            found.append(Outcome(policy=policy, plan=plan, energy_j=joules))
+            joules = least = None
+            if profile is not None and profile.energy is not None:
+                joules = energy_j(trace, plan.predicted, profile)
+                least = least_energy_j(trace, plan.bounds, profile)
+            found.append(Outcome(policy=policy, plan=plan, energy_j=joules, energy_bound_j=least))
     return tuple(found)
 
 

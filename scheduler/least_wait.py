@@ -39,9 +39,11 @@ def least_wait_ns(trace: Trace, machine: Machine, exempt: frozenset[int], *, dis
     same room, or are operands that the op does not write. Whatever the ops of a window cannot cover
     so, is moved while none of them runs: in the waits before the ops after `a` up to `b` (re-runs count as waits).
 
-    Windows that follow one another share no wait, so the waits of any chain of them add up; the largest sum is
-    found from moment to moment. The first moment is the step's start, the last its end; in a step taken alone
-    nothing is in memory then, and all that is alive was written.
+    The bound is the least sum of waits that gives every window its own: a linear program whose rows are intervals.
+    Windows that follow one another share no wait, so the waits of any chain of them add up; and the largest such sum,
+    found from moment to moment, is the program's optimum, since matrices of intervals are totally unimodular. The
+    first moment is the step's start, the last its end; in a step taken alone nothing is in memory then, and all that
+    is alive was written.
 
     Args:
         exempt: Variables whose bytes need not be moved, because a re-run may bring them back.
