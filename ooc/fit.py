@@ -18,6 +18,7 @@ from ooc.units import format_duration, format_nbytes
 from scheduler.bounds import lower_bounds
 from scheduler.budget import pins_of, require_budget, smallest_num_chunks
 from scheduler.compare import DeadlineTooShort
+from scheduler.micro_batch import choose_micro_batch, require_no_cross_sample_layers
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
 from scheduler.trace import Trace
@@ -41,6 +42,8 @@ def run(parsed: argparse.Namespace) -> int:
         raise planning_cli.UsageError(f"--policy {parsed.policy}: one policy")
     if parsed.slowdown is not None and not 1 <= parsed.slowdown <= 1e6:
         raise planning_cli.UsageError(f"--slowdown {parsed.slowdown}: from 1 to 1000000")
+    if parsed.micro_batch is not None:
+        return _micro_batch(parsed)
     return _largest_batch(parsed) if parsed.budget is not None else _smallest_budget(parsed)
 
 
@@ -178,14 +181,71 @@ def _record_within_least(parsed: argparse.Namespace) -> Trace:
     return best
 
 
-def _largest_batch(parsed: argparse.Namespace) -> int:
-    budget_nbytes = planning_cli.budget_of(parsed.budget)
+def _require_placeholder(parsed: argparse.Namespace) -> None:
     if not any(PLACEHOLDER in argument for argument in parsed.arguments):
         raise planning_cli.UsageError(
             f"the script's arguments do not contain {PLACEHOLDER}, so its batch cannot be varied. "
             f"Options: ooc fit --budget {parsed.budget} {parsed.target} --batch-size {PLACEHOLDER}; "
             "without --budget, a recorded step."
         )
+
+
+def part_sizes(batch: int) -> tuple[int, ...]:
+    """Sizes of parts to look at: the batch, its halves as long as they are whole, and 1; each divides the batch."""
+    sizes = [batch]
+    while sizes[-1] % 2 == 0:
+        sizes.append(sizes[-1] // 2)
+    return tuple(dict.fromkeys([*sizes, 1]))
+
+
+def _micro_batch(parsed: argparse.Namespace) -> int:
+    """The best part of a batch to run at a time, from a step recorded at each size."""
+    if parsed.budget is None:
+        raise planning_cli.UsageError("--micro-batch goes with --budget SIZE: parts are for what does not fit")
+    budget_nbytes = planning_cli.budget_of(parsed.budget)
+    _require_placeholder(parsed)
+    if parsed.micro_batch < 1:
+        raise planning_cli.UsageError(f"--micro-batch {parsed.micro_batch}: at least 1")
+    if parsed.slowdown is not None:
+        raise planning_cli.UsageError("--micro-batch asks for the fastest; leave --slowdown out")
+    traces: dict[int, Trace] = {}
+    for size in part_sizes(parsed.micro_batch):
+        try:
+            trace = _record(parsed, budget_nbytes, fake=True, batch=size)
+        except TooSmall:
+            print(f"batch {size}: an op of it does not fit", file=sys.stderr)
+            continue
+        traces[size], profile = planning_cli.timed_for(trace, parsed)
+        require_no_cross_sample_layers(trace)
+    if not traces:
+        raise PlanError(f"not even a batch of 1 fits {format_nbytes(budget_nbytes)}")
+    machine = planning_cli.machine_for(profile, budget_nbytes, parsed.chunk, traces[min(traces)])
+    best, tried = choose_micro_batch(
+        traces,
+        machine,
+        batch_size=parsed.micro_batch,
+        add_bytes_per_s=profile.memory_bytes_per_s,
+        policy=parsed.policy,
+    )
+    for own in tried:
+        took = "does not fit" if own.plan is None else f"{format_duration(own.plan.step_ns / 1e9)} a step"
+        print(f"{own.count} x {own.size}: {took}", file=sys.stderr)
+    assert best.plan is not None
+    if parsed.json:
+        body = {"micro_batch": best.size, "batch": parsed.micro_batch, "duration_ns": best.plan.step_ns}
+        print(json.dumps({**body, "budget_nbytes": budget_nbytes, "policy": parsed.policy}))
+    else:
+        print(
+            f"best micro-batch: {best.size}, {best.count} to a batch of {parsed.micro_batch} within "
+            f"{format_nbytes(budget_nbytes)}; a step then takes {format_duration(best.plan.step_ns / 1e9)}, "
+            f"by {parsed.policy}"
+        )
+    return 0
+
+
+def _largest_batch(parsed: argparse.Namespace) -> int:
+    budget_nbytes = planning_cli.budget_of(parsed.budget)
+    _require_placeholder(parsed)
     if parsed.most < 1:
         raise planning_cli.UsageError(f"--most {parsed.most}: at least 1")
     reasons: dict[int, str] = {}

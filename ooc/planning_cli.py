@@ -127,12 +127,19 @@ def _add_fit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "last within that very budget; --fake only estimates it, without the memory. With a TRACE: the smallest "
         "budget of its step. --slowdown asks for one with which a step takes at most so many times the time of its "
         "ops. With --budget and a SCRIPT whose arguments contain {batch}: the largest batch that fits, searched on "
-        "fake tensors, then tried (not with --fake).",
+        "fake tensors, then tried (not with --fake). With --micro-batch as well: how large the parts of a batch should "
+        "be that runs forward and backward in parts, by steps recorded on fake tensors.",
         usage="ooc fit [options] SCRIPT ARGS...\n       ooc fit [options] TRACE\n       "
-        "ooc fit [options] --budget SIZE SCRIPT ARGS... {batch} ARGS...",
+        "ooc fit [options] --budget SIZE [--micro-batch N] SCRIPT ARGS... {batch} ARGS...",
         allow_abbrev=False,
     )
     fit.add_argument("--budget", metavar="SIZE", help="search the largest batch for this budget")
+    fit.add_argument(
+        "--micro-batch",
+        type=int,
+        metavar="N",
+        help="search the best parts of a batch of N: gradients added up, one optimizer step",
+    )
     fit.add_argument("--fake", action="store_true", help="only fake tensors: fast, but ops' temporaries are not seen")
     fit.add_argument("--slowdown", type=float, metavar="X", help="at most this many times the ops' own time")
     fit.add_argument("--policy", default="auto", metavar="NAME", help="who plans (default: auto)")
@@ -355,7 +362,15 @@ def _plan(parsed: argparse.Namespace) -> int:
 
     deadline = deadline_ns(parsed.deadline, trace) if parsed.deadline is not None else None
     machine = machine_for(profile, budget_of(parsed.budget), parsed.chunk, trace)
-    outcomes = compare(trace, machine, policies, profile=profile, recompute=not parsed.no_recompute)
+    outcomes = compare(
+        trace,
+        machine,
+        policies,
+        profile=profile,
+        recompute=not parsed.no_recompute,
+        objective=parsed.objective,
+        deadline_ns=deadline,
+    )
     error: PlanError | None = None
     best = None
     try:

@@ -30,6 +30,7 @@ def outcome_row(outcome: Outcome) -> dict[str, Any]:
         row["notes"] = list(plan.notes)
     if outcome.energy_j is not None:
         row["energy_j"] = outcome.energy_j
+        row["energy_bound_j"] = outcome.energy_bound_j
     if outcome.carried_from_nbytes is not None:
         row["carried_from_nbytes"] = outcome.carried_from_nbytes
     return row

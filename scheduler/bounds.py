@@ -9,6 +9,7 @@ import numpy as np
 
 from scheduler.budget import IntArray, smallest_num_chunks
 from scheduler.chains import Chain, chains_of
+from scheduler.least_wait import least_wait_ns
 from scheduler.links import least_busy_ns
 from scheduler.plan import Machine
 from scheduler.reruns import ReplayGraph
@@ -30,26 +31,30 @@ def lower_bounds(trace: Trace, machine: Machine, *, recompute: bool = False) -> 
             (but for what must be away at the boundary).
         `loaded_nbytes`, `evicted_nbytes`: see `_traffic`.
         `compute_ns`: ops run one after another.
-        `duration_ns`: the largest of compute; the links' least busy time, because the three can at
-            best overlap fully; and `_halves_ns`.
+        `duration_ns`: the larger of compute with its least wait (`scheduler.least_wait`), and the links'
+            least busy time, because these can at best overlap fully.
     """
     exempt = _recomputable(trace) if recompute else frozenset()
     loaded, evicted = _traffic(trace, machine, exempt)
-    links_ns, halves_ns = least_busy_ns(machine, loaded, evicted), _halves_ns(trace, machine, exempt)
+    links_ns = least_busy_ns(machine, loaded, evicted)
+    wait_ns = least_wait_ns(trace, machine, exempt, discards=recompute)
     return {
         "smallest_budget_nbytes": smallest_num_chunks(trace, machine) * machine.chunk_nbytes,
         "in_core_nbytes": _in_core_chunks(trace, machine) * machine.chunk_nbytes,
         "loaded_nbytes": loaded,
         "evicted_nbytes": evicted,
         "compute_ns": trace.duration_ns,
-        "duration_ns": max(trace.duration_ns, links_ns, halves_ns),
+        "duration_ns": max(trace.duration_ns + wait_ns, links_ns),
     }
 
 
 def _recomputable(trace: Trace) -> frozenset[int]:
-    """Variables that a re-run may bring back."""
+    """Variables that a re-run may bring back for some of their uses.
+
+    That takes an op that makes them and may run again; one that changes them after the re-run need not.
+    """
     graph = ReplayGraph(trace)
-    return frozenset(v for v in range(len(trace.variables)) if graph.may_ever_return(v))
+    return frozenset(v for v, maker in enumerate(graph.maker) if maker is not None and graph.may_rerun[maker])
 
 
 def _in_core_chunks(trace: Trace, machine: Machine) -> int:
@@ -98,40 +103,6 @@ def _traffic(trace: Trace, machine: Machine, exempt: frozenset[int]) -> tuple[in
     excess_out = np.maximum(np.cumsum(changing)[:-1] - machine.budget_nbytes, 0)
     loaded = max(must_load, int((np.cumsum(loaded_before)[:-1] + excess_in).max(initial=0)))
     return loaded, max(must_evict, int(excess_out.max(initial=0)))
-
-
-def _halves_ns(trace: Trace, machine: Machine, exempt: frozenset[int]) -> int:
-    """The step cut in two at the start of any op: what the first half must write, the second must load.
-
-    At that moment at most the budget is in memory. Of the bytes that are alive but away, those born
-    or changed earlier in this step have been written out earlier in this step, so the first half
-    took at least their time on the out-link. Of the bytes that a later op of this step uses, all
-    but the budget are loaded afterwards, so the second half takes at least their time on the in-link. A
-    training step is such a case at the end of its forward pass.
-    """
-    alive = np.zeros(trace.num_ticks + 1, dtype=np.int64)  # needing a write in this step, if away
-    needed = np.zeros(trace.num_ticks + 1, dtype=np.int64)
-    for index, uses in enumerate(trace.uses_by_variable()):
-        if index in exempt:
-            continue
-        v = trace.variables[index]
-        start, stop = trace.lifetime(index)
-        if v.birth_tick is None:
-            start = next((trace.ops[op].start_tick + 1 for op, use in uses if use.writes), stop)
-        if start < stop:
-            alive[start] += v.nbytes
-            alive[stop] -= v.nbytes
-        if uses:
-            needed[trace.lifetime(index)[0]] += v.nbytes
-            needed[min(trace.ops[uses[-1][0]].start_tick + 1, stop)] -= v.nbytes
-    starts = np.array(trace.op_starts, dtype=np.int64)
-    written = np.maximum(np.cumsum(alive)[starts] - machine.budget_nbytes, 0)
-    loaded = np.maximum(np.cumsum(needed)[starts] - machine.budget_nbytes, 0)
-    durations = np.array([op.duration_ns for op in trace.ops], dtype=np.int64)
-    before = np.cumsum(durations) - durations
-    first = np.maximum(before, np.floor(written / machine.evict_bytes_per_s * 1e9))
-    second = np.maximum(trace.duration_ns - before, np.floor(loaded / machine.load_bytes_per_s * 1e9))
-    return int((first + second).max(initial=0))
 
 
 def _fold_add(change: IntArray, start: int, stop: int, nbytes: int) -> None:

@@ -11,7 +11,7 @@ from scheduler.budget import BudgetTooSmall, smallest_num_chunks
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
 from scheduler.policies import POLICIES
-from scheduler.profiles import Profile, energy_j
+from scheduler.profiles import Profile, energy_j, least_energy_j
 from scheduler.trace import Trace
 
 Objective = Literal["time", "energy"]
@@ -45,7 +45,7 @@ class Outcome:
     Attributes:
         plan: None where the policy finds none; `reason` says why.
         smallest_budget_nbytes: Where it finds none: the budget that it asks for, if it knows.
-        energy_j: Of one step, where a profile with energy figures was given.
+        energy_j: Of one step, where a profile with energy figures was given; `energy_bound_j`: what no plan can beat.
         carried_from_nbytes: In a sweep: the smaller budget whose plan is the best that is known here too.
     """
 
@@ -54,6 +54,7 @@ class Outcome:
     reason: str = ""
     smallest_budget_nbytes: int | None = None
     energy_j: float | None = None
+    energy_bound_j: float | None = None
     carried_from_nbytes: int | None = None
 
     @property
@@ -77,6 +78,8 @@ def compare(
     profile: Profile | None = None,
     parameters: Mapping[str, Any] | None = None,
     recompute: bool = True,
+    objective: Objective = "time",
+    deadline_ns: int | None = None,
 ) -> tuple[Outcome, ...]:
     """Plan `trace` by each of `policies`. One that finds no plan says why; that is an outcome, not an error.
 
@@ -85,10 +88,16 @@ def compare(
         parameters: Passed to every policy.
         recompute: Whether a policy that can do both, moving and running ops again, may do both. Others do what
             they are for.
+        objective, deadline_ns: Told to a policy that plans for them (`poet`). `choose` asks the others' plans, too.
+
+    Raises:
+        ProfileError: Energy is asked, and the profile has no figures.
     """
     found = []
     for policy in policies:
         own = dict(parameters or {})
+        if "objective" in POLICIES[policy].parameters:
+            own = {**_aims(trace, profile, objective, deadline_ns), **own}
         if "recompute" in POLICIES[policy].parameters:
             own.setdefault("recompute", recompute)
         try:
@@ -105,10 +114,24 @@ def compare(
         except PlanError as error:
             found.append(Outcome(policy=policy, plan=None, reason=str(error)))
         else:
-            has_energy = profile is not None and profile.energy is not None
-            joules = energy_j(trace, plan.predicted, profile) if profile is not None and has_energy else None
-            found.append(Outcome(policy=policy, plan=plan, energy_j=joules))
+            joules = least = None
+            if profile is not None and profile.energy is not None:
+                joules = energy_j(trace, plan.predicted, profile)
+                least = least_energy_j(trace, plan.bounds, profile)
+            found.append(Outcome(policy=policy, plan=plan, energy_j=joules, energy_bound_j=least))
     return tuple(found)
+
+
+def _aims(trace: Trace, profile: Profile | None, objective: Objective, deadline_ns: int | None) -> dict[str, Any]:
+    """What is asked of a policy that knows objectives."""
+    aims: dict[str, Any] = {} if deadline_ns is None else {"deadline_s": deadline_ns / 1e9}
+    if objective == "energy" and profile is not None:
+        energy = profile.require_energy()
+        in_core = dict.fromkeys(("stall_ns", "loaded_nbytes", "evicted_nbytes"), 0) | {"duration_ns": trace.duration_ns}
+        compute_w = energy_j(trace, in_core, profile) / max(trace.duration_ns / 1e9, 1e-12)
+        watts = {"compute_w": compute_w, "load_w": energy.load_w, "evict_w": energy.evict_w}
+        aims |= {"objective": objective, **watts}
+    return aims
 
 
 def choose(outcomes: Sequence[Outcome], *, objective: Objective = "time", deadline_ns: int | None = None) -> Outcome:

@@ -279,6 +279,21 @@ def test_fit_records_the_script_at_each_batch_that_it_tries() -> None:
     assert "not even a batch of 1: op " in none.stderr
 
 
+def test_fit_finds_the_parts_of_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    done = ooc("fit", "--json", "--budget", "64MiB", "--micro-batch", "8", SCRIPT, "--batch-size", "{batch}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["micro_batch"], found["batch"]) == (8, 8)  # there is room for all, and parts only add up gradients
+    for line in ("1 x 8: ", "2 x 4: ", "8 x 1: "):
+        assert line in done.stderr
+    assert main(["fit", "--micro-batch", "8", str(SCRIPT), "--batch-size", "{batch}"]) == 2
+    assert "--micro-batch goes with --budget SIZE" in capsys.readouterr().err
+    assert main(["fit", "--budget", "1MiB", "--micro-batch", "0", str(SCRIPT), "--batch-size", "{batch}"]) == 2
+    assert "--micro-batch 0: at least 1" in capsys.readouterr().err
+    assert fit.part_sizes(12) == (12, 6, 3, 1)
+    assert fit.part_sizes(1) == (1,)
+
+
 def test_the_budget_that_fit_names_runs_and_hardly_less_does() -> None:
     """Real steps: with the ops' own temporaries (oneDNN's copies), and ops run in parts as that budget has them."""
     arguments = ("--batch-size", "48")

@@ -38,9 +38,9 @@ class Status(Enum):
     """How a solve ended."""
 
     OPTIMAL = "optimal"
-    INCUMBENT = "the time was up; the best schedule found so far, with its gap"
+    INCUMBENT = "the search was up; the best schedule found so far, with its gap"
     ROUNDED = "rounded from the relaxation; feasible, with its gap"
-    NONE = "the time was up, and no schedule had been found"
+    NONE = "the search was up, and no schedule had been found"
     INFEASIBLE = "no schedule fits the budget and the deadline"
 
 
@@ -54,7 +54,8 @@ class Request:
         paging, recompute: Which of the two is allowed.
         objective: What is made small.
         charge_paging: Whether transfers take time.
-        time_limit_s: The solver's; None for no limit.
+        node_limit: Nodes of the solver's search; None for no limit. The same everywhere, unlike a limit in seconds.
+        time_limit_s: The solver's; None for no limit. Where it strikes, the answer depends on the machine's speed.
         relative_gap: A schedule proven to be this close to the best is good enough.
     """
 
@@ -64,6 +65,7 @@ class Request:
     recompute: bool = True
     objective: Objective = "energy"
     charge_paging: bool = False
+    node_limit: int | None = None
     time_limit_s: float | None = 60.0
     relative_gap: float = 1e-4
 
@@ -96,6 +98,7 @@ class Solution:
         objective: Its cost, in joules or seconds, worked out from the schedule.
         bound: What no schedule can beat, as proven.
         peak_nbytes: Its memory, worked out from the schedule.
+        was_cut_off: Whether a limit in seconds struck: the answer then depends on the machine's speed.
     """
 
     status: Status
@@ -103,6 +106,7 @@ class Solution:
     objective: float | None = None
     bound: float | None = None
     peak_nbytes: float | None = None
+    was_cut_off: bool = False
 
     @property
     def gap(self) -> float | None:
@@ -119,21 +123,21 @@ def solve(graph: Graph, request: Request) -> Solution:
         nothing = Schedule(computed=empty, kept=empty, stored=empty, load=empty, evict=empty)
         return Solution(status=Status.OPTIMAL, schedule=nothing, objective=0.0, bound=0.0, peak_nbytes=0.0)
     program = Program(graph, request)
-    result = program.run_solver(relaxed=False)
-    if result.status == 2:
+    answer = program.run_solver(relaxed=False)
+    if answer.is_infeasible:
         return Solution(status=Status.INFEASIBLE)
-    bound = getattr(result, "mip_dual_bound", None)
-    bound = None if bound is None or not np.isfinite(bound) else float(bound) * program.objective_unit
-    if result.x is None:
-        return Solution(status=Status.NONE, bound=bound)
-    schedule = program.schedule_of(result.x)
+    bound = None if answer.bound is None else answer.bound * program.objective_unit
+    if answer.values is None:
+        return Solution(status=Status.NONE, bound=bound, was_cut_off=answer.was_cut_off)
+    schedule = program.schedule_of(answer.values)
     objective = cost_of(schedule, graph, request)
     return Solution(
-        status=Status.OPTIMAL if result.status == 0 else Status.INCUMBENT,
+        status=Status.OPTIMAL if answer.is_optimal else Status.INCUMBENT,
         schedule=schedule,
         objective=objective,
-        bound=objective if bound is None and result.status == 0 else bound,
+        bound=objective if bound is None and answer.is_optimal else bound,
         peak_nbytes=peak_of(schedule, graph),
+        was_cut_off=answer.was_cut_off,
     )
 
 
@@ -149,8 +153,8 @@ class Program:
         self.request = request
         self.size = len(graph.nodes)
         self.num_stages = graph.num_stages
-        self.columns = _Columns()
-        self.rows = _Rows()
+        self.columns = Columns()
+        self.rows = Rows()
         self.again = self._lower(whole=True)
         self.kept = self._lower(whole=True)
         self.stored = self._lower() if request.paging else None
@@ -307,29 +311,16 @@ class Program:
                 self.columns.set_cost(self.evict[later, i], node.evict_j / unit)
         return unit
 
-    def run_solver(self, *, relaxed: bool) -> Any:
-        """HiGHS's answer; the constant part of the objective is in its bound.
-
-        Raises:
-            RuntimeError: The solver failed for a reason other than infeasibility or time.
-        """
-        from scipy.optimize import Bounds, LinearConstraint, milp
-
-        matrix, lower, upper = self.rows.assemble(self.columns.count)
-        cost, low, high, whole = self.columns.assemble()
-        options: dict[str, float] = {"mip_rel_gap": self.request.relative_gap}
-        if self.request.time_limit_s is not None:
-            options["time_limit"] = self.request.time_limit_s
-        result = milp(
-            c=cost,
-            constraints=LinearConstraint(matrix, lower, upper),
-            bounds=Bounds(low, high),
-            integrality=np.zeros_like(whole) if relaxed else whole,
-            options=options,
+    def run_solver(self, *, relaxed: bool) -> Answer:
+        """HiGHS's answer, in units of the objective."""
+        return run_highs(
+            self.columns,
+            self.rows,
+            relative_gap=self.request.relative_gap,
+            node_limit=self.request.node_limit,
+            time_limit_s=self.request.time_limit_s,
+            relaxed=relaxed,
         )
-        if result.status not in (0, 1, 2):
-            raise RuntimeError(f"HiGHS gave up with status {result.status}: {result.message}")
-        return result
 
     def schedule_of(self, values: npt.NDArray[np.float64]) -> Schedule:
         """The schedule in a solution's values, with paging made whole."""
@@ -427,7 +418,7 @@ def cost_of(schedule: Schedule, graph: Graph, request: Request) -> float:
 
 
 @dataclass
-class _Columns:
+class Columns:
     """Variables of the program. All lie in [0, 1] unless said otherwise."""
 
     count: int = 0
@@ -435,6 +426,7 @@ class _Columns:
     upper: list[npt.NDArray[np.float64]] = field(default_factory=list)
     whole: list[npt.NDArray[np.int64]] = field(default_factory=list)
     fixed: list[tuple[npt.NDArray[np.int64], float]] = field(default_factory=list)
+    floors: list[tuple[int, float]] = field(default_factory=list)
     costs: list[tuple[npt.NDArray[np.int64], float]] = field(default_factory=list)
 
     def add(self, count: int, *, upper: float = 1.0, whole: bool = False) -> npt.NDArray[np.int64]:
@@ -445,6 +437,10 @@ class _Columns:
 
     def fix(self, columns: npt.NDArray[np.int64], upper: float) -> None:
         self.fixed.append((columns, upper))
+
+    def floor(self, column: int, lower: float) -> None:
+        """Raise a column's lower bound from 0."""
+        self.floors.append((column, lower))
 
     def set_cost(self, columns: npt.NDArray[np.int64], cost: float) -> None:
         self.costs.append((columns, cost))
@@ -457,12 +453,14 @@ class _Columns:
         for columns, value in self.costs:
             cost[columns] = value
         lower = np.zeros(self.count + 1)
+        for column, limit in self.floors:
+            lower[column] = limit
         lower[-1], cost[-1] = 1.0, self.constant
         return cost, lower, upper, np.concatenate([*self.whole, [0]])
 
 
 @dataclass
-class _Rows:
+class Rows:
     """Constraints of the program: `lower <= sum of coefficient times column <= upper`."""
 
     row: list[int] = field(default_factory=list)
@@ -485,3 +483,66 @@ class _Rows:
         shape = (len(self.lower), num_columns + 1)
         matrix = csr_matrix((self.value, (self.row, self.column)), shape=shape)
         return matrix, np.array(self.lower), np.array(self.upper)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What HiGHS made of columns and rows, in the columns' units.
+
+    Attributes:
+        is_optimal: To the gap that was asked for; `is_infeasible`: proven. Neither: a limit struck.
+        was_cut_off: The limit that struck was the one in seconds.
+        values: Of the columns; None where it found none.
+        objective, bound: With the constant part.
+    """
+
+    is_optimal: bool
+    is_infeasible: bool
+    was_cut_off: bool
+    values: npt.NDArray[np.float64] | None
+    objective: float | None
+    bound: float | None
+
+
+def run_highs(
+    columns: Columns,
+    rows: Rows,
+    *,
+    relative_gap: float,
+    node_limit: int | None,
+    time_limit_s: float | None,
+    relaxed: bool = False,
+) -> Answer:
+    """HiGHS's answer; `relaxed` lets every column be a fraction.
+
+    Raises:
+        RuntimeError: The solver failed for a reason other than infeasibility or a limit.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    matrix, lower, upper = rows.assemble(columns.count)
+    cost, low, high, whole = columns.assemble()
+    options: dict[str, float] = {"mip_rel_gap": relative_gap}
+    if time_limit_s is not None:
+        options["time_limit"] = time_limit_s
+    if node_limit is not None:
+        options["node_limit"] = node_limit
+    result = milp(
+        c=cost,
+        constraints=LinearConstraint(matrix, lower, upper),
+        bounds=Bounds(low, high),
+        integrality=np.zeros_like(whole) if relaxed else whole,
+        options=options,
+    )
+    # scipy knows no status for a limit in nodes, which HiGHS calls a solution limit.
+    if result.status not in (0, 1, 2) and "solution limit" not in str(result.message).lower():
+        raise RuntimeError(f"HiGHS gave up with status {result.status}: {result.message}")
+    bound = result.fun if relaxed else getattr(result, "mip_dual_bound", None)
+    return Answer(
+        is_optimal=result.status == 0,
+        is_infeasible=result.status == 2,
+        was_cut_off=result.status == 1,
+        values=result.x,
+        objective=None if result.x is None else float(result.fun),
+        bound=None if bound is None or not np.isfinite(bound) else float(bound),
+    )

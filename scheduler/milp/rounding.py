@@ -36,16 +36,19 @@ def solve_by_rounding(graph: Graph, request: Request) -> Solution:
     best: Solution | None = None
     bound: float | None = None
     cheapest = float("inf")
+    was_cut_off = False
     for allowance in _ALLOWANCES:
         program = Program(graph, replace(request, budget_nbytes=request.budget_nbytes * allowance))
-        result = program.run_solver(relaxed=True)
-        if result.x is None:
+        answer = program.run_solver(relaxed=True)
+        was_cut_off = was_cut_off or answer.was_cut_off
+        if answer.values is None:
             if allowance == 1.0:
-                return Solution(status=Status.INFEASIBLE if result.status == 2 else Status.NONE)
+                status = Status.INFEASIBLE if answer.is_infeasible else Status.NONE
+                return Solution(status=status, was_cut_off=was_cut_off)
             break
-        if allowance == 1.0:
-            bound = float(result.fun) * program.objective_unit
-        _, kept = program.fractions(result.x)
+        if allowance == 1.0 and answer.bound is not None:
+            bound = answer.bound * program.objective_unit
+        _, kept = program.fractions(answer.values)
         for threshold in _THRESHOLDS:
             schedule = schedule_keeping(kept >= threshold, graph, request)
             objective = _judge(schedule, graph, request)
@@ -60,7 +63,7 @@ def solve_by_rounding(graph: Graph, request: Request) -> Solution:
                 )
         if best is not None:
             break
-    return best if best is not None else Solution(status=Status.NONE, bound=bound)
+    return replace(best or Solution(status=Status.NONE, bound=bound), was_cut_off=was_cut_off)
 
 
 def _judge(schedule: Schedule, graph: Graph, request: Request) -> float | None:

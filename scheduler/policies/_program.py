@@ -67,7 +67,8 @@ def plan_by_program(
         return found
     found = _play(facts, _Program(merged, None, paging=request.paging), request, wrap=wrap)
     how = f"{solution.status.value}" if solution.schedule is None else "no schedule of it fits op by op"
-    notes.append(f"planned without the program ({_size(merged)}): {how}. {_alone(request)}")
+    struck = " (its limit in seconds struck)" if solution.was_cut_off else ""
+    notes.append(f"planned without the program ({_size(merged)}): {how}{struck}. {_alone(request)}")
     return found
 
 
@@ -75,9 +76,10 @@ def _said(solution: Solution, merged: TraceGraph, allowance: float) -> list[str]
     """What is to be said of a schedule that is played: nothing, if it is proven the best and has the whole budget."""
     if solution.status is Status.OPTIMAL and allowance == 1.0:
         return []
+    struck = " (its limit in seconds struck)" if solution.was_cut_off else ""
     within = "" if allowance == 1.0 else f", within {allowance:.0%} of the budget so that it fits op by op"
     gap = "unknown" if solution.gap is None else f"{solution.gap:.1%}"
-    return [f"the program ({_size(merged)}): {solution.status.value} (gap {gap}){within}"]
+    return [f"the program ({_size(merged)}): {solution.status.value} (gap {gap}){within}{struck}"]
 
 
 def _size(merged: TraceGraph) -> str:
@@ -97,8 +99,9 @@ def _solve(merged: TraceGraph, request: Request, *, exact: bool) -> Solution:
         solution = solve(graph, request)
         if solution.status is not Status.NONE:
             return solution
-    share = None if request.time_limit_s is None else request.time_limit_s / 4
-    return solve_by_rounding(graph, replace(request, time_limit_s=share))
+        rounded = solve_by_rounding(graph, request)
+        return replace(rounded, was_cut_off=rounded.was_cut_off or solution.was_cut_off)
+    return solve_by_rounding(graph, request)
 
 
 def _play(facts: Facts, advice: Advice, request: Request, *, wrap: bool) -> tuple[Residency, ...]:

@@ -1,14 +1,14 @@
-"""What the recomputing policies share: running a walk, and the error when it does not fit."""
+"""What the recomputing policies share: playing a choice of gaps, and the error when a walk does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from scheduler.bounds import lower_bounds
 from scheduler.budget import BudgetTooSmall, budget_too_small
 from scheduler.plan import Machine, Residency
-from scheduler.policies._walk import Stuck
+from scheduler.policies._walk import Advice, Stuck, Victim, Walk
 from scheduler.trace import Trace
 
 # The smallest budget that works is looked for to this share of the budget in core.
@@ -16,9 +16,16 @@ _RESOLUTION = 0.02
 
 
 def or_too_small(
-    attempt: Callable[[Machine], tuple[Residency, ...]], trace: Trace, machine: Machine
+    attempt: Callable[[Machine], tuple[Residency, ...]],
+    trace: Trace,
+    machine: Machine,
+    *,
+    probe: Callable[[Machine], tuple[Residency, ...]] | None = None,
 ) -> tuple[Residency, ...]:
     """`attempt(machine)`, with `Stuck` turned into the error for users.
+
+    Args:
+        probe: A quicker attempt to look for the smallest budget with; what it finds is tried by `attempt` itself.
 
     Raises:
         BudgetTooSmall: The policy found nothing; with the op, what was held there, and the smallest
@@ -32,24 +39,31 @@ def or_too_small(
             machine,
             tick=trace.ops[stuck.op_index].start_tick,
             variables=list(stuck.held),
-            smallest_num_chunks=_smallest(attempt, trace, machine),
+            smallest_num_chunks=_smallest(attempt, probe or attempt, trace, machine),
         ) from stuck
 
 
-def _smallest(attempt: Callable[[Machine], tuple[Residency, ...]], trace: Trace, machine: Machine) -> int:
+def _smallest(
+    attempt: Callable[[Machine], tuple[Residency, ...]],
+    probe: Callable[[Machine], tuple[Residency, ...]],
+    trace: Trace,
+    machine: Machine,
+) -> int:
     """A number of chunks that works, by bisection; everything at once is the upper end, and always works."""
     most = sum(machine.chunks_of(v.nbytes) for v in trace.variables)
     works = min(most, lower_bounds(trace, machine)["in_core_nbytes"] // machine.chunk_nbytes)
     fails = machine.num_chunks
     resolution = max(int(works * _RESOLUTION), 1)
-    while not _fits(attempt, machine, works):
+    while not _fits(probe, machine, works):
         fails, works = works, min(most, works + resolution) if works < most else 2 * works
     while works - fails > resolution:
         middle = (works + fails) // 2
-        if _fits(attempt, machine, middle):
+        if _fits(probe, machine, middle):
             works = middle
         else:
             fails = middle
+    while probe is not attempt and not _fits(attempt, machine, works):
+        works = min(most, works + resolution) if works < most else 2 * works
     return works
 
 
@@ -59,3 +73,38 @@ def _fits(attempt: Callable[[Machine], tuple[Residency, ...]], machine: Machine,
     except (Stuck, BudgetTooSmall):
         return False
     return True
+
+
+class AsChosen(Advice):
+    """Releases each chosen gap as soon as it begins.
+
+    Args:
+        discarded, swapped: `(variable, op of its next use)` of each; ops of the next step count on, and twice the
+            number of ops stands for "none".
+        kept: Variables to start the step with in memory; None: as many as fit.
+    """
+
+    def __init__(
+        self,
+        discarded: Iterable[tuple[int, int]],
+        swapped: Iterable[tuple[int, int]],
+        kept: Iterable[int] | None = None,
+    ) -> None:
+        self.discarded = set(discarded)
+        self.swapped = set(swapped)
+        self.kept = None if kept is None else set(kept)
+
+    def eager(self, walk: Walk, op_index: int, candidates: Sequence[int]) -> Iterable[Victim]:
+        """What was chosen."""
+        found = []
+        for v in candidates:
+            key = v, walk.next_use(v, op_index)
+            if key in self.discarded and walk.may_discard(v, op_index):
+                found.append(Victim(v, True))
+            elif key in self.swapped or key in self.discarded:
+                found.append(Victim(v, False))
+        return found
+
+    def start(self) -> set[int] | None:
+        """What was chosen."""
+        return self.kept

@@ -11,7 +11,7 @@ again, from variables that nobody can discard, up to its next use, or up to its 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -70,6 +70,10 @@ class Advice:
     def companions(self, walk: Walk, op_index: int, remade: Sequence[int]) -> Sequence[int]:  # noqa: ARG002
         """Other discarded variables to make in the same re-run, the dearest first."""
         return ()
+
+    def start(self) -> set[int] | None:
+        """What starts the step in memory, if it may cross the boundary; None: as much as fits, the first used first."""
+        return None
 
 
 class Facts:
@@ -213,11 +217,22 @@ class Walk:
         else:
             start = set(forced)
             self._run(start)
+        clean = self._unchanged() & start
+        if clean and not start <= self._run(start, clean):
+            self._run(start)
         return ordered(self._close(start), self.trace)
+
+    def _unchanged(self) -> set[int]:
+        """Variables that start the next step in memory with a current copy in the store: a release there is a drop."""
+        heirs, dirty = self.facts.heirs, self.book.dirty
+        return {heirs[v] for v in self.recent if v in heirs and v not in dirty}
 
     def _fitting_start(self) -> set[int]:
         """Variables that may start in memory, as many as fit beside op 0, the first to be used first."""
         facts, never = self.facts, len(self.trace.ops)
+        asked = self.advice.start()
+        if asked is not None:
+            return asked.intersection(facts.heirs.values())
         room = facts.machine.num_chunks - (facts.peaks[0] if facts.peaks else 0)
         first = {v: own[0] if (own := facts.pin_ops[v]) else never for v in facts.heirs.values()}
         start = set()
@@ -229,13 +244,14 @@ class Walk:
             start.add(v)
         return start
 
-    def _run(self, start: set[int]) -> set[int]:
-        """Walk the step. Returns what could start the next step in memory."""
+    def _run(self, start: set[int], clean: Collection[int] = ()) -> set[int]:
+        """Walk the step from `start` in memory, `clean` of it with a copy. Returns what could start the next step."""
         self._reset()
         for v in sorted(start):
-            self.book.keep_from_last_step(v, dirty=True)
+            self.book.keep_from_last_step(v, dirty=v not in clean)
             self.recent[v] = None
-            self.stored.discard(v)
+            if v not in clean:
+                self.stored.discard(v)
         for zone, pinned in enumerate(self.facts.zones):
             self._bring_back(zone, pinned)
             for v, pin in pinned.items():

@@ -14,15 +14,13 @@ time is swapped, the furthest next use first, as Capuchin's passive mode does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import numpy as np
 
 from scheduler.chains import Gap, chains_of
 from scheduler.plan import Machine, Residency
-from scheduler.policies._rerun_policies import or_too_small
+from scheduler.policies._rerun_policies import AsChosen, or_too_small
 from scheduler.policies._slack import use_slack
-from scheduler.policies._walk import Advice, Facts, Victim, Walk
+from scheduler.policies._walk import Advice, Facts, Walk
 from scheduler.selection import Selection
 from scheduler.trace import Trace
 
@@ -44,15 +42,19 @@ def schedule(trace: Trace, machine: Machine, *, wrap: bool = True, recompute: bo
     """
 
     def attempt(within: Machine) -> tuple[Residency, ...]:
-        facts = Facts(trace, within)
-        if not trace.ops:
-            return Walk(facts, Advice()).schedule(wrap=wrap)
-        choices = _Choices(facts, wrap=wrap, recompute=recompute)
-        choices.choose()
-        proposal = Walk(facts, _AsChosen(choices.discarded, choices.swapped)).schedule(wrap=wrap)
-        return use_slack(proposal, trace, within)
+        return propose(Facts(trace, within), wrap=wrap, recompute=recompute)
 
     return or_too_small(attempt, trace, machine)
+
+
+def propose(facts: Facts, *, wrap: bool, recompute: bool) -> tuple[Residency, ...]:
+    """What the rule makes of the step. Raises `Stuck` where it does not fit."""
+    if not facts.trace.ops:
+        return Walk(facts, Advice()).schedule(wrap=wrap)
+    choices = _Choices(facts, wrap=wrap, recompute=recompute)
+    choices.choose()
+    proposal = Walk(facts, AsChosen(choices.discarded, choices.swapped)).schedule(wrap=wrap)
+    return use_slack(proposal, facts.trace, facts.machine)
 
 
 class _Choices:
@@ -160,22 +162,3 @@ class _Choices:
 
         ops = graph.ops_for([variable], need, is_there, most_ops=_MOST_OPS)
         return 0.0 if ops is None else float(max(sum(trace.ops[op].duration_ns for op in ops), 1))
-
-
-class _AsChosen(Advice):
-    """Releases each chosen gap as soon as it begins."""
-
-    def __init__(self, discarded: set[tuple[int, int]], swapped: set[tuple[int, int]]) -> None:
-        self.discarded = discarded
-        self.swapped = swapped
-
-    def eager(self, walk: Walk, op_index: int, candidates: Sequence[int]) -> Iterable[Victim]:
-        """What was chosen."""
-        found = []
-        for v in candidates:
-            key = v, walk.next_use(v, op_index)
-            if key in self.discarded and walk.may_discard(v, op_index):
-                found.append(Victim(v, True))
-            elif key in self.swapped or key in self.discarded:
-                found.append(Victim(v, False))
-        return found

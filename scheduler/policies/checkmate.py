@@ -7,6 +7,8 @@ is swapped, so what cannot be made again stays in memory all its life.
 
 from __future__ import annotations
 
+from functools import partial
+
 from scheduler.milp.from_trace import Power
 from scheduler.milp.program import Request
 from scheduler.plan import Machine, Residency
@@ -21,7 +23,8 @@ def schedule(
     *,
     num_nodes: int = 120,
     num_stages: int = 24,
-    time_limit_s: float = 10.0,
+    node_limit: int = 50,
+    time_limit_s: float | None = 300.0,
     exact: bool = True,
     wrap: bool = True,
     notes: list[str] | None = None,
@@ -32,10 +35,10 @@ def schedule(
         trace: The step.
         machine: The budget; rates do not matter, because nothing is swapped.
         num_nodes, num_stages: Most nodes that the ops are merged into, and most stages of these.
-        time_limit_s: The solver's time for one solve. A plan made under a limit that strikes depends on the
-            machine's speed; all others are the same everywhere.
-        exact: Whether to solve the program where it is small enough. If not, its relaxation is rounded always: in
-            seconds, and the same on every machine.
+        node_limit: Branch-and-bound nodes of one solve; the search is the same on every machine.
+        time_limit_s: A safety net for one solve. A plan made under it where it strikes depends on the machine's
+            speed, and its notes say so.
+        exact: Whether to solve the program where it is small enough. If not, its relaxation is rounded always.
         wrap: Whether variables may stay in memory over the boundary of a cyclic step.
         notes: Gets how the solve ended where it is not proven the best: the gap, or that there is no schedule.
 
@@ -43,11 +46,12 @@ def schedule(
         BudgetTooSmall: Recomputation alone does not fit the budget.
     """
 
-    def attempt(within: Machine) -> tuple[Residency, ...]:
+    def attempt(within: Machine, *, exact: bool = exact) -> tuple[Residency, ...]:
         request = Request(
             budget_nbytes=within.budget_nbytes,
             paging=False,
             objective="time",
+            node_limit=node_limit,
             time_limit_s=time_limit_s,
             relative_gap=1e-3,
         )
@@ -63,4 +67,4 @@ def schedule(
             notes=notes,
         )
 
-    return or_too_small(attempt, trace, machine)
+    return or_too_small(attempt, trace, machine, probe=partial(attempt, exact=False))

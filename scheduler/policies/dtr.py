@@ -34,9 +34,14 @@ def schedule(trace: Trace, machine: Machine, *, wrap: bool = True) -> tuple[Resi
     """
 
     def attempt(within: Machine) -> tuple[Residency, ...]:
-        return Walk(Facts(trace, within), _Heuristic()).schedule(wrap=wrap)
+        return propose(Facts(trace, within), wrap=wrap)
 
     return or_too_small(attempt, trace, machine)
+
+
+def propose(facts: Facts, *, wrap: bool) -> tuple[Residency, ...]:
+    """What the rule makes of the step. Raises `Stuck` where it does not fit."""
+    return Walk(facts, _Heuristic()).schedule(wrap=wrap)
 
 
 class _Heuristic(Advice):

@@ -35,9 +35,14 @@ def schedule(trace: Trace, machine: Machine, *, wrap: bool = True) -> tuple[Resi
     """
 
     def attempt(within: Machine) -> tuple[Residency, ...]:
-        return Walk(Facts(trace, within), _ByTriangle()).schedule(wrap=wrap)
+        return propose(Facts(trace, within), wrap=wrap)
 
     return or_too_small(attempt, trace, machine)
+
+
+def propose(facts: Facts, *, wrap: bool) -> tuple[Residency, ...]:
+    """What the rule makes of the step. Raises `Stuck` where it does not fit."""
+    return Walk(facts, _ByTriangle()).schedule(wrap=wrap)
 
 
 class _ByTriangle(Advice):

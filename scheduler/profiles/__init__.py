@@ -235,6 +235,19 @@ def energy_j(trace: Trace, predicted: Mapping[str, int], profile: Profile) -> fl
     )
 
 
+def least_energy_j(trace: Trace, bounds: Mapping[str, int], profile: Profile) -> float:
+    """Joules that no plan with these bounds can beat: its ops, and the least bytes moved.
+
+    Args:
+        bounds: A plan's (`scheduler.bounds.lower_bounds`).
+
+    Raises:
+        ProfileError: The profile has no energy figures.
+    """
+    least = {name: bounds[name] for name in ("loaded_nbytes", "evicted_nbytes")}
+    return energy_j(trace, {**least, "duration_ns": bounds["compute_ns"], "stall_ns": 0}, profile)
+
+
 def _check(value: Any, profile: str, name: str, *, least: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < least:

@@ -13,7 +13,7 @@ from random_traces import random_machine, random_trace, replayable
 from scheduler.compare import DeadlineTooShort, Outcome, budgets_between, choose, compare, sweep
 from scheduler.plan import Machine, PlanError
 from scheduler.policies import POLICIES
-from scheduler.profiles import load_profile
+from scheduler.profiles import ProfileError, load_profile
 from scheduler.trace import Trace
 from scheduler.verify import verify
 
@@ -138,3 +138,30 @@ def test_energy_comes_with_a_profile_that_has_it() -> None:
     without = compare(trace, machine(5000), ("auto",), profile=load_profile("desktop"))
     assert with_it[0].energy_j == pytest.approx(trace.duration_ns / 1e9 * 3.0)  # rpi4's 3 W; nothing moves
     assert without == (Outcome(policy="auto", plan=without[0].plan),)
+
+
+def test_a_policy_that_knows_objectives_is_told_them() -> None:
+    trace = replayable(conv_net(num_blocks=3))
+    machine = Machine(chunk_nbytes=MIB, num_chunks=150, load_bytes_per_s=2e8, evict_bytes_per_s=2e8)
+    profile = load_profile("jetson_tx2")
+    told, capuchin = compare(
+        trace, machine, ("poet", "capuchin"), profile=profile, objective="energy", deadline_ns=10**12
+    )
+    assert told.plan is not None
+    assert told.plan.parameters["objective"] == "energy"
+    assert told.plan.parameters["deadline_s"] == 1000.0
+    assert told.plan.parameters["compute_w"] == pytest.approx(profile.require_energy().compute_w)
+    assert capuchin.plan is not None
+    assert "objective" not in capuchin.plan.parameters
+    assert told.energy_j is not None
+    assert capuchin.energy_j is not None
+    assert told.energy_j <= capuchin.energy_j
+    for outcome in (told, capuchin):
+        assert outcome.energy_bound_j is not None
+        assert outcome.energy_j is not None
+        assert 0 < outcome.energy_bound_j <= outcome.energy_j
+    (timed,) = compare(trace, machine, ("poet",), profile=profile)
+    assert timed.plan is not None
+    assert "objective" not in timed.plan.parameters
+    with pytest.raises(ProfileError, match="energy"):
+        compare(trace, machine, ("poet",), profile=load_profile("desktop"), objective="energy")

@@ -57,6 +57,9 @@ def plan_or_none(trace: Trace, machine: Machine, policy: str) -> Plan | None:
 
 @policies
 @settings(max_examples=60 * TIMES, deadline=None)
+@example(
+    seed=115901511
+)  # an op that may not run again changes a variable after it was brought back: no need to write it
 @given(seed=seeds)
 def test_every_plan_is_legal_within_budget_and_above_the_bounds(policy: str, seed: int) -> None:
     trace, machine = some_case(seed)
@@ -201,7 +204,7 @@ def test_recomputing_plans_of_models(policy: str, make: Callable[[], Trace]) -> 
     machine = Machine(chunk_nbytes=2 * MIB, num_chunks=1)
     in_core = lower_bounds(trace, machine)["in_core_nbytes"]
     half = replace(machine, num_chunks=in_core // 2 // machine.chunk_nbytes)
-    coarse = {"num_nodes": 60, "num_stages": 10, "time_limit_s": 3.0} if policy in ("checkmate", "poet") else {}
+    coarse = {"num_nodes": 60, "num_stages": 10} if policy in ("checkmate", "poet") else {}
     plan = make_plan(trace, half, policy, **coarse)
     assert plan.predicted["peak_nbytes"] <= half.budget_nbytes
     if policy in SWAPPING:
@@ -258,7 +261,8 @@ def test_a_solver_that_runs_out_of_time_says_its_gap_or_that_it_has_nothing() ->
     trace = replayable(conv_net(num_blocks=4))
     machine = Machine(chunk_nbytes=MIB, num_chunks=160, load_bytes_per_s=2e8, evict_bytes_per_s=2e8)
     (note,) = make_plan(trace, machine, "poet", time_limit_s=1e-4).notes
-    assert "the time was up" in note
+    assert "the search was up" in note
+    assert "its limit in seconds struck" in note
 
 
 def test_poet_says_what_is_wrong_with_its_parameters() -> None:
