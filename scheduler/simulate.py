@@ -79,10 +79,13 @@ class Simulation:
 
 
 def simulate(plan: Plan, trace: Trace, *, with_timeline: bool = True) -> Simulation:
-    """Run `plan` in virtual time. The plan must be coloured and legal."""
+    """Run `plan` in virtual time. The plan must be legal; if it is not coloured, waits for chunks are a guess."""
     run = _Run(plan, trace)
     for _ in range(_NUM_PERIODS if trace.cyclic else 1):
+        before = run.backlog()
         run.play_step()
+        if run.backlog() == before:
+            break  # the next period would be the same
     return run.result(with_timeline=with_timeline)
 
 
@@ -121,6 +124,12 @@ class _Run:
             self.links.advance(self.now_ns)
             for r in self.actions.writes[index]:
                 self._issue_write(r)
+
+    def backlog(self) -> tuple[object, ...]:
+        """What the links have yet to do: all that a period knows of those before it, the clock apart."""
+        loads = tuple(sorted(r for r, load in self.load_of.items() if load.stop_ns is None))
+        writes = tuple(sorted(r for r, write in self.write_of.items() if write.stop_ns is None))
+        return loads, writes, self.links.backlog
 
     def _rerun(self, index: int, work: RerunWork) -> int:
         """Run again what comes before op `index`; returns how long that had to wait."""
