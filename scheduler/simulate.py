@@ -79,7 +79,9 @@ class Simulation:
 
 
 def simulate(plan: Plan, trace: Trace, *, with_timeline: bool = True) -> Simulation:
-    """Run `plan` in virtual time. The plan must be legal; if it is not coloured, waits for chunks are a guess."""
+    """Run `plan` in virtual time. The plan must be legal; if it is not coloured, waits for chunks are a guess,
+    and nothing is said of memory.
+    """
     run = _Run(plan, trace)
     for _ in range(_NUM_PERIODS if trace.cyclic else 1):
         before = run.backlog()
@@ -186,7 +188,8 @@ class _Run:
         else:
             stops = [t.stop_ns - self.period_start_ns for t in self.transfers if t.stop_ns is not None]
             duration_ns = max([compute_end_ns, *stops])
-        change = self._memory_changes()
+        is_coloured = any(r.chunks for r in self.plan.residencies)
+        change = self._memory_changes() if is_coloured else {}
         curve = list(accumulate(change.values()))
         recompute_ns = sum(work.duration_ns for work in self.actions.reruns.values())
         return Simulation(

@@ -293,15 +293,18 @@ class _Search:
     def try_few_choices(self) -> None:
         """For a long step: a choice for the whole budget or one for a little less; both only where that may pay.
 
-        With much of the peak in memory, few remaps are to be saved, and the whole budget comes first. With little, a
-        choice for less has fewer remaps, and the other one can only be better if there are none left.
+        With much of the peak in memory, few remaps are to be saved, and the whole budget comes first; another follows
+        if it stalls. With little, a choice for less has fewer remaps, and the other one follows if there are none left.
         """
         all_held = Selection(self.trace, self.chains).occupancy.held
         budgets = [self.machine.num_chunks, int(self.machine.num_chunks * _SLACK)]
         much = self.machine.num_chunks >= _MUCH_OF_PEAK * int(all_held.max())
         for num_chunks in budgets if much else reversed(budgets):
             outcome = self._try(self._placed_by_estimate(num_chunks))
-            if outcome is not None and (self._is_good(outcome) or (outcome.num_remapped_chunks and not much)):
+            if outcome is None:
+                continue
+            hardly_stalls = outcome.simulation.stall_ns <= _NO_STALL * self.trace.duration_ns
+            if self._is_good(outcome) or (hardly_stalls if much else outcome.num_remapped_chunks):
                 return
 
     def _placed_by_estimate(self, num_chunks: int) -> tuple[Residency, ...]:
