@@ -15,6 +15,7 @@ from scheduler.budget import first_op_to_end_after
 from scheduler.plan import Born, Evicted, Kept, Loaded, Plan, Recomputed, occupied_ticks
 from scheduler.reruns import reruns_of
 from scheduler.trace import Trace
+from scheduler.uncoloured import likely_holders_before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,10 @@ class StepActions:
 
 
 def step_actions(plan: Plan, trace: Trace) -> StepActions:
-    """The work of each op under `plan`, which must be coloured and legal."""
+    """The work of each op under `plan`, which must be legal.
+
+    What waits for what follows from the chunks; without them (of a plan that is not coloured yet) it is a guess.
+    """
     num_ops = len(trace.ops)
     uses = _uses(plan, trace)
     waits_for, scratch_waits_for = _waits_for(plan, trace)
@@ -144,7 +148,9 @@ def _waits_for(plan: Plan, trace: Trace) -> tuple[tuple[tuple[int, ...], ...], d
     num_stays = len(plan.residencies)
     evicted = np.array([isinstance(r.stop, Evicted) for r in plan.residencies], dtype=np.bool_)
     found: list[list[int]] = [[] for _ in range(num_stays + len(plan.scratch))]
-    for holder, before in _occupants_before(plan, trace):
+    is_coloured = any(r.chunks for r in plan.residencies)
+    pairs = _occupants_before(plan, trace) if is_coloured else likely_holders_before(plan, trace)
+    for holder, before in pairs:
         if before < num_stays and evicted[before]:  # a re-run has waited; whoever comes after it need not
             found[holder].append(before)
     last_stay: dict[int, int] = {}

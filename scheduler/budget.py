@@ -11,7 +11,7 @@ cannot be written out before the second of them has ended, and is pinned until t
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,16 +94,17 @@ def pins_of(trace: Trace) -> tuple[tuple[Pin, ...], ...]:
         if not trace.variables[variable].evictable:
             found.append((Pin(op_index=len(trace.ops) - 1, start_tick=born, stop_tick=dead, writes=True),))
             continue
-        needed: dict[int, tuple[int, bool]] = {}
+        needed = [(index, max(starts[index], born), use.writes) for index, use in uses]
         if trace.variables[variable].birth_tick is not None:
-            needed[first_op_to_end_after(trace, born)] = (born, True)
-        for index, use in uses:
-            start, writes = needed.get(index, (max(starts[index], born), False))
-            needed[index] = (start, writes or use.writes)
+            birth = first_op_to_end_after(trace, born)
+            needed = [use for use in needed if use[0] != birth]
+            insort(needed, (birth, born, True))
         found.append(
             tuple(
-                Pin(op_index=index, start_tick=start, stop_tick=min(starts[index + 1], dead), writes=writes)
-                for index, (start, writes) in sorted(needed.items())
+                [
+                    Pin(op_index=index, start_tick=start, stop_tick=min(starts[index + 1], dead), writes=writes)
+                    for index, start, writes in needed
+                ]
             )
         )
     return tuple(found)

@@ -222,11 +222,11 @@ def _gap(
 
 
 def _next_step(pin: Pin, ticks: PositionTicks) -> Pin:
-    return replace(
-        pin,
+    return Pin(
         op_index=pin.op_index + ticks.num_ops,
         start_tick=pin.start_tick + ticks.num_ticks,
         stop_tick=pin.stop_tick + ticks.num_ticks,
+        writes=pin.writes,
     )
 
 

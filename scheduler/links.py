@@ -63,12 +63,22 @@ class Links:
         self._slowdown = slowdown(machine)
         self._writes: deque[Transfer] = deque()
         self._loads: list[Transfer] = []
+        self._may_start = False  # whether a load may be ready that was not when last looked for
+
+    @property
+    def backlog(self) -> tuple[tuple[int, bool, int, float], ...]:
+        """What is under way or waits, in order: variable, direction, and the latency and bytes that are left."""
+        lanes = ((lane.current, lane.latency_left_ns, lane.left_nbytes) for lane in (self._out, self._in))
+        running = [(t, latency_ns, nbytes) for t, latency_ns, nbytes in lanes if t is not None]
+        waiting = [(t, self._latency_ns, float(t.nbytes)) for t in (*self._writes, *self._loads)]
+        return tuple((t.variable, t.is_load, left_ns, left) for t, left_ns, left in (*running, *waiting))
 
     def issue(self, transfer: Transfer, at_ns: int) -> None:
         """Queue a transfer at time `at_ns`."""
         self.advance(at_ns)
         if transfer.is_load:
             self._loads.append(transfer)
+            self._may_start = True
         else:
             self._writes.append(transfer)
 
@@ -110,16 +120,21 @@ class Links:
         self.now_ns += elapsed_ns
         if out_busy:
             out_lane.progress(elapsed_ns, scale, self.now_ns)
+            self._may_start |= out_lane.current is None
         if in_busy:
             in_lane.progress(elapsed_ns, scale, self.now_ns)
+            self._may_start |= in_lane.current is None
         return True
 
     def _start_idle(self) -> None:
         if self._out.current is None and self._writes:
             self._out.start(self._writes.popleft(), self._latency_ns, self.now_ns)
-        if self._in.current is None:
+        if self._in.current is None and self._may_start:
+            self._may_start = False
             for position, load in enumerate(self._loads):
-                if not load.after or all(write.stop_ns is not None for write in load.after):
+                while load.after and load.after[-1].stop_ns is not None:
+                    load.after.pop()
+                if not load.after:
                     self._in.start(self._loads.pop(position), self._latency_ns, self.now_ns)
                     break
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from scheduler.bounds import lower_bounds
 from scheduler.budget import BudgetTooSmall
-from scheduler.evaluate import remap_ns
+from scheduler.evaluate import Evaluation, remap_ns
 from scheduler.garbage import without_collections
 from scheduler.plan import Machine, Plan, PlanError, Residency
 from scheduler.policies import POLICIES
 from scheduler.scratch import ScratchColouring, schedule_that_colours
-from scheduler.simulate import simulate
+from scheduler.simulate import Simulation, simulate
 from scheduler.stays import ordered
 from scheduler.trace import Trace
 from scheduler.verify import verify
@@ -53,7 +53,7 @@ def _plan(trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any
     if tune is not None:
         parameters = tune(trace, machine, parameters)
     notes: list[str] = []
-    coloured = _coloured_schedule(trace, machine, policy, parameters, notes)
+    coloured, simulation = _coloured_schedule(trace, machine, policy, parameters, notes)
     colouring = coloured.colouring
     plan = Plan(
         trace_fingerprint=trace.fingerprint(),
@@ -65,7 +65,7 @@ def _plan(trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any
         notes=tuple(notes),
     )
     verify(plan, trace)
-    result = simulate(plan, trace, with_timeline=False)
+    result = simulation or simulate(plan, trace, with_timeline=False)
     predicted = {
         "duration_ns": result.duration_ns,
         "stall_ns": result.stall_ns,
@@ -84,8 +84,10 @@ def _plan(trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any
 
 def _coloured_schedule(
     trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any], notes: list[str]
-) -> ScratchColouring:
+) -> tuple[ScratchColouring, Simulation | None]:
     """Schedule and colour; `notes` gets what the policy says of the schedule that is used.
+
+    With the colouring comes its simulation, if the policy made one on the way.
 
     Where variables that can never be away cross the boundary, the colouring may still fall short of
     chunks. Then plan again for a smaller pool, and as the last resort with nothing else kept.
@@ -105,15 +107,21 @@ def _coloured_schedule(
 
 def _coloured_attempt(
     trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any], notes: list[str]
-) -> ScratchColouring | None:
+) -> tuple[ScratchColouring, Simulation | None] | None:
     """Schedule with these parameters, and colour; None if no pool, however small, leads to a colouring."""
+    evaluations: dict[tuple[Residency, ...], Evaluation] = {}
     known: dict[tuple[Residency, ...], ScratchColouring] = {}
 
     def schedule(logical: Machine) -> tuple[Residency, ...]:
         notes.clear()
-        sinks = {"notes": notes, "colourings": known if logical is machine else None}
+        sinks = {"notes": notes, "evaluations": evaluations if logical is machine else None}
         sink = {name: where for name, where in sinks.items() if name in POLICIES[policy].parameters}
-        return POLICIES[policy].schedule(trace, logical, **parameters, **sink)
+        proposal = POLICIES[policy].schedule(trace, logical, **parameters, **sink)
+        known.update((residencies, evaluation.coloured) for residencies, evaluation in evaluations.items())
+        return proposal
 
     found = schedule_that_colours(schedule, trace, machine, known)
-    return None if found is None else found[1]
+    if found is None:
+        return None
+    proposal, coloured = found
+    return coloured, evaluations[proposal].simulation if proposal in evaluations else None

@@ -23,6 +23,13 @@ _NO_MATTER = 1 << 60
 # enough to cost nothing.
 _FORGET_BELOW = 7 / 8
 
+# Positions of a stretch whose gaps are looked up together: the worst tick is often near the one before.
+_NEAR = 256
+
+# Weights that are summed together: about the root of the number of ticks of a long step. Up to so many are one sum.
+_STRETCH = 256
+_MOST_AS_ONE = 1 << 15
+
 
 class Selection:
     """Which gaps are away.
@@ -118,30 +125,42 @@ class _Crowd:
 
     def best_gap_over(self, position: int, excess: int) -> int:
         """Take the gap over `position` that covers the most time over the limit; returns its index."""
-        folded = position + len(self._ticks)
-        covers = ((self._first <= position) & (position < self._last)) | (
-            (self._first <= folded) & (folded < self._last)
-        )
-        candidates = np.flatnonzero(covers)
-        covered = self._relief[self._last[candidates]] - self._relief[self._first[candidates]]
+        candidates = self._gaps_over(position)
+        covered = self._relief.before(self._last[candidates]) - self._relief.before(self._first[candidates])
         useful = np.minimum(1.0, excess / self._size[candidates])
         best = int(candidates[np.argmax(covered * useful)])
         self._take(best)
         return int(self._gaps[best])
 
+    def _gaps_over(self, position: int) -> IntArray:
+        """The gaps over `position`, by index; first those over any position near it, which are asked for often."""
+        near = position // _NEAR
+        if near not in self._near:
+            found = np.zeros(len(self._first), dtype=np.bool_)
+            for start in (near * _NEAR, near * _NEAR + len(self._ticks)):
+                found |= (self._first < start + _NEAR) & (start < self._last)
+            self._near[near] = np.flatnonzero(found)
+        gaps = self._near[near]
+        first, last = self._first[gaps], self._last[gaps]
+        folded = position + len(self._ticks)
+        covers = ((first <= position) & (position < last)) | ((first <= folded) & (folded < last))
+        over: IntArray = gaps[covers]
+        return over
+
     def _take(self, index: int) -> None:
         first, last, whole = int(self._first[index]), int(self._last[index]), len(self._ticks)
         parts = ((first, min(last, whole)), (max(first - whole, 0), last - whole))
+        cleared = []
         for start, stop in ((start, stop) for start, stop in parts if start < stop):
             over = self._over[start:stop]
-            before = np.count_nonzero(over > 0)
+            counted = over > 0
             over -= self._size[index]
-            counts = over > 0
-            self._num_left -= int(before - np.count_nonzero(counts))
-            weight = self._weight[start:stop] * counts
-            self._twice[start:stop] = self._twice[whole + start : whole + stop] = weight
-        first = min(start for start, stop in parts if start < stop)
-        self._relief[first:] = np.cumsum(np.concatenate([self._relief[first : first + 1], self._twice[first:]]))
+            relieved = np.flatnonzero(counted & (over <= 0))
+            if len(relieved):
+                self._num_left -= len(relieved)
+                cleared += [relieved + start, relieved + (start + whole)]
+        if cleared:
+            self._relief.clear(np.concatenate(cleared))
         self._first[index] = self._last[index] = 0  # chosen: over no position any more
 
     def _forget(self) -> None:
@@ -153,14 +172,49 @@ class _Crowd:
     def _count(self) -> None:
         selection = self._selection
         self._num_left = len(self._ticks)
-        self._twice = np.tile(self._weight, 2)
-        self._relief = np.concatenate([[0.0], np.cumsum(self._twice)])  # time over the limit before each position
+        self._relief = _Sums(np.tile(self._weight, 2))  # time over the limit before each position
         positions = np.concatenate([self._ticks, self._ticks + selection.trace.num_ticks])
         self._first = np.searchsorted(positions, selection.start[self._gaps])
         self._last = np.searchsorted(positions, selection.stop[self._gaps])
         useful = self._first < self._last
         self._gaps, self._first, self._last = self._gaps[useful], self._first[useful], self._last[useful]
         self._size = selection.size[self._gaps]
+        self._near: dict[int, IntArray] = {}
+
+
+class _Sums:
+    """Sums of the weights before each position, while weights become zero one by one.
+
+    Those of a long step are kept in stretches, so that a change costs a stretch and not the whole.
+    """
+
+    def __init__(self, weights: FloatArray) -> None:
+        self._length = _STRETCH if len(weights) > _MOST_AS_ONE else len(weights) + 1
+        num_stretches = len(weights) // self._length + 1  # one position more than there are weights
+        self._weights = np.zeros((num_stretches, self._length))
+        self._weights.ravel()[: len(weights)] = weights
+        self._within = np.zeros((num_stretches, self._length))
+        self._before = np.zeros(num_stretches)
+        self._add_up(np.arange(num_stretches))
+
+    def before(self, positions: IntArray) -> FloatArray:
+        """The sum of the weights before each of `positions`."""
+        found: FloatArray = self._within.ravel()[positions] + self._before[positions // self._length]
+        return found
+
+    def clear(self, positions: IntArray) -> None:
+        """Weights at `positions` become zero."""
+        self._weights.ravel()[positions] = 0.0
+        if len(self._weights) == 1:
+            first = int(positions.min())
+            within, weights = self._within[0, first:], self._weights[0, first:]
+            within[:] = np.cumsum(np.concatenate([within[:1], weights[:-1]]))
+        else:
+            self._add_up(np.flatnonzero(np.bincount(positions // self._length)))
+
+    def _add_up(self, stretches: IntArray) -> None:
+        self._within[stretches, 1:] = np.cumsum(self._weights[stretches, :-1], axis=1)
+        np.cumsum(self._within[:-1, -1] + self._weights[:-1, -1], out=self._before[1:])
 
 
 class Occupancy:

@@ -79,10 +79,15 @@ class Simulation:
 
 
 def simulate(plan: Plan, trace: Trace, *, with_timeline: bool = True) -> Simulation:
-    """Run `plan` in virtual time. The plan must be coloured and legal."""
+    """Run `plan` in virtual time. The plan must be legal; if it is not coloured, waits for chunks are a guess,
+    and nothing is said of memory.
+    """
     run = _Run(plan, trace)
     for _ in range(_NUM_PERIODS if trace.cyclic else 1):
+        before = run.backlog()
         run.play_step()
+        if run.backlog() == before:
+            break  # the next period would be the same
     return run.result(with_timeline=with_timeline)
 
 
@@ -121,6 +126,12 @@ class _Run:
             self.links.advance(self.now_ns)
             for r in self.actions.writes[index]:
                 self._issue_write(r)
+
+    def backlog(self) -> tuple[object, ...]:
+        """What the links have yet to do: all that a period knows of those before it, the clock apart."""
+        loads = tuple(sorted(r for r, load in self.load_of.items() if load.stop_ns is None))
+        writes = tuple(sorted(r for r, write in self.write_of.items() if write.stop_ns is None))
+        return loads, writes, self.links.backlog
 
     def _rerun(self, index: int, work: RerunWork) -> int:
         """Run again what comes before op `index`; returns how long that had to wait."""
@@ -177,7 +188,8 @@ class _Run:
         else:
             stops = [t.stop_ns - self.period_start_ns for t in self.transfers if t.stop_ns is not None]
             duration_ns = max([compute_end_ns, *stops])
-        change = self._memory_changes()
+        is_coloured = any(r.chunks for r in self.plan.residencies)
+        change = self._memory_changes() if is_coloured else {}
         curve = list(accumulate(change.values()))
         recompute_ns = sum(work.duration_ns for work in self.actions.reruns.values())
         return Simulation(

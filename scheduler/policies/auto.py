@@ -31,7 +31,7 @@ import numpy as np
 from scheduler.budget import BudgetTooSmall, IntArray, pinned_chunks, pins_of, require_budget, smallest_num_chunks
 from scheduler.chains import Chain, chains_of, residencies_of
 from scheduler.colouring import Shortage
-from scheduler.evaluate import Evaluation, evaluate
+from scheduler.evaluate import Evaluation, estimate, evaluate
 from scheduler.plan import Machine, Residency
 from scheduler.policies import (
     capuchin,
@@ -48,7 +48,7 @@ from scheduler.policies import (
 )
 from scheduler.policies._placement import Placement
 from scheduler.policies._recompute import exchanged, with_reruns
-from scheduler.scratch import ScratchColouring, schedule_that_colours
+from scheduler.scratch import schedule_that_colours
 from scheduler.selection import Selection
 from scheduler.trace import Trace
 
@@ -105,7 +105,13 @@ _SLACK = 0.92
 # _NUM_GRID below the real one. They depend on the step alone, so that a budget profits from what a smaller one found.
 _GRID = 0.125
 _NUM_GRID = 2
-_MOST_OPS_FOR_GRID = 4_000
+
+# A step with more ops is long: only two choices are looked at, since each takes seconds.
+_MOST_OPS_SEARCHED = 4_000
+
+# The share of the in-core peak from which on a long step is planned for the whole budget first: on a transformer of
+# 10,000 ops a plan for less has fewer remaps below it, and more above.
+_MUCH_OF_PEAK = 3 / 8
 
 
 def schedule(
@@ -116,7 +122,7 @@ def schedule(
     thorough: bool = True,
     recompute: bool = False,
     exact: bool = True,
-    colourings: dict[tuple[Residency, ...], ScratchColouring] | None = None,
+    evaluations: dict[tuple[Residency, ...], Evaluation] | None = None,
 ) -> tuple[Residency, ...]:
     """Keep what fits, move what does not, and hide the moves.
 
@@ -131,8 +137,8 @@ def schedule(
         exact: With `thorough` and `recompute`: whether the programs of `poet` and `checkmate` are solved where they
             are small enough. It takes up to their time limit, and where that strikes, the plan depends on the
             machine's speed. If not, their relaxations are rounded.
-        colourings: Gets the chunks of what is returned, if they were found on the way as `colour_with_scratch` would
-            find them; they need not be found again.
+        evaluations: Gets that of what is returned, if it was coloured on the way as `colour_with_scratch` would colour
+            it; it need not be coloured, nor simulated, again.
 
     Raises:
         BudgetTooSmall: An op needs more at once than the budget.
@@ -142,12 +148,16 @@ def schedule(
     if not trace.ops:
         return residencies_of(chains, (), trace)
     search = _Search(trace, machine, chains, pinned_chunks(trace, machine, pins))
-    search.try_choices()
+    if search.is_long:
+        search.try_few_choices()
+    else:
+        search.try_choices()
     recompute = recompute and any(op.replayable for op in trace.ops)
     if not thorough:
         if search.stalls_much and len(trace.ops) <= _MOST_OPS_FOR_ANOTHER:
             search.try_others(((capuchin, _MOST_OPS_FOR_ANOTHER),), {"wrap": wrap, "recompute": False})
-        proposal = search.returned(_best_with_slack(search), colourings)
+        best = search.fastest() if search.is_long else _best_with_slack(search)
+        proposal = search.returned(best, evaluations)
         return with_reruns(proposal, trace, machine, wrap=wrap) if recompute else proposal
     for num_chunks in _smaller_budgets(trace, machine):
         if search.is_perfect:
@@ -162,7 +172,7 @@ def schedule(
     search.adopt_choices()
     if recompute:
         search.exchange()
-    return search.returned(search.fastest(), colourings)
+    return search.returned(search.fastest(), evaluations)
 
 
 def _best_with_slack(search: _Search) -> Evaluation | None:
@@ -183,7 +193,7 @@ def _best_with_slack(search: _Search) -> Evaluation | None:
 def _smaller_budgets(trace: Trace, machine: Machine) -> list[int]:
     """Somewhat less than the budget, and the next grid points below it, in chunks."""
     least = max(smallest_num_chunks(trace, machine), 1)
-    if machine.num_chunks <= least or len(trace.ops) > _MOST_OPS_FOR_GRID:
+    if machine.num_chunks <= least or len(trace.ops) > _MOST_OPS_SEARCHED:
         return []
     top = math.ceil(math.log2(machine.num_chunks / least) / _GRID) - 1
     grid = [math.ceil(least * 2 ** (step * _GRID)) for step in range(top, max(top - _NUM_GRID, -1), -1)]
@@ -204,6 +214,11 @@ class _Search:
         self.num_tried = 0
         self.num_in_vain = 0  # choices in a row that did not improve on the best
         self.most_tried = max(_MOST_OPS_SIMULATED // len(trace.ops), _ROUNDS)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the step has so many ops that only a few choices are looked at."""
+        return len(self.trace.ops) > _MOST_OPS_SEARCHED
 
     @property
     def is_over(self) -> bool:
@@ -229,13 +244,13 @@ class _Search:
         return self.considered if self.best is None else [self.best, *self.considered]
 
     def returned(
-        self, found: Evaluation | None, colourings: dict[tuple[Residency, ...], ScratchColouring] | None
+        self, found: Evaluation | None, evaluations: dict[tuple[Residency, ...], Evaluation] | None
     ) -> tuple[Residency, ...]:
-        """What the policy returns for the candidate that was found; `colourings` gets its chunks if they are final."""
+        """What the policy returns for the candidate that was found; `evaluations` gets it if it is final."""
         if found is None:
             return self.fallback
-        if colourings is not None and found.is_final:
-            colourings[found.proposal] = found.coloured
+        if evaluations is not None and found.is_final:
+            evaluations[found.proposal] = found
         return found.proposal
 
     def fastest(self) -> Evaluation | None:
@@ -274,6 +289,55 @@ class _Search:
             self.try_choice(reserve, by_length=by_length)
             if self.is_over:
                 break
+
+    def try_few_choices(self) -> None:
+        """For a long step: a choice for the whole budget or one for a little less; both only where that may pay.
+
+        With much of the peak in memory, few remaps are to be saved, and the whole budget comes first; another follows
+        if it stalls. With little, a choice for less has fewer remaps, and the other one follows if there are none left.
+        """
+        all_held = Selection(self.trace, self.chains).occupancy.held
+        budgets = [self.machine.num_chunks, int(self.machine.num_chunks * _SLACK)]
+        much = self.machine.num_chunks >= _MUCH_OF_PEAK * int(all_held.max())
+        for num_chunks in budgets if much else reversed(budgets):
+            outcome = self._try(self._placed_by_estimate(num_chunks))
+            if outcome is None:
+                continue
+            hardly_stalls = outcome.simulation.stall_ns <= _NO_STALL * self.trace.duration_ns
+            if self._is_good(outcome) or (hardly_stalls if much else outcome.num_remapped_chunks):
+                return
+
+    def _placed_by_estimate(self, num_chunks: int) -> tuple[Residency, ...]:
+        """A choice for so many chunks, placed within them by the times that it is estimated to have, if shorter."""
+        machine = replace(self.machine, num_chunks=num_chunks)
+        selection = self._chosen(num_chunks)
+        proposal = self._placed(selection, self._unhindered_ns(), machine)
+        times = estimate(proposal, self.trace, self.machine)
+        if times.stall_ns <= _NO_STALL_AT_ALL * self.trace.duration_ns:
+            return proposal
+        placed = self._placed(selection, [*times.op_start_ns, times.duration_ns], machine)
+        better = estimate(placed, self.trace, self.machine)
+        if better.duration_ns >= times.duration_ns:
+            return proposal
+        return self._placed(selection, [*better.op_start_ns, better.duration_ns], machine)
+
+    def _chosen(self, num_chunks: int, *, by_length: bool = False) -> Selection:
+        """A choice of gaps for so many chunks."""
+        selection = Selection(self.trace, self.chains)
+        selection.choose(np.maximum(self.pinned, num_chunks), by_length=by_length)
+        return selection
+
+    def _try(self, proposal: tuple[Residency, ...]) -> Evaluation | None:
+        """Note one of our own proposals for this budget; None if it does not colour."""
+        outcome = evaluate(proposal, self.trace, self.machine)
+        if isinstance(outcome, Shortage):
+            self.fallback = proposal
+            return None
+        self.num_tried += 1
+        is_better = self.best is None or outcome.rank < self.best.rank
+        self.best = outcome if is_better else self.best
+        self.num_in_vain = 0 if is_better else self.num_in_vain + 1
+        return outcome
 
     def try_others(self, policies: Sequence[tuple[ModuleType, int]], parameters: Mapping[str, Any]) -> None:
         """Look at other policies' plans, until nothing could be faster.
@@ -331,9 +395,11 @@ class _Search:
                     break
                 found = better
 
-    def _placed(self, selection: Selection, op_start_ns: Sequence[int]) -> tuple[Residency, ...]:
+    def _placed(
+        self, selection: Selection, op_start_ns: Sequence[int], machine: Machine | None = None
+    ) -> tuple[Residency, ...]:
         chosen, held = selection.gaps_chosen, selection.occupancy.held
-        placement = Placement(self.trace, self.machine, self.chains, chosen, held, op_start_ns)
+        placement = Placement(self.trace, machine or self.machine, self.chains, chosen, held, op_start_ns)
         return residencies_of(self.chains, placement.place(), self.trace)
 
     def consider(self, proposal: tuple[Residency, ...]) -> Evaluation | None:
@@ -344,28 +410,21 @@ class _Search:
         self.considered.append(outcome)
         return outcome
 
+    def _unhindered_ns(self) -> list[int]:
+        """The start of each op and the step's end, if nothing ever waited."""
+        return list(accumulate((op.duration_ns for op in self.trace.ops), initial=0))
+
     def _is_good(self, outcome: Evaluation) -> bool:
         no_stall = outcome.simulation.stall_ns <= _NO_STALL * self.trace.duration_ns
         return no_stall and not outcome.num_remapped_chunks
 
     def try_choice(self, reserve: float, *, by_length: bool) -> None:
         """Choose as if the budget were smaller by `reserve`, then place within the whole budget."""
-        kept = int(self.machine.num_chunks * (1 - reserve))
-        selection = Selection(self.trace, self.chains)
-        selection.choose(np.maximum(self.pinned, kept), by_length=by_length)
-        op_start_ns = list(accumulate((op.duration_ns for op in self.trace.ops), initial=0))
+        selection = self._chosen(int(self.machine.num_chunks * (1 - reserve)), by_length=by_length)
+        op_start_ns = self._unhindered_ns()
         for _ in range(_ROUNDS):
             proposal = self._placed(selection, op_start_ns)
-            outcome = evaluate(proposal, self.trace, self.machine)
-            if isinstance(outcome, Shortage):
-                self.fallback = proposal
-                return
-            self.num_tried += 1
-            if self.best is not None and outcome.rank >= self.best.rank:
-                self.num_in_vain += 1
-                return
-            self.best = outcome
-            self.num_in_vain = 0
-            if self.is_over:
+            outcome = self._try(proposal)
+            if outcome is None or outcome is not self.best or self.is_over:
                 return
             op_start_ns = [*outcome.simulation.op_start_ns, outcome.simulation.duration_ns]

@@ -26,11 +26,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
-from typing import Any, NamedTuple, assert_never
+from typing import Any, Final, TypeAlias, assert_never
 
 from scheduler.budget import BudgetTooSmall, budget_too_small, first_op_to_end_after
 from scheduler.colouring import Shortage
-from scheduler.evaluate import evaluate
+from scheduler.evaluate import estimate, evaluate
 from scheduler.plan import Born, Dies, Evicted, Kept, Loaded, Machine, Residency, Start, Stop
 from scheduler.stays import ordered
 from scheduler.trace import Trace
@@ -38,6 +38,9 @@ from scheduler.trace import Trace
 # Window lengths tried, in budgets. The paper gives none. On random traces and synthetic training
 # steps the best one lay between an eighth of the budget and twice the budget.
 _WINDOWS_PER_BUDGET = (0.0, 0.0625, 0.125, 0.25, 0.375, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
+
+# Up to so many ops, the plan of each length is coloured: of a step of 10,000 ops that takes a second each.
+_MOST_OPS_COLOURED = 4_000
 
 # Ops between two snapshots, at least, and variables for each op between them: a backtrack repeats at most that many
 # ops, and copying the state of 5,000 variables costs about as much as walking 64 ops.
@@ -72,16 +75,22 @@ def schedule(trace: Trace, machine: Machine, *, window_nbytes: int) -> tuple[Res
 
 
 def tune(trace: Trace, machine: Machine, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Choose `window_nbytes` by simulation, unless it is given."""
+    """Choose `window_nbytes` by simulation, unless it is given; for a long step by estimates, of fewer lengths."""
     if "window_nbytes" in parameters:
         return dict(parameters)
-    best: tuple[tuple[int, int, int], int] | None = None
-    for factor in _WINDOWS_PER_BUDGET:
+    is_long = len(trace.ops) > _MOST_OPS_COLOURED
+    ranks = []
+    for factor in _WINDOWS_PER_BUDGET[::2] if is_long else _WINDOWS_PER_BUDGET:
         window_nbytes = int(machine.budget_nbytes * factor)
-        outcome = evaluate(schedule(trace, machine, window_nbytes=window_nbytes), trace, machine)
-        if not isinstance(outcome, Shortage) and (best is None or (outcome.rank, window_nbytes) < best):
-            best = outcome.rank, window_nbytes
-    return {**parameters, "window_nbytes": best[1] if best is not None else 0}
+        proposal = schedule(trace, machine, window_nbytes=window_nbytes)
+        if is_long:
+            s = estimate(proposal, trace, machine)
+            ranks.append((s.duration_ns, s.loaded_nbytes + s.evicted_nbytes, 0, window_nbytes))
+            continue
+        outcome = evaluate(proposal, trace, machine)
+        if not isinstance(outcome, Shortage):
+            ranks.append((*outcome.rank, window_nbytes))
+    return {**parameters, "window_nbytes": min(ranks)[-1] if ranks else 0}
 
 
 class Act(Enum):
@@ -95,12 +104,8 @@ class Act(Enum):
     DEATH = "freed in op, or between it and the next"
 
 
-class Decision(NamedTuple):
-    """One act on one variable, at one op. A tuple: a walk makes tens of thousands, and a frozen dataclass is slow."""
-
-    act: Act
-    variable: int
-    op_index: int
+Decision: TypeAlias = tuple[Act, int, int]
+"""One act on one variable, at one op. A plain tuple: a walk makes tens of thousands."""
 
 
 @dataclass(slots=True)
@@ -137,6 +142,20 @@ class WindowState:
         )
 
 
+# By names of this module: the walk asks for them hundreds of thousands of times.
+_NONE: Final = State.NONE
+_HOST: Final = State.HOST
+_IN: Final = State.IN
+_OUT: Final = State.OUT
+_DEAD: Final = State.DEAD
+_BIRTH: Final = Act.BIRTH
+_LOAD: Final = Act.LOAD
+_EVICT: Final = Act.EVICT
+_WITHDRAW: Final = Act.WITHDRAW
+_RELEASE: Final = Act.RELEASE
+_DEATH: Final = Act.DEATH
+
+
 class WindowWalk:
     """The algorithm. Letters A, B, C name its stages for each op, as in the paper's order of work.
 
@@ -164,7 +183,7 @@ class WindowWalk:
         self.stop = [0] * len(self.sequence)
         self.last_use = {v: index for index, operands in enumerate(self.operands) for v in operands}
         self.state = WindowState(
-            where=[State.HOST if v.birth_tick is None else State.NONE for v in trace.variables],
+            where=[_HOST if v.birth_tick is None else _NONE for v in trace.variables],
             count=[0] * len(trace.variables),
         )
         self.decisions: list[Decision] = []
@@ -190,40 +209,44 @@ class WindowWalk:
         while self.state.fifo:
             self._wait_oldest(len(self.trace.ops))
 
-    def _decide(self, act: Act, variable: int, op_index: int) -> None:
-        self.decisions.append(Decision(act, variable, op_index))
-
     def _swap_in(self, index: int) -> int | None:
         """A: let the window run ahead. Returns the chunks of an operand that does not fit, if one does not."""
         s = self.state
-        while s.head < len(self.sequence):
-            v = self.sequence[s.head]
-            own = s.head < self.ends[index]
-            if not own and (self.stop[s.head] > index or s.window_nbytes + self.nbytes[v] > self.limit_nbytes):
+        where, count, nbytes, chunks, entered_at = s.where, s.count, self.nbytes, self.chunks, self._entered_at
+        end, room, head, window_nbytes = self.ends[index], self.room[index], s.head, s.window_nbytes
+        missing = None
+        sequence, num_uses = self.sequence, len(self.sequence)
+        while head < num_uses:
+            v = sequence[head]
+            own = head < end
+            if not own and (window_nbytes + nbytes[v] > self.limit_nbytes or self.stop[head] > index):
                 break
-            if s.where[v] is State.OUT:
+            if where[v] is _OUT:
                 self._withdraw(v, index)
-            elif s.where[v] is State.HOST:
-                if s.num_in + self.chunks[v] > self.room[index]:
-                    if own:
-                        return self.chunks[v]
+            elif where[v] is _HOST:
+                if s.num_in + chunks[v] > room:
+                    missing = chunks[v] if own else None
                     break
-                while s.num_in + s.num_out + self.chunks[v] > self.room[index]:
+                while s.num_in + s.num_out + chunks[v] > room:
                     self._wait_oldest(index)
-                self._decide(Act.LOAD, v, index)
-                s.num_in += self.chunks[v]
-                s.where[v] = State.IN
-            s.count[v] += 1
-            s.window_nbytes += self.nbytes[v]
-            self._entered_at[s.head] = index
-            s.head += 1
-        return None
+                self.decisions.append((_LOAD, v, index))
+                s.num_in += chunks[v]
+                where[v] = _IN
+            count[v] += 1
+            window_nbytes += nbytes[v]
+            entered_at[head] = index
+            head += 1
+        s.head, s.window_nbytes = head, window_nbytes
+        return missing
 
     def _make_outputs(self, index: int) -> int | None:
         """B: room for what the op allocates. Returns the chunks of that, if they do not fit."""
         s = self.state
-        born = [v for v in self.operands[index] if s.where[v] is State.NONE and v not in self.fixed[index]]
-        need = sum(self.chunks[v] for v in born)
+        where, fixed = s.where, self.fixed[index]
+        born = [v for v in self.operands[index] if where[v] is _NONE and v not in fixed]
+        if not born and s.num_in + s.num_out <= self.room[index]:
+            return None
+        need = sum([self.chunks[v] for v in born])
         while s.num_in + s.num_out + need > self.room[index] and s.fifo:
             self._wait_oldest(index)
         if s.num_in + s.num_out + need > self.room[index]:
@@ -235,53 +258,54 @@ class WindowWalk:
     def _swap_out(self, index: int) -> None:
         """C: write out what the window does not hold any more."""
         s = self.state
+        where, count, dying = s.where, s.count, self.dying[index]
         for v in self.operands[index]:
-            if s.where[v] is State.NONE:  # allocated before the op, writable only now
+            if where[v] is _NONE:  # allocated before the op, writable only now
                 self._bear(v, index)
-            s.count[v] -= 1
+            count[v] -= 1
             s.window_nbytes -= self.nbytes[v]
-            if s.count[v] == 0 and not (v in self.dying[index] and self.last_use[v] == index):
-                self._decide(Act.EVICT, v, index)
+            if count[v] == 0 and not (v in dying and self.last_use[v] == index):
+                self.decisions.append((_EVICT, v, index))
                 s.fifo[v] = None
                 s.num_in -= self.chunks[v]
                 s.num_out += self.chunks[v]
-                s.where[v] = State.OUT
-        for v in self.dying[index]:
+                where[v] = _OUT
+        for v in dying:
             self._bury(v, index)
 
     def _bear(self, v: int, index: int) -> None:
-        self._decide(Act.BIRTH, v, index)
+        self.decisions.append((_BIRTH, v, index))
         self.state.num_in += self.chunks[v]
-        self.state.where[v] = State.IN
+        self.state.where[v] = _IN
 
     def _bury(self, v: int, index: int) -> None:
         s = self.state
-        if s.where[v] is State.NONE:  # lived between two ops, outside the walk's sums
-            self._decide(Act.BIRTH, v, index)
-        elif s.where[v] is State.IN:
+        if s.where[v] is _NONE:  # lived between two ops, outside the walk's sums
+            self.decisions.append((_BIRTH, v, index))
+        elif s.where[v] is _IN:
             s.num_in -= self.chunks[v]
-        elif s.where[v] is State.OUT:
+        elif s.where[v] is _OUT:
             s.num_out -= self.chunks[v]
             del s.fifo[v]
-        if s.where[v] is not State.HOST:
-            self._decide(Act.DEATH, v, index)
-        s.where[v] = State.DEAD
+        if s.where[v] is not _HOST:
+            self.decisions.append((_DEATH, v, index))
+        s.where[v] = _DEAD
 
     def _withdraw(self, v: int, index: int) -> None:
         s = self.state
-        self._decide(Act.WITHDRAW, v, index)
+        self.decisions.append((_WITHDRAW, v, index))
         del s.fifo[v]
         s.num_out -= self.chunks[v]
         s.num_in += self.chunks[v]
-        s.where[v] = State.IN
+        s.where[v] = _IN
 
     def _wait_oldest(self, index: int) -> None:
         s = self.state
         v = next(iter(s.fifo))
         del s.fifo[v]
-        self._decide(Act.RELEASE, v, index)
+        self.decisions.append((_RELEASE, v, index))
         s.num_out -= self.chunks[v]
-        s.where[v] = State.HOST
+        s.where[v] = _HOST
 
     def _backtrack(self, index: int, missing: int) -> int:
         """Let the latest entries that make room enter after op `index`; returns the op to walk again from."""
@@ -291,7 +315,7 @@ class WindowWalk:
         for position in range(s.head - 1, self.ends[index] - 1, -1):
             v = self.sequence[position]
             count = left.get(v, s.count[v])
-            if count == 1 and s.where[v] is State.IN:
+            if count == 1 and s.where[v] is _IN:
                 free += self.chunks[v]
             left[v] = count - 1
             if free >= missing:
@@ -342,28 +366,33 @@ class _Layout:
         self.fixed: list[set[int]] = [set() for _ in trace.ops]
         self.dying: list[list[int]] = [[] for _ in trace.ops]
         for v, variable in enumerate(trace.variables if trace.ops else ()):
-            born, dead = trace.lifetime(v)
-            last = self._zone(dead - 1)
             if not variable.evictable:
-                for index in range(self._zone(born), last + 1):
+                born, dead = trace.lifetime(v)
+                for index in range(self._zone(born), self._zone(dead - 1) + 1):
                     self.fixed[index].add(v)
                 continue
             if variable.death_tick is not None:
-                self.dying[self._zone(dead)].append(v)
+                self.dying[self._zone(variable.death_tick)].append(v)
             if variable.birth_tick is not None:
-                self._add_birth(v, born, last)
+                self._add_birth(v, variable.birth_tick)
 
     def _zone(self, tick: int) -> int:
         """The op whose time, from its start to the next op's start, holds `tick` (op 0 begins with the step)."""
         return max(bisect_right(self.starts, tick) - 1, 0)
 
-    def _add_birth(self, v: int, born: int, last: int) -> None:
-        zone, writable = self._zone(born), first_op_to_end_after(self.trace, born)
-        if zone < writable:
-            for index in range(zone, min(writable, last) + 1):
-                self.fixed[index].add(v)
-        if writable <= last and v not in self.operands[writable]:
-            self.operands[writable].append(v)
+    def _add_birth(self, v: int, born: int) -> None:
+        zone = self._zone(born)
+        if self.trace.ops[zone].stop_tick <= born:  # between two ops
+            writable = first_op_to_end_after(self.trace, born)
+            last = self._zone(self.trace.lifetime(v)[1] - 1)
+            if zone < writable:
+                for index in range(zone, min(writable, last) + 1):
+                    self.fixed[index].add(v)
+            if last < writable:
+                return
+            zone = writable
+        if v not in self.operands[zone]:
+            self.operands[zone].append(v)
 
 
 def _residencies(walk: WindowWalk) -> Iterator[Residency]:
@@ -371,18 +400,18 @@ def _residencies(walk: WindowWalk) -> Iterator[Residency]:
     starts: dict[int, Start] = {}
     write_ops: dict[int, int] = {}
     for act, v, op_index in walk.decisions:
-        if act is Act.BIRTH:
+        if act is _BIRTH:
             starts[v] = Born()
-        elif act is Act.LOAD:
+        elif act is _LOAD:
             starts[v] = Loaded(op_index)
-        elif act is Act.EVICT:
+        elif act is _EVICT:
             write_ops[v] = op_index
-        elif act is Act.WITHDRAW:
+        elif act is _WITHDRAW:
             del write_ops[v]
-        elif act is Act.RELEASE:
+        elif act is _RELEASE:
             stop = Evicted(write_op=write_ops.pop(v), release_op=op_index)
             yield Residency(variable=v, start=starts.pop(v), stop=stop)
-        elif act is Act.DEATH:
+        elif act is _DEATH:
             write_ops.pop(v, None)
             yield Residency(variable=v, start=starts.pop(v), stop=Dies())
         else:

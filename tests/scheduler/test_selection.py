@@ -13,11 +13,13 @@ from scheduler.actions import step_actions
 from scheduler.bounds import lower_bounds
 from scheduler.budget import IntArray, pinned_chunks, pins_of, smallest_num_chunks
 from scheduler.chains import chains_of
+from scheduler.evaluate import Evaluation
 from scheduler.plan import Evicted, Kept, Loaded, Machine, Residency
 from scheduler.planning import make_plan
 from scheduler.policies import auto
-from scheduler.scratch import ScratchColouring, colour_with_scratch
+from scheduler.scratch import colour_with_scratch
 from scheduler.selection import Selection
+from scheduler.simulate import simulate
 from scheduler.trace import Trace
 
 
@@ -78,11 +80,14 @@ def test_chunks_that_are_handed_on_are_those_that_would_be_found(share: float, t
         bounds = lower_bounds(trace, machine)
         least = max(bounds["smallest_budget_nbytes"], int(bounds["in_core_nbytes"] * share))
         machine = replace(machine, num_chunks=least >> 20)
-        colourings: dict[tuple[Residency, ...], ScratchColouring] = {}
-        residencies = auto.schedule(trace, machine, thorough=thorough, colourings=colourings)
-        if residencies in colourings:
+        evaluations: dict[tuple[Residency, ...], Evaluation] = {}
+        residencies = auto.schedule(trace, machine, thorough=thorough, evaluations=evaluations)
+        if residencies in evaluations:
             handed += 1
-            assert colourings == {residencies: colour_with_scratch(residencies, trace, machine)}
+            ((proposal, found),) = evaluations.items()
+            assert proposal == residencies
+            assert found.coloured == colour_with_scratch(residencies, trace, machine)
+            assert found.simulation == simulate(found.plan, trace, with_timeline=False)
     assert handed
 
 

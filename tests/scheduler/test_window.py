@@ -71,24 +71,24 @@ def check_decisions(walk: WatchedWalk) -> None:
     """No load while a write is pending; every write is waited for, cancelled, or ended by a free; once."""
     pending: set[int] = set()
     resident: set[int] = set()
-    for d in walk.decisions:
-        match d.act:
+    for act, variable, _ in walk.decisions:
+        match act:
             case Act.LOAD | Act.BIRTH:
-                assert d.variable not in pending
-                assert d.variable not in resident
-                resident.add(d.variable)
+                assert variable not in pending
+                assert variable not in resident
+                resident.add(variable)
             case Act.EVICT:
-                assert d.variable in resident
-                assert d.variable not in pending
-                pending.add(d.variable)
+                assert variable in resident
+                assert variable not in pending
+                pending.add(variable)
             case Act.WITHDRAW:
-                pending.remove(d.variable)
+                pending.remove(variable)
             case Act.RELEASE:
-                pending.remove(d.variable)
-                resident.remove(d.variable)
+                pending.remove(variable)
+                resident.remove(variable)
             case Act.DEATH:
-                pending.discard(d.variable)
-                resident.remove(d.variable)
+                pending.discard(variable)
+                resident.remove(variable)
     assert not pending
     assert not resident
 

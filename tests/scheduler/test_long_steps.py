@@ -1,0 +1,93 @@
+"""Steps of 10,000 ops are planned by short cuts; here every step counts as long, so that random ones take them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from model_traces import conv_net, transformer
+from random_traces import TIMES, random_machine, random_trace
+
+from scheduler import colouring, evaluate, selection
+from scheduler.budget import BudgetTooSmall, smallest_num_chunks
+from scheduler.evaluate import estimate
+from scheduler.plan import Born, Dies, Evicted, Machine, Plan, Residency
+from scheduler.planning import make_plan
+from scheduler.policies import auto, window
+from scheduler.trace import Op, Trace, Use, Variable
+from scheduler.uncoloured import likely_holders_before
+
+
+@pytest.fixture
+def _all_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "_MOST_OPS_SEARCHED", 0)
+    monkeypatch.setattr(window, "_MOST_OPS_COLOURED", 0)
+    monkeypatch.setattr(colouring, "MANY_TO_COLOUR", 0)
+    monkeypatch.setattr(colouring, "MANY_TO_RETOUCH", 0)
+    monkeypatch.setattr(evaluate, "MANY_TO_COLOUR", 0)
+    monkeypatch.setattr(evaluate, "MANY_TO_RETOUCH", 0)
+    monkeypatch.setattr(selection, "_MOST_AS_ONE", 0)
+    monkeypatch.setattr(selection, "_STRETCH", 4)
+    monkeypatch.setattr(selection, "_NEAR", 3)
+
+
+@pytest.mark.usefixtures("_all_are_long")
+@pytest.mark.parametrize("policy", ["auto", "window"])
+def test_short_cuts_lead_to_legal_plans_above_the_bounds(policy: str) -> None:
+    num_remapped = 0
+    for seed in range(60 * TIMES):
+        trace = random_trace(seed, num_ops=14, not_evictable=seed % 3 == 0)
+        machine = random_machine(seed, 0)
+        machine = replace(machine, num_chunks=int(smallest_num_chunks(trace, machine) * (1, 1.3, 1.8)[seed % 3]))
+        own = {"thorough": False} if policy == "auto" else {}
+        try:
+            plan = make_plan(trace, machine, policy, **own)  # verifies
+        except BudgetTooSmall:
+            assert policy == "window"
+            continue
+        assert plan.predicted["peak_nbytes"] <= machine.budget_nbytes
+        assert plan.predicted["duration_ns"] >= plan.bounds["duration_ns"]
+        assert make_plan(trace, machine, policy, **own) == plan
+        num_remapped += plan.predicted["num_remapped_chunks"]
+    assert num_remapped
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
+def test_short_cuts_cost_little(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    for trace in (conv_net(num_blocks=8), transformer(layers=3)):
+        machine = Machine(chunk_nbytes=1 << 20, num_chunks=1)
+        least = smallest_num_chunks(trace, machine)
+        machine = replace(machine, num_chunks=max(least, int(trace.peak_nbytes() * share) >> 20))
+        with monkeypatch.context() as patch:
+            patch.setattr(auto, "_MOST_OPS_SEARCHED", 0)
+            quick = make_plan(trace, machine, "auto", thorough=False)
+        searched = make_plan(trace, machine, "auto", thorough=False)
+        assert quick.step_ns <= 1.1 * searched.step_ns
+
+
+def test_who_comes_waits_for_what_has_been_written_for_longest() -> None:
+    """Three variables are evicted one after another; the fourth needs more than what died leaves free."""
+    variables = tuple(
+        Variable(nbytes=2, birth_tick=10 * index + 1, death_tick=None if index < 3 else 10 * index + 9)
+        for index in range(5)
+    )
+    ops = tuple(
+        Op(
+            name=f"op{index}",
+            start_tick=10 * index,
+            stop_tick=10 * index + 10,
+            duration_ns=100,
+            uses=(Use(variable=index, reads=False, writes=True),),
+        )
+        for index in range(5)
+    )
+    trace = Trace(ops=ops, variables=variables, num_ticks=50, cyclic=False)
+    residencies = tuple(
+        Residency(variable=v, start=Born(), stop=Evicted(write_op=v, release_op=v + 1) if v < 3 else Dies())
+        for v in range(5)
+    )
+    machine = Machine(chunk_nbytes=1, num_chunks=4, load_bytes_per_s=1e9, evict_bytes_per_s=1e7, latency_ns=0)
+    plan = Plan(trace_fingerprint="", policy="", machine=machine, residencies=residencies)
+    assert likely_holders_before(plan, trace) == [(2, 0), (3, 1)]  # 4 finds what 3 left, which nobody writes
+    # Each write takes 200 ns, one after another: op 2 waits for the first until 300 ns, op 3 for the second until 500.
+    assert estimate(residencies, trace, machine).op_start_ns == (0, 100, 300, 500, 600)
