@@ -8,6 +8,7 @@ What it takes for granted is the meaning of the acts in `scheduler.plan` and `oc
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from itertools import pairwise
 
 import numpy as np
@@ -187,24 +188,23 @@ class _Checker:
                 self.fail(f"{who} is born within the step, but its first residency is not born")
 
     def check_uses(self) -> None:
+        # In order of start and never two at once, or `check_order` has said so: one by bisection is the only one.
+        spans = [[self.ticks(stay) for stay in stays] for stays in self.by_variable]
         for index, op in enumerate(self.trace.ops):
             for use in op.uses:
                 born, dead = self.trace.lifetime(use.variable)
                 needs = max(op.start_tick, born), min(op.stop_tick, dead)
-                if not any(
-                    self.ticks(stay)[0] <= needs[0] and self.ticks(stay)[1] >= needs[1]
-                    for stay in self.by_variable[use.variable]
-                ):
+                own = spans[use.variable]
+                at = bisect_right(own, needs[0], key=lambda span: span[0]) - 1
+                if at < 0 or own[at][1] < needs[1]:
                     self.fail(f"op {index} ({op.name}) uses {self.name(use.variable)}, which is not resident then")
 
     def write_ops(self, residency: Residency) -> list[int]:
         """Ops that write the variable while this residency holds it."""
         start, stop = self.ticks(residency)
-        return [
-            index
-            for index in self.writers[residency.variable]
-            if self.trace.ops[index].stop_tick > start and self.trace.ops[index].start_tick < stop
-        ]
+        ops, own = self.trace.ops, self.writers[residency.variable]
+        first = bisect_right(own, start, key=lambda index: ops[index].stop_tick)
+        return own[first : bisect_left(own, stop, key=lambda index: ops[index].start_tick)]
 
     def check_evictions(self) -> None:
         for residency in self.plan.residencies:

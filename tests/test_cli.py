@@ -72,6 +72,7 @@ FLAGS = {
         "--help",
         "--json",
         "--keep-times",
+        "--micro-batch",
         "--most",
         "--policy",
         "--profile",
