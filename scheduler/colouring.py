@@ -46,7 +46,7 @@ MANY_TO_COLOUR = 2000
 # From this many on, the first walk is the one that cuts at the step boundary and gives way; no exchanges are tried.
 # On a transformer of 10,000 ops that walk leaves fewer remaps and shorter waits than the other one does with exchanges,
 # at two tenths of the peak and more; at one tenth up to 13 % more remaps. Exchanges leave it as it is.
-MANY_TO_RETOUCH = 10_000
+MANY_TO_RETOUCH = 8_000
 
 # Waiting for a write costs the step more than any number of remaps, which happen off the critical path.
 _LATE = 1000
