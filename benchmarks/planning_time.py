@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from benchmarks.rows import markdown
@@ -88,6 +88,21 @@ class _Step:
         return Trace(ops=tuple(self._ops), variables=variables, num_ticks=self._tick + 1)
 
 
+_Tape = list[tuple[int, int, int | None, int]]
+"""For each op of the forward pass: what it reads, what it makes, its weight, and its nanoseconds."""
+
+
+def _forward(s: _Step, input_nbytes: int, ops: Iterable[tuple[int | None, int, int]]) -> _Tape:
+    """A chain of ops, each with its weight, its nanoseconds, and the size of what it makes."""
+    (x,) = s.op(1_000_000, (), input_nbytes)
+    tape: _Tape = []
+    for weight, ns, nbytes in ops:
+        (y,) = s.op(ns, (x,) if weight is None else (x, weight), nbytes)
+        tape.append((x, y, weight, ns))
+        x = y
+    return tape
+
+
 def transformer(num_ops: int) -> Trace:
     """Layers of nine ops with four weights, of width 512, and AdamW."""
     layers, rows, width = num_ops // 22, 4096, 512
@@ -108,16 +123,12 @@ def transformer(num_ops: int) -> Trace:
         (4 * act, None),
     )
     shape = (*shape, (act, 3))
-    (x,) = s.op(1_000_000, (), act)
-    tape: list[tuple[int, int, int | None, int]] = []
-    for own in weights:
-        for nbytes, which in shape:
-            w = None if which is None else own[which]
-            ns = nbytes // 5 if which is None else rows * weight_nbytes[which] // 400
-            (y,) = s.op(ns, (x,) if w is None else (x, w), nbytes)
-            tape.append((x, y, w, ns))
-            x = y
-    return _backward(s, tape, states)
+    ops = [
+        (None, nbytes // 5, nbytes) if which is None else (own[which], rows * weight_nbytes[which] // 400, nbytes)
+        for own in weights
+        for nbytes, which in shape
+    ]
+    return _backward(s, _forward(s, act, ops), states)
 
 
 def convolutions(num_ops: int) -> Trace:
@@ -126,14 +137,8 @@ def convolutions(num_ops: int) -> Trace:
     s = _Step()
     weights = [s.carried(weight_nbytes) for _ in range(blocks)]
     states = {w: (s.carried(weight_nbytes),) for w in weights}
-    (x,) = s.op(1_000_000, (), act)
-    tape: list[tuple[int, int, int | None, int]] = []
-    for w in weights:
-        for weight, ns in ((w, 40_000_000), (None, 3_000_000), (None, 3_000_000)):
-            (y,) = s.op(ns, (x,) if weight is None else (x, weight), act)
-            tape.append((x, y, weight, ns))
-            x = y
-    return _backward(s, tape, states)
+    ops = [(weight, ns, act) for w in weights for weight, ns in ((w, 40_000_000), (None, 3_000_000), (None, 3_000_000))]
+    return _backward(s, _forward(s, act, ops), states)
 
 
 def recurrent(num_ops: int) -> Trace:
@@ -142,12 +147,7 @@ def recurrent(num_ops: int) -> Trace:
     s = _Step()
     weights = [s.carried(weight_nbytes) for _ in range(2)]
     states = {w: (s.carried(weight_nbytes),) for w in weights}
-    (x,) = s.op(1_000_000, (), act)
-    tape: list[tuple[int, int, int | None, int]] = []
-    for index in range(2 * cells):
-        (y,) = s.op(2_000_000, (x, weights[index % 2]), act)
-        tape.append((x, y, weights[index % 2], 2_000_000))
-        x = y
+    tape = _forward(s, act, [(weights[index % 2], 2_000_000, act) for index in range(2 * cells)])
     return _backward(s, tape, states)
 
 
@@ -161,7 +161,7 @@ def tiny_ops(num_ops: int) -> Trace:
     return s.trace()
 
 
-def _backward(s: _Step, tape: list[tuple[int, int, int | None, int]], states: Mapping[int, tuple[int, ...]]) -> Trace:
+def _backward(s: _Step, tape: _Tape, states: Mapping[int, tuple[int, ...]]) -> Trace:
     """The backward ops of what is on the tape, in reverse, then the optimizer's."""
     made_nbytes = s._nbytes
     (gradient,) = s.op(1_000_000, (tape[-1][1],), made_nbytes[tape[-1][1]])

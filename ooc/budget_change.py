@@ -94,7 +94,7 @@ def _vacate(books: Books, num_before: int, num_after: int) -> None:
     """Leave all chunks from `num_after` on empty. From then on the books' pool ends there."""
     books.end_exports()
     leaving = [r for r in books.records.values() if r.state is not State.AWAY and _end(r) > num_after]
-    workspaces = [r for r in leaving if r in books.workspaces() and not r.pins]
+    workspaces = [r for r in books.workspaces() if r.state is not State.AWAY and _end(r) > num_after and not r.pins]
     _check_staying(books, leaving, workspaces, num_after)
     for record in workspaces:
         record.pins += 1
@@ -122,20 +122,16 @@ def _check_staying(
     num_staying = sum(books.chunks_of(r.nbytes) for r in staying)
     if num_staying > num_after:
         raise _does_not_fit(books, num_after, num_staying)
-    for record in staying:
-        if record in leaving and record not in workspaces:
-            why = (
-                "a session.resident() block holds it"
-                if record.pins
-                else "it may be in use unseen: no op has named it yet"
-                if not record.seen
-                else "a device's memory was given out (.numpy() or the like)"
-            )
-            raise SessionError(
-                f"set_budget: a variable of {format_nbytes(record.nbytes)} lies in chunks that would go, and must stay "
-                f"where it is: {why}.\n  Options: call it outside session.resident(), between steps; a larger budget; "
-                "again after the next step."
-            )
+    for record in leaving:
+        if books.may_be_evicted(record) or record in workspaces:
+            continue
+        is_held = record.pins > 0
+        why = "a session.resident() block holds it" if is_held else "it may be in use unseen: no op has named it yet"
+        raise SessionError(
+            f"set_budget: a variable of {format_nbytes(record.nbytes)} lies in chunks that would go, and must stay "
+            f"where it is: {why}.\n  Options: call it outside session.resident(), between steps; a larger budget; "
+            "again after the next step."
+        )
 
 
 def _does_not_fit(books: Books, num_after: int, num_staying: int) -> SessionError:

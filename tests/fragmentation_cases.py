@@ -18,8 +18,8 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PROFILES = ("kineto_cnn_cpu.json.gz", "kineto_encoder_cpu.json.gz")
 
 
-def stream_of(events: list[tuple[int, int]], sizes: list[int], pools: list[int] | None = None) -> Stream:
-    """A stream from `(kind, buffer)` pairs."""
+def stream_of(events: list[tuple[int, int]], sizes: list[int], pools: list[int] | None = None, **more: Any) -> Stream:
+    """A stream from `(kind, buffer)` pairs, and more of what a `Stream` takes."""
     return Stream(
         source="test",
         device="test",
@@ -28,6 +28,7 @@ def stream_of(events: list[tuple[int, int]], sizes: list[int], pools: list[int] 
         nbytes=np.array(sizes, dtype=np.int64),
         pool=np.array(pools or [0] * len(sizes), dtype=np.int64),
         stack=lambda buffer: (f"buffer {'ABCDEFGH'[buffer % 8]}",),
+        **more,
     ).validate()
 
 

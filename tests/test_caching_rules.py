@@ -10,7 +10,6 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ooc.fragmentation import CachingSettings, Stream, analysis, make_report, parse_settings
@@ -22,26 +21,10 @@ from ooc.fragmentation.replay import Replay
 from ooc.fragmentation.segments import recorded_capacity
 from ooc.fragmentation.settings import BadSettings
 from ooc.fragmentation.stream import ALLOC, EMPTY, FREE, RELEASE, PrivatePool
-from tests.fragmentation_cases import BASE, MIB, block, event, segment, snapshot
+from tests.fragmentation_cases import BASE, MIB, block, caching, event, segment, snapshot, stream_of
 
 FAR = BASE + (1 << 32)
 FARTHER = FAR + (1 << 32)
-
-
-def stream_of(events: list[tuple[int, int]], sizes: list[int], pools: list[int] | None = None, **more: Any) -> Stream:
-    return Stream(
-        source="test",
-        device="test",
-        kind=np.array([kind for kind, _ in events], dtype=np.int8),
-        buffer=np.array([buffer for _, buffer in events], dtype=np.int64),
-        nbytes=np.array(sizes, dtype=np.int64),
-        pool=np.array(pools or [0] * len(sizes), dtype=np.int64),
-        **more,
-    ).validate()
-
-
-def caching(stream: Stream, capacity: int | None = None, conf: str = "") -> Replay:
-    return replay_caching(stream, capacity, parse_settings(conf), name="caching")
 
 
 def held(replay: Replay) -> list[int]:
