@@ -15,7 +15,7 @@ from functools import partial
 
 from benchmarks.rivals import checkpointed, saved_tensors_on_disk
 from ooc import models
-from ooc.trial import TrialOptions, tell, train
+from ooc.cli.trial import TrialOptions, tell, train
 
 VARIANTS = ("stock", "jemalloc", "checkpoint", "saved_on_disk", "cgroup_swap", "ours")
 """`jemalloc` and `cgroup_swap` are stock PyTorch in an environment that the parent makes."""

@@ -29,11 +29,11 @@ from benchmarks.planners import record_workload
 from benchmarks.rows import Row, markdown, row, write
 from benchmarks.squeezenet import squeezenet
 from ooc import models
+from ooc.cli.plan import machine_for
 from ooc.fragmentation.caching import replay_caching
 from ooc.fragmentation.planned import replay_chunked
 from ooc.fragmentation.read_trace import read_trace as read_stream
 from ooc.fragmentation.settings import CachingSettings
-from ooc.planning_cli import machine_for
 from ooc.units import KIB, MIB
 from scheduler.compare import Outcome, compare
 from scheduler.placement import lower_bound, place, problem_from_trace

@@ -28,8 +28,8 @@ from benchmarks.child import VARIANTS
 from benchmarks.rows import Row, markdown, row, write
 from benchmarks.swap import SwapFile, SwapUnavailable
 from ooc import models
-from ooc.memory_group import MeasuredProcess, MemoryGroupUnavailable
-from ooc.trial import TrialOptions, TrialStep, run_trial
+from ooc.cli.memory_group import MeasuredProcess, MemoryGroupUnavailable
+from ooc.cli.trial import TrialOptions, TrialStep, run_trial
 from ooc.units import GIB, MIB, format_nbytes
 
 _TURN_STEPS = 4

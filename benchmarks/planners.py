@@ -27,8 +27,8 @@ import torch
 
 from benchmarks.rows import Row, markdown, row, write
 from ooc import models
-from ooc.fake_trace import FakeRecording
-from ooc.planning_cli import machine_for
+from ooc.cli.plan import machine_for
+from ooc.tracing.fake_tensors import FakeRecording
 from scheduler.compare import Outcome, budgets_between, compare, sweep
 from scheduler.plan import Machine
 from scheduler.policies import POLICIES

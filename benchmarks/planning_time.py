@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from benchmarks.rows import markdown
-from scheduler.bounds import lower_bounds
+from scheduler.cost.bounds import lower_bounds
 from scheduler.garbage import without_collections
 from scheduler.plan import Machine
 from scheduler.planning import make_plan

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ooc.cli import own_version
+from ooc.cli.main import own_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,6 @@
 
 import sys
 
-from ooc.cli import main
+from ooc.cli.main import main
 
 sys.exit(main())

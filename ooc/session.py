@@ -26,24 +26,30 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from ooc import _native, opaque_ops, ops
-from ooc.books import Books, VariableRecord
-from ooc.budget_change import resize_pool
-from ooc.devices import CpuDevice, Device, find_device
+from ooc import _current
+from ooc.devices.cpu import CpuDevice, find_device
+from ooc.devices.protocols import Device
+from ooc.devices.resize import resize_pool
+from ooc.dispatch import extension as _native
+from ooc.dispatch.op_runner import OpRunner
+from ooc.dispatch.signals import CriticalLock, SignalGate
 from ooc.errors import SessionError
-from ooc.executor import Executor
-from ooc.explain import Explanation, explain
-from ooc.given_plan import GivenPlan
-from ooc.interrupts import CriticalLock, Interrupts
-from ooc.op_runner import OpRunner
-from ooc.outside import Outside
-from ooc.plan_cache import PlanCache
-from ooc.progress import Position, Progress, parse_when
-from ooc.report import make_report
-from ooc.sequences import Sequences
-from ooc.statistics import session_stats, step_metrics
-from ooc.steps import StepLog
-from ooc.timeline import Timeline
+from ooc.interop import opaque_ops
+from ooc.interop.exports import Exports
+from ooc.interop.forks import DeviceForks, Forks
+from ooc.memory.record import VariableRecord
+from ooc.memory.residency import ResidencyManager
+from ooc.replay.executor import Executor
+from ooc.replay.given_plan import GivenPlan
+from ooc.replay.plan_cache import PlanCache
+from ooc.replay.sequences import Sequences
+from ooc.reporting.explain import Explanation, explain
+from ooc.reporting.report import make_report
+from ooc.reporting.statistics import session_stats, step_metrics
+from ooc.telemetry.progress import Position, Progress, parse_when
+from ooc.telemetry.steps import StepLog
+from ooc.telemetry.timeline import Timeline
+from ooc.tracing import op_semantics as ops
 from ooc.units import format_exactly, format_nbytes, parse_nbytes
 from scheduler.plan import Plan
 from scheduler.policies import POLICIES
@@ -55,8 +61,6 @@ from vmm.store import FileStore
 _log = logging.getLogger(__name__)
 
 _STEP_BOUNDARIES = "explicit", "optimizer"
-
-_current: Session | None = None
 
 
 class _Mode(TorchDispatchMode):
@@ -73,7 +77,7 @@ class Session:
 
     Args:
         budget: Bytes for all large storages together: an int, or text such as "400MiB".
-        device: "cpu", "cuda", "cuda:1", or a device of `ooc.devices`.
+        device: "cpu", "cuda", "cuda:1", or a device of `ooc.devices.protocols`.
         host_budget: On a GPU, bytes of host memory to pin for what is evicted; by default half of what is free.
         store: Directory for the file that evicted bytes go to; not in memory (tmpfs).
         policy: Who plans: a name in `scheduler.policies.POLICIES`.
@@ -82,7 +86,7 @@ class Session:
         threshold_nbytes: Storages below this are left to torch's own allocator and not counted.
         debug: Let every touch of an evicted variable fault, so that a missed use cannot pass.
         step_boundary: "explicit": by `step()`; "optimizer": when an optimizer's `step` returns.
-        plan_cache: Keep plans on disk and use those of earlier runs (see `ooc.plan_cache`).
+        plan_cache: Keep plans on disk and use those of earlier runs (see `ooc.replay.plan_cache`).
         plan: A plan to play for the step that it was made for, at this budget and chunk size (`ooc plan`); other
             steps are planned by `policy`.
         progress: One line a step to stderr: "never", "auto" (on a terminal), "always".
@@ -111,8 +115,7 @@ class Session:
         plan: Plan | None = None,
         progress: str = "never",
     ) -> None:
-        global _current
-        if _current is not None:
+        if _current.session is not None:
             raise SessionError(
                 "a session is open already: one at a time owns the process's allocations. "
                 "Options: close it first (leave its `with` block); under `ooc run`, which opens one for the whole "
@@ -142,7 +145,7 @@ class Session:
         )
         self._allocator, self._driver = self._memory.allocator, self._memory.driver
         self._store, self._space = self._memory.store, self._memory.space
-        self._books = Books(
+        self._manager = ResidencyManager(
             pool=ChunkPool(self._memory.num_chunks),
             space=self._space,
             store=self._store,
@@ -150,9 +153,9 @@ class Session:
             guards=self._memory.make_guards(debug=debug),
             is_host=self._memory.is_host,
         )
-        watch = self._memory.watch(self._books)
+        watch = self._memory.watch(self._manager)
         self._runner = OpRunner(
-            books=self._books,
+            manager=self._manager,
             allocator=self._allocator,
             budget_nbytes=self.budget_nbytes,
             threshold_nbytes=self.threshold_nbytes,
@@ -172,13 +175,13 @@ class Session:
             self._runner.failed,
         )
         self._lock = CriticalLock(self._dispatcher)
-        self._interrupts = Interrupts(
+        self._signal_gate = SignalGate(
             self._dispatcher,
             is_open=lambda: self._is_open,
             closing=(Session.close.__code__, Session.__exit__.__code__),
         )
         self._executor = Executor(
-            books=self._books,
+            manager=self._manager,
             allocator=self._allocator,
             dispatcher=self._dispatcher,
             new_pool=lambda: ChunkPool(self._memory.num_chunks),
@@ -198,24 +201,24 @@ class Session:
             cache=self._cache,
             planning=lambda num_ops: self._progress.planning(num_ops),
         )
-        self.steps = StepLog(self._books, self._space)
+        self.steps = StepLog(self._manager, self._space)
         self._progress = Progress(when, self._position)
-        self.timeline = Timeline(self._books, self._store, self.addresses)
+        self.timeline = Timeline(self._manager, self._store, self.addresses)
         self._step_range = NamedRange("step")
         self._mode = _Mode(self._dispatcher)
         self._step_boundary = step_boundary
         self._hook: Any = None
         with self._lock:
             self._is_open = True
-            self._interrupts.install()
+            self._signal_gate.install()
             # Guarded natively: no signal handler may run before the first bytecode of a C callback.
             cold_allocate = functools.partial(self._dispatcher.guarded, self._runner.cold_allocate)
             self._allocator.open(threshold_nbytes=self.threshold_nbytes, cold_allocate=cold_allocate)
-            _current = self
-            self._books.guards.open()
-            self._outside = Outside(self)
+            _current.session = self
+            self._manager.guards.open()
+            self._exports = Exports(self)
             opaque_ops.run_in_session = self._runner.run_opaque
-            self._forks = self._memory.make_forks(self)
+            self._forks = (Forks if self._memory.is_host else DeviceForks)(self)
             self._mode.__enter__()
         if step_boundary == "optimizer":
             from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -226,7 +229,7 @@ class Session:
 
     def __repr__(self) -> str:
         state = "open" if self._is_open else "closed"
-        return f"<Session {state}, budget {self.budget_nbytes} bytes, {self._books!r}>"
+        return f"<Session {state}, budget {self.budget_nbytes} bytes, {self._manager!r}>"
 
     def __enter__(self) -> Self:
         return self
@@ -257,7 +260,7 @@ class Session:
         Raises:
             BudgetTooSmall: They do not fit at once.
         """
-        with self._outside.resident(tensors):
+        with self._exports.resident(tensors):
             yield
 
     def set_budget(self, budget: int | str) -> None:
@@ -293,11 +296,11 @@ class Session:
                 return
             self._memory.check_resize(num_chunks)
             if self._executor.active is not None:
-                self._runner.leave("the budget changes")
+                self._runner.bail_out("the budget changes")
             self._runner.absorb()
             self._sequences.forget_plans()
             self._give_up_retired()
-            resize_pool(self._books, self._memory, num_chunks)
+            resize_pool(self._manager, self._memory, num_chunks)
             self.steps.note_budget(self.budget_nbytes)
             self.budget_nbytes = nbytes
             self._runner.set_budget(nbytes)
@@ -305,7 +308,7 @@ class Session:
     def _end_step(self) -> None:
         with self._lock:
             if self._is_open:
-                self._outside.step_ends()
+                self._exports.step_ends()
             self._note_step()
 
     def _optimizer_stepped(self) -> None:
@@ -314,7 +317,7 @@ class Session:
         self._note_step()
         self._begin_period()
         with self._lock:
-            self._outside.step_ends()
+            self._exports.step_ends()
         self._begin_step()
 
     def _note_step(self) -> None:
@@ -342,13 +345,13 @@ class Session:
     def _begin_period(self) -> None:
         """The present period ends and the next begins: learn from the one, choose a plan for the other."""
         with self._lock:
-            self._outside.step_begins()
+            self._exports.step_begins()
             executor = self._executor
             key: str | None
             if executor.active is not None and not executor.is_complete():
-                self._runner.leave("the step ended before the plan")
+                self._runner.bail_out("the step ended before the plan")
             if executor.active is not None and executor.persistent_is_missing():
-                self._runner.leave("a variable that lived across steps was freed")
+                self._runner.bail_out("a variable that lived across steps was freed")
             self.timeline.end_period(executor.active, self.steps.num_steps - 1)
             if executor.active is not None:
                 key = self._sequences.active_key
@@ -358,7 +361,7 @@ class Session:
                 if self._runner.recorder.is_cut:
                     key = None
                 else:
-                    observed = self._runner.recorder.build(self._books.records)
+                    observed = self._runner.recorder.build(self._manager.records)
                     self.steps.note_trace(observed.trace)
                     key = self._sequences.learn(observed, self._machine)
             self._give_up_retired()
@@ -371,7 +374,7 @@ class Session:
                 if follower is played and executor.rotate():
                     return
                 if executor.active is not None:
-                    self._runner.leave("another plan is expected")
+                    self._runner.bail_out("another plan is expected")
                 self._give_up_retired()
             self._runner.start_recording()
             if follower is not None:
@@ -379,8 +382,8 @@ class Session:
                     self._runner.recorder = None
                     self.steps.note_plan(follower.num_chunks)
                 else:
-                    _log.info("cannot play the plan: %s", executor.left_because)
-                    self.steps.note_refusal(executor.left_because)
+                    _log.info("cannot play the plan: %s", executor.bailout_reason)
+                    self.steps.note_refusal(executor.bailout_reason)
 
     def _give_up_retired(self) -> None:
         while self._sequences.retired:
@@ -388,7 +391,7 @@ class Session:
 
     @property
     def _machine(self) -> Any:
-        num_kept = sum(self._books.chunks_of(record.nbytes) for record in self._books.workspaces())
+        num_kept = sum(self._manager.chunks_of(record.nbytes) for record in self._manager.workspaces())
         return self.steps.machine(max(self._memory.num_chunks - num_kept, 1), self.chunk_nbytes, self._store)
 
     # -- what a user may ask
@@ -444,11 +447,11 @@ class Session:
         with self._lock:
             if self._is_open:
                 self._runner.absorb()
-            return [*self._books.records.values(), *self._executor.live_records()]
+            return [*self._manager.records.values(), *self._executor.live_records()]
 
     def record_at(self, address: int) -> VariableRecord | None:
         """The variable at an address, if one is alive there."""
-        return self._executor.record_at(address) or self._books.records.get(address)
+        return self._executor.record_at(address) or self._manager.records.get(address)
 
     def addresses(self) -> Callable[[torch.Tensor], int]:
         """A function for the address of a tensor's storage: 0 if no variable alive now has it.
@@ -468,7 +471,7 @@ class Session:
         active = self._executor.active
         if active is None:
             return None
-        found = np.flatnonzero((active.role_address == address) & (active.role_alive != 0))
+        found = np.flatnonzero((active.variable_address == address) & (active.variable_alive != 0))
         return active.trace, active.plan, int(found[0]) if len(found) else None
 
     def counters(self) -> dict[str, int]:
@@ -476,8 +479,8 @@ class Session:
         return self.steps.counters()
 
     def cupy_allocator(self) -> Any:
-        """An allocator for `cupy.cuda.set_allocator`, within this session's budget (see `ooc.cupy_pool`)."""
-        from ooc.cupy_pool import CupyPool
+        """An allocator for `cupy.cuda.set_allocator`, within this session's budget (see `ooc.interop.cupy_pool`)."""
+        from ooc.interop.cupy_pool import CupyPool
 
         self._check_open()
         return CupyPool(self).allocate
@@ -492,8 +495,8 @@ class Session:
         with self._lock:
             self._runner.absorb()
             if self._executor.active is not None:
-                self._runner.leave("a look at all variables")
-            return sum(record.nbytes for record in self._books.records.values())
+                self._runner.bail_out("a look at all variables")
+            return sum(record.nbytes for record in self._manager.records.values())
 
     def in_core_peak_nbytes(self) -> int:
         """What the steps seen so far would need in core: the most bytes alive at once."""
@@ -501,7 +504,7 @@ class Session:
             recorder = self._runner.recorder
             if self.steps.in_core_peak_nbytes == 0 and recorder is not None and self._is_open:
                 self._runner.absorb()
-                self.steps.note_trace(recorder.build(self._books.records).trace)
+                self.steps.note_trace(recorder.build(self._manager.records).trace)
         return self.steps.in_core_peak_nbytes
 
     def largest_need_nbytes(self) -> int:
@@ -527,52 +530,50 @@ class Session:
                 is. If False, those in the store are lost, and touching one of them ends the
                 process: for a process that is about to exit.
         """
-        global _current
         if not self._is_open:
             return
         with self._lock:
             self._mode.__exit__(None, None, None)
             if self._hook is not None:
                 self._hook.remove()
-            self._outside.close()
+            self._exports.close()
             opaque_ops.run_in_session = None
             self._forks.close()
             try:
                 if self._executor.active is not None:
-                    self._runner.leave("the session ends")
+                    self._runner.bail_out("the session ends")
                 self._runner.absorb()
                 if bring_back:
-                    self._let_survivors_go()
+                    self._detach_tensors()
             finally:
                 self._is_open = False
-                self._interrupts.remove()
+                self._signal_gate.remove()
                 self._allocator.close()
-                _current = None
+                _current.session = None
                 self._progress.close()
                 self._step_range.end()
-                self._books.close()
+                self._manager.close()
                 self.timeline.close()
                 self._memory.close()
 
     def _become_inherited(self) -> None:
         """In a forked child: this session is the parent's."""
-        global _current
         self._is_open = False
         self._allocator.close()
         self._dispatcher.leave()
-        self._outside.close()
+        self._exports.close()
         opaque_ops.run_in_session = None
-        self._books.guards.become_inherited()
-        self._interrupts.remove()
+        self._manager.guards.become_inherited()
+        self._signal_gate.remove()
         if self._hook is not None:
             self._hook.remove()
         modes = _get_current_dispatch_mode_stack()
         if modes and modes[-1] is self._mode:  # else it stays, and passes everything on
             self._mode.__exit__(None, None, None)
-        _current = None
+        _current.session = None
 
-    def _let_survivors_go(self) -> None:
-        self._memory.release_survivors(self._books)
+    def _detach_tensors(self) -> None:
+        self._memory.detach_tensors(self._manager)
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from scheduler.budget import BudgetTooSmall
+from scheduler.cost.simulate import simulate
 from scheduler.plan import Discarded, Dropped, Evicted, Kept, Loaded, Machine, Plan, Residency, occupied_ticks
 from scheduler.planning import make_plan
 from scheduler.reruns import ReplayGraph
-from scheduler.simulate import simulate
 from scheduler.trace import Trace
 
 # Copying within memory: half the rate of writing that was measured for the design (DESIGN.md section 7).

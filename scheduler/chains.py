@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from scheduler.budget import Pin, pins_of
 from scheduler.plan import Born, Dies, Dropped, Evicted, Kept, Loaded, Machine, Residency, Start, Stop
-from scheduler.stays import may_wrap, ordered
+from scheduler.residency_builder import may_wrap, ordered
 from scheduler.trace import Trace
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from scheduler.bounds import lower_bounds
 from scheduler.budget import BudgetTooSmall, smallest_num_chunks
+from scheduler.cost.bounds import lower_bounds
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
 from scheduler.policies import POLICIES

@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from scheduler.bounds import lower_bounds
 from scheduler.budget import BudgetTooSmall
-from scheduler.evaluate import Evaluation, remap_ns
+from scheduler.colouring.scratch import ScratchColouring, schedule_that_colours
+from scheduler.cost.bounds import lower_bounds
+from scheduler.cost.evaluate import Evaluation, remap_ns
+from scheduler.cost.simulate import Simulation, simulate
 from scheduler.garbage import without_collections
 from scheduler.plan import Machine, Plan, PlanError, Residency
 from scheduler.policies import POLICIES
-from scheduler.scratch import ScratchColouring, schedule_that_colours
-from scheduler.simulate import Simulation, simulate
-from scheduler.stays import ordered
+from scheduler.residency_builder import ordered
 from scheduler.trace import Trace
 from scheduler.verify import verify
 

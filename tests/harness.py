@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ooc import models
-from tests.features import FEATURES
+from tests.session.features import FEATURES
 
 SEED = 1234
 NUM_STEPS = 7
@@ -35,7 +35,7 @@ class Recipe:
     Attributes:
         workload: A name of `ooc.models`.
         optimizer: A key of `ooc.models.OPTIMIZERS`; empty for the workload's own.
-        feature: A key of `tests.features.FEATURES`: how a step is taken.
+        feature: A key of `tests.session.features.FEATURES`: how a step is taken.
         sizes: `(name, value)` pairs for `ooc.models.get`.
     """
 

@@ -1,6 +1,6 @@
 """The CUDA driver: chunks are allocation handles, one each, mapped into one reserved range of device addresses.
 
-Runs over `cuda.bindings.driver`, or over `vmm.fake_cuda` where there is no GPU; so far over the fake alone.
+Runs over `cuda.bindings.driver`, or over `vmm.testing.fake_cuda` where there is no GPU; so far over the fake alone.
 See DESIGN.md, "CUDA driver behaviour we rely on".
 """
 

@@ -1,7 +1,7 @@
 """The CUDA driver calls that we make, each either done or a `CudaFault` that says what to do about it.
 
 `bindings` is the module `cuda.bindings.driver` (of the package cuda-bindings) or something with its
-surface, such as `vmm.fake_cuda.FakeCuda`. Nothing else in vmm calls it.
+surface, such as `vmm.testing.fake_cuda.FakeCuda`. Nothing else in vmm calls it.
 """
 
 from __future__ import annotations

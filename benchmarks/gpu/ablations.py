@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ooc.cuda_device import CudaDevice, CudaMemory
-from ooc.fake_device import FakeCudaDevice, FakeDeviceMemory
-from scheduler.evaluate import remap_ns
+from ooc.devices.cuda import CudaDevice, CudaMemory
+from ooc.testing.fake_device import FakeCudaDevice, FakeDeviceMemory
+from scheduler.cost.evaluate import remap_ns
 from scheduler.placement import best_fit, problem_from_plan
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import BudgetTooSmall, make_plan

@@ -14,11 +14,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from ooc.cuda_device import CudaDevice
+from ooc.devices.cuda import CudaDevice
 from vmm.cuda import CudaDriver
 from vmm.driver import MemoryFault
-from vmm.fake_cuda import FakeCuda
 from vmm.table import FREE, GRANULE_NBYTES, MODE_DEMAND, MODE_OFF, AllocatorTable
+from vmm.testing.fake_cuda import FakeCuda
 from vmm.torch_cpu import cpu_allocator
 
 _SMALL_SHARE = 16

@@ -132,7 +132,7 @@ def _events(calls: CudaCalls, watch: Stopwatch, stream: int) -> None:
 def main() -> int:
     """Measure on the first device, or on the fake driver, where the figures mean nothing."""
     if sys.argv[1:] == ["fake"]:
-        from vmm.fake_cuda import FakeCuda
+        from vmm.testing.fake_cuda import FakeCuda
 
         fake = FakeCuda()
         print(json.dumps(measure(fake, load_nbytes=_CHUNK_NBYTES)))

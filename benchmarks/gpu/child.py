@@ -227,19 +227,19 @@ def _open_session(order: Order, stack: contextlib.ExitStack) -> tuple[ooc.Sessio
         "chunk_nbytes": order.chunk_nbytes,
     }
     if order.placement == "best_fit":
-        from ooc import sequences
+        from ooc.replay import sequences
 
         sequences.make_plan = ablations.contiguous_plan
         stack.callback(setattr, sequences, "make_plan", ablations.make_plan)
     is_remapped = order.placement == "remapped"
     if order.fake:
-        from ooc.fake_device import FakeCudaDevice
+        from ooc.testing.fake_device import FakeCudaDevice
 
         fake_type = ablations.RemappingFakeDevice if is_remapped else FakeCudaDevice
         fake = fake_type(host_budget=order.host_budget_nbytes or 1 << 30)
         session = stack.enter_context(ooc.Session(order.budget_nbytes, device=fake, **options))
         return session, fake.fake.num_calls
-    from ooc.cuda_device import CudaDevice
+    from ooc.devices.cuda import CudaDevice
     from vmm.cuda_calls import load_bindings
 
     bindings = CountedCalls(load_bindings())

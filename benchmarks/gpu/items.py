@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from benchmarks.gpu.child import Order
-from scheduler.links import least_busy_ns
+from scheduler.cost.links import least_busy_ns
 from scheduler.plan import Machine
 
 MIB, GIB = 1 << 20, 1 << 30

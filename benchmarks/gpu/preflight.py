@@ -63,7 +63,7 @@ def _compiler() -> _Found:
 
 
 def _native_parts() -> _Found:
-    from ooc._native import dispatcher_type
+    from ooc.dispatch.extension import dispatcher_type
     from vmm.cuda_table import cuda_table
 
     started = time.monotonic()

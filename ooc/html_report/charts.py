@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ooc.documents import Document
-from ooc.step_view import StepView
+from ooc.reporting.documents import Document
+from ooc.reporting.step_view import StepView
 from scheduler.plan import Residency
 
 _MAX_STEPS_DRAWN = 5_000

@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command as parsed. Returns the exit code."""
-    from ooc.documents import BadDocument, read_documents
     from ooc.html_report.facts import DEFAULT_ENDURANCE_NBYTES
+    from ooc.reporting.documents import BadDocument, read_documents
     from ooc.units import parse_nbytes
 
     if parsed.trace_json is not None and parsed.output is not None:
@@ -54,7 +54,7 @@ def run(parsed: argparse.Namespace) -> int:
         if len(documents) > 2:
             return _complain(f"{len(documents)} documents; a page shows one or compares two")
         if parsed.trace_json is not None:
-            from ooc.chrome_trace import write_chrome_trace
+            from ooc.reporting.chrome_trace import write_chrome_trace
 
             target = Path(parsed.trace_json)
             write_chrome_trace(target, documents, beside=parsed.beside)

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ooc.documents import Document
 from ooc.html_report.metrics import Metrics, metrics_of
 from ooc.html_report.warnings import HIGH_STALL, warnings_of
-from ooc.step_view import StepView
+from ooc.reporting.documents import Document
+from ooc.reporting.step_view import StepView
 from ooc.units import TIB, format_duration, format_nbytes
-from scheduler.bounds import lower_bounds
+from scheduler.cost.bounds import lower_bounds
 from scheduler.plan import Machine
 from scheduler.trace import Trace
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ooc.documents import Document
-from ooc.step_view import StepView
-from scheduler.bounds import lower_bounds
+from ooc.reporting.documents import Document
+from ooc.reporting.step_view import StepView
+from scheduler.cost.bounds import lower_bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ooc.documents import Document
 from ooc.html_report.charts import chart_data
 from ooc.html_report.facts import DEFAULT_ENDURANCE_NBYTES, Facts, make_facts
 from ooc.html_report.metrics import Metrics
-from ooc.report import versions
+from ooc.reporting.documents import Document
+from ooc.reporting.report import versions
 from ooc.units import format_duration, format_nbytes
 
 _ASSETS = Path(__file__).parent / "assets"

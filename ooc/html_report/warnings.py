@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ooc.documents import Document
 from ooc.html_report.metrics import Metrics
-from ooc.step_view import StepView
+from ooc.reporting.documents import Document
+from ooc.reporting.step_view import StepView
 from ooc.units import format_rate
 
 HIGH_STALL = 0.03

@@ -5,7 +5,7 @@ chunks as are occupied at the worst moment: no search, no fragmentation, no gap 
 is rounding each buffer up to whole chunks, less than one chunk a buffer. `rounding_cost` says how much
 that is at the peak.
 
-`scheduler.colouring` does the same for a plan's residencies, where a step's end meets its start.
+`scheduler.colouring.colouring` does the same for a plan's residencies, where a step's end meets its start.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from scheduler.placement.problem import Buffer, Problem
 from scheduler.plan import Kept, Plan, occupied_ticks
-from scheduler.stays import is_double_buffered
+from scheduler.residency_builder import is_double_buffered
 from scheduler.trace import Trace
 
 

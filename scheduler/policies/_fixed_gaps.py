@@ -13,8 +13,8 @@ import numpy as np
 
 from scheduler.budget import BudgetTooSmall, IntArray, budget_too_small
 from scheduler.chains import Away, Chain, Gap, PositionTicks
-from scheduler.colouring import Shortage
-from scheduler.evaluate import Evaluation, evaluate
+from scheduler.colouring.colouring import Shortage
+from scheduler.cost.evaluate import Evaluation, evaluate
 from scheduler.plan import Machine, Residency
 from scheduler.trace import Trace
 

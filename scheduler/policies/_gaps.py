@@ -5,7 +5,7 @@ one, so it is taken afterwards: the plan is the best of the program's answer and
 rules of `capuchin`, `dtr` and `melon` and `checkmate`'s program find. The notes say which it was.
 
 The program counts chunks, and does not see that what stays over the step boundary must stay in the same ones. Where
-the colouring therefore gives way there (`scheduler.colouring`), what the program saved is lost in part. The
+the colouring therefore gives way there (`scheduler.colouring.colouring`), what the program saved is lost in part. The
 program is then solved once more with nothing else kept over the boundary than the best coloured plan so far keeps.
 """
 
@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from scheduler.chains import chains_of
-from scheduler.colouring import Shortage
-from scheduler.evaluate import evaluate
+from scheduler.colouring.colouring import Shortage
+from scheduler.cost.evaluate import evaluate
 from scheduler.milp.from_trace import Power
 from scheduler.milp.gaps import GapChoice, GapRequest, choose_gaps
 from scheduler.milp.program import Request

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from scheduler.budget import BudgetTooSmall
-from scheduler.colouring import Shortage
-from scheduler.evaluate import Evaluation, evaluate
+from scheduler.colouring.colouring import Shortage
+from scheduler.cost.evaluate import Evaluation, evaluate
 from scheduler.plan import Discarded, Dropped, Evicted, Loaded, Machine, Recomputed, Residency, occupied_ticks
 from scheduler.policies import capuchin, dtr, melon
 from scheduler.reruns import ReplayGraph, reruns_of
-from scheduler.stays import ordered
+from scheduler.residency_builder import ordered
 from scheduler.trace import Trace
 
 # A re-run of more ops than this costs more than the transfers of any one variable.

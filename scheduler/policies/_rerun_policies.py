@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from scheduler.bounds import lower_bounds
 from scheduler.budget import BudgetTooSmall, budget_too_small
+from scheduler.cost.bounds import lower_bounds
 from scheduler.plan import Machine, Residency
 from scheduler.policies._walk import Advice, Stuck, Victim, Walk
 from scheduler.trace import Trace

@@ -16,7 +16,7 @@ import numpy as np
 from scheduler.budget import IntArray
 from scheduler.plan import Evicted, Loaded, Machine, Recomputed, Residency, occupied_ticks
 from scheduler.reruns import reruns_of
-from scheduler.stays import ordered
+from scheduler.residency_builder import ordered
 from scheduler.trace import Trace
 
 

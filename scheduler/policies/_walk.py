@@ -19,7 +19,7 @@ from scheduler.budget import Pin, pinned_chunks, pins_of, require_budget, zone_m
 from scheduler.plan import Discarded, Machine, Recomputed, Residency
 from scheduler.policies.on_demand import deaths_by_zone, pins_by_zone
 from scheduler.reruns import ReplayGraph, Rerun
-from scheduler.stays import StayBook, may_wrap, ordered
+from scheduler.residency_builder import StayBook, may_wrap, ordered
 from scheduler.trace import Trace
 
 # Rounds of the search for a step that ends as it starts; see `on_demand`.

@@ -30,8 +30,9 @@ import numpy as np
 
 from scheduler.budget import BudgetTooSmall, IntArray, pinned_chunks, pins_of, require_budget, smallest_num_chunks
 from scheduler.chains import Chain, chains_of, residencies_of
-from scheduler.colouring import Shortage
-from scheduler.evaluate import Evaluation, estimate, evaluate
+from scheduler.colouring.colouring import Shortage
+from scheduler.colouring.scratch import schedule_that_colours
+from scheduler.cost.evaluate import Evaluation, estimate, evaluate
 from scheduler.plan import Machine, Residency
 from scheduler.policies import (
     capuchin,
@@ -48,7 +49,6 @@ from scheduler.policies import (
 )
 from scheduler.policies._placement import Placement
 from scheduler.policies._recompute import exchanged, with_reruns
-from scheduler.scratch import schedule_that_colours
 from scheduler.selection import Selection
 from scheduler.trace import Trace
 

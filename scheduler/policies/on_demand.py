@@ -11,7 +11,7 @@ from bisect import bisect_right
 
 from scheduler.budget import Pin, pinned_chunks, pins_of, require_budget, zone_maxima
 from scheduler.plan import Machine, Residency
-from scheduler.stays import StayBook, may_wrap, ordered
+from scheduler.residency_builder import StayBook, may_wrap, ordered
 from scheduler.trace import Trace
 
 # Rounds of the search for a step that ends as it starts. Each round only removes variables from the

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from scheduler.colouring import Shortage
-from scheduler.evaluate import evaluate
+from scheduler.colouring.colouring import Shortage
+from scheduler.cost.evaluate import evaluate
 from scheduler.plan import Machine, Residency
 from scheduler.policies._rerun_policies import or_too_small
 from scheduler.policies._walk import Advice, Facts, Stuck, Victim, Walk

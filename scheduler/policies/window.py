@@ -29,10 +29,10 @@ from itertools import accumulate
 from typing import Any, Final, TypeAlias, assert_never
 
 from scheduler.budget import BudgetTooSmall, budget_too_small, first_op_to_end_after
-from scheduler.colouring import Shortage
-from scheduler.evaluate import estimate, evaluate
+from scheduler.colouring.colouring import Shortage
+from scheduler.cost.evaluate import estimate, evaluate
 from scheduler.plan import Born, Dies, Evicted, Kept, Loaded, Machine, Residency, Start, Stop
-from scheduler.stays import ordered
+from scheduler.residency_builder import ordered
 from scheduler.trace import Trace
 
 # Window lengths tried, in budgets. The paper gives none. On random traces and synthetic training

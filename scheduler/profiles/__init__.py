@@ -239,7 +239,7 @@ def least_energy_j(trace: Trace, bounds: Mapping[str, int], profile: Profile) ->
     """Joules that no plan with these bounds can beat: its ops, and the least bytes moved.
 
     Args:
-        bounds: A plan's (`scheduler.bounds.lower_bounds`).
+        bounds: A plan's (`scheduler.cost.bounds.lower_bounds`).
 
     Raises:
         ProfileError: The profile has no energy figures.

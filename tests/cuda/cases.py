@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import ooc
-from ooc.fake_device import FakeCudaDevice
-from ooc.recorder import Observed, close_cycle
+from ooc.testing.fake_device import FakeCudaDevice
+from ooc.tracing.recorder import Observed, close_cycle
 from scheduler.trace import Trace
 from vmm.device_store import DeviceStore
 from vmm.store import StoreSpeed
@@ -69,8 +69,8 @@ def fixed_speed() -> Iterator[None]:
     """Plans for a link of constant speed and ops of equal length, once, so that each run has the same plan."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceStore, "measure", lambda self, buffer=None: SPEED)
-        patch.setattr("ooc.sequences.close_cycle", _with_equal_ops)
-        patch.setattr("ooc.sequences._REFINE_AFTER", ())
+        patch.setattr("ooc.replay.sequences.close_cycle", _with_equal_ops)
+        patch.setattr("ooc.replay.sequences._REFINE_AFTER", ())
         yield
 
 

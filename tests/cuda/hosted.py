@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ooc.cuda_device import CudaDevice, CudaMemory
-from ooc.fake_device import FakeKernels
+from ooc.devices.cuda import CudaDevice, CudaMemory
+from ooc.testing.fake_device import FakeKernels
 from vmm import native_build
 from vmm.cuda_table import ALLOCATE, FREE, DriverPointers
-from vmm.fake_cuda import FakeCuda
+from vmm.testing.fake_cuda import FakeCuda
 from vmm.torch_cpu import torch_build_flags
 
 CHUNK_NBYTES = 64 << 10

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import ooc.sequences
+import ooc.replay.sequences
 from benchmarks.gpu.ablations import RemappingFakeDevice, contiguous_plan
 from benchmarks.gpu.child import Order
 from benchmarks.gpu.gate import Processes
@@ -18,7 +18,7 @@ from scheduler.verify import verify
 from tests.cuda.cases import CudaSession, fixed_speed
 from tests.harness import Recipe, assert_equal, num_steps_by_mode, run_in_core, run_out_of_core
 from tests.scheduler.random_traces import random_trace
-from tests.test_bitwise import budget_nbytes_of
+from tests.session.test_bitwise import budget_nbytes_of
 
 ROOT = Path(__file__).parents[2]
 POLICIES = ("on_demand", "lms", "vdnn", "window", "auto")
@@ -52,7 +52,7 @@ def test_best_fit_gives_the_same_bits(policy: str, budget: str, monkeypatch: pyt
         plans.append(contiguous_plan(*args, **options))  # type: ignore[arg-type]
         return plans[-1]
 
-    monkeypatch.setattr(ooc.sequences, "make_plan", plan)
+    monkeypatch.setattr(ooc.replay.sequences, "make_plan", plan)
     _run(policy, budget=budget)
     assert plans
     assert all(len(r.chunks) == 1 for made in plans for r in made.residencies)

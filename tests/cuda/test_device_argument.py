@@ -11,17 +11,17 @@ import pytest
 import torch
 
 import ooc
-import ooc.cuda_device
-from ooc.cli import main
-from ooc.cuda_device import CudaDevice, CudaMemory
+import ooc.devices.cuda
+from ooc.cli.main import main
+from ooc.devices.cuda import CudaDevice, CudaMemory
 from ooc.errors import DeviceUnavailable, Refused, SessionError
-from ooc.fake_device import FakeCudaDevice
+from ooc.testing.fake_device import FakeCudaDevice
 from tests.cuda.cases import CudaSession as FakeSession
 from vmm.cuda_table import cuda_table
 from vmm.driver import MemoryFault
-from vmm.fake_cuda import CUresult, FakeCuda
 from vmm.machine import memory_room
 from vmm.store import StoreFull, StoreUnavailable
+from vmm.testing.fake_cuda import CUresult, FakeCuda
 
 
 def _without_gpu() -> Any:
@@ -38,7 +38,7 @@ def _without_gpu() -> Any:
 
 
 def test_cuda_without_a_driver_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ooc.cuda_device, "load_bindings", _without_gpu)
+    monkeypatch.setattr(ooc.devices.cuda, "load_bindings", _without_gpu)
     with pytest.raises(DeviceUnavailable, match=r"cuInit could not be called: Failed to dlopen(.|\n)*NVIDIA driver"):
         ooc.Session("64MiB", device="cuda")
 
@@ -61,7 +61,7 @@ def _device(fake: FakeCuda, **state: Any) -> CudaDevice:
 def _refusal(expected: type[Exception], device: CudaDevice) -> str:
     with pytest.raises(expected) as caught:
         ooc.Session("64MiB", device=device)
-    assert ooc.session._current is None
+    assert ooc._current.session is None
     return str(caught.value)
 
 
@@ -158,7 +158,7 @@ def test_a_directory_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_host_without_memory_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     room = replace(memory_room(), available_nbytes=1 << 12)
-    monkeypatch.setattr(ooc.cuda_device, "memory_room", lambda: room)
+    monkeypatch.setattr(ooc.devices.cuda, "memory_room", lambda: room)
     device = CudaDevice(bindings=FakeCuda(), torch_cuda=FakeTorch())
     with pytest.raises(ValueError, match=r"host budget of 2\.0 KiB .*at least 64\.0 KiB"):
         ooc.Session("64MiB", device=device)
@@ -244,7 +244,7 @@ def test_the_command_line_passes_it_on(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise AssertionError('must not run')")
-    monkeypatch.setattr(ooc.cuda_device, "load_bindings", _without_gpu)
+    monkeypatch.setattr(ooc.devices.cuda, "load_bindings", _without_gpu)
     assert main(["run", "--budget", "64MiB", "--device", "cuda", str(script)]) == 2
     assert "ooc run: device='cuda': this machine cannot run it" in capsys.readouterr().err
 

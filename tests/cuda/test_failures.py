@@ -8,10 +8,11 @@ import os
 import pytest
 import torch
 
+import ooc._current
 import ooc.session
-from ooc.fake_device import FakeCudaDevice
+from ooc.testing.fake_device import FakeCudaDevice
 from tests.cuda.cases import CudaSession, assert_clean, fixed_speed
-from vmm.fake_cuda import CUresult
+from vmm.testing.fake_cuda import CUresult
 
 BUDGET_NBYTES = 20 * 64 * 1024
 NUM_STEPS = 4
@@ -87,7 +88,7 @@ def test_every_call_that_fails_leaves_true_books(first: int) -> None:
         device = FakeCudaDevice(seed=fail_call, eagerness=0.2)
         kept, _, is_reached = _run(device, fail_call)
         assert kept == "True" * 6, f"call {fail_call}: a variable that no op changed has other bytes"
-        assert ooc.session._current is None
+        assert ooc._current.session is None
         assert_clean(device)
         if not is_reached:
             break

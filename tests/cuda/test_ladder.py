@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from ooc.fake_device import FakeCudaDevice
+from ooc.testing.fake_device import FakeCudaDevice
 from tests.cuda.cases import CHUNK_NBYTES, CudaSession, fixed_speed
 from tests.harness import Recipe, assert_equal, num_steps_by_mode, run_in_core, run_out_of_core
-from tests.test_bitwise import budget_nbytes_of
+from tests.session.test_bitwise import budget_nbytes_of
 from vmm.cuda_calls import CudaCalls
 from vmm.driver import MemoryFault
-from vmm.fake_cuda import CUresult, FakeCuda
 from vmm.host_blocks import HostBlocks
 from vmm.store import StoreFull
+from vmm.testing.fake_cuda import CUresult, FakeCuda
 
 STAGING_NBYTES = 4 * CHUNK_NBYTES
 

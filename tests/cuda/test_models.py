@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from ooc import models
-from ooc.fake_device import FakeCudaDevice
+from ooc.testing.fake_device import FakeCudaDevice
 from tests.cuda.cases import CudaSession, fixed_speed, stopping_calls
 from tests.harness import Recipe, assert_equal, num_steps_by_mode, run_in_core, run_out_of_core
-from tests.test_bitwise import BUDGETS, budget_nbytes_of
+from tests.session.test_bitwise import BUDGETS, budget_nbytes_of
 
 MODELS = (
     "conv_stack",

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from ooc.fake_device import FakeCudaDevice, FakeDeviceMemory
+from ooc.testing.fake_device import FakeCudaDevice, FakeDeviceMemory
 from tests.cuda.cases import CHUNK_NBYTES, CudaSession, fixed_speed
 from tests.harness import Recipe, assert_equal, run_in_core, run_out_of_core
-from tests.test_bitwise import budget_nbytes_of
+from tests.session.test_bitwise import budget_nbytes_of
 from vmm.device_streams import DeviceEvent, DeviceStreams, Rule
-from vmm.fake_cuda import RuleBroken
 from vmm.ranges import Run
+from vmm.testing.fake_cuda import RuleBroken
 
 MIB = 1 << 20
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import ooc
-from ooc.fake_device import FakeCudaDevice
-from tests import programs
+from ooc.testing.fake_device import FakeCudaDevice
 from tests.cuda.cases import CudaSession, fixed_speed
-from tests.program_runs import run_many
+from tests.session import programs
+from tests.session.program_runs import run_many
 
 NUM_PROGRAMS = 30
 PLAIN = [seed for seed in range(3 * NUM_PROGRAMS) if not programs.generate(seed).debug]

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from ooc.cuda_device import CudaDevice, CudaMemory
-from ooc.devices import CpuDevice, CpuMemory, Device, Memory, Space, Store
-from ooc.fake_device import FakeCudaDevice, FakeDeviceMemory
+from ooc.devices.cpu import CpuDevice, CpuMemory
+from ooc.devices.cuda import CudaDevice, CudaMemory
+from ooc.devices.protocols import Device, Memory
+from ooc.memory.protocols import Space, Store
+from ooc.testing.fake_device import FakeCudaDevice, FakeDeviceMemory
 from vmm.addresses import AddressSpace
 from vmm.device_space import DeviceSpace
 from vmm.device_store import DeviceStore

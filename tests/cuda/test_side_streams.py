@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ooc.fake_device import FakeCudaDevice
+from ooc.testing.fake_device import FakeCudaDevice
 from tests.cuda.cases import CudaSession, fixed_speed
 from vmm.device_streams import DeviceStreams, Rule
 

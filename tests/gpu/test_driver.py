@@ -18,8 +18,8 @@ from vmm.cuda_calls import load_bindings
 from vmm.device_space import DeviceSpace
 from vmm.device_store import DeviceStore
 from vmm.device_streams import DeviceStreams
-from vmm.fake_cuda import FakeCuda
 from vmm.host_blocks import HostBlocks
+from vmm.testing.fake_cuda import FakeCuda
 
 NUM_CHUNKS = 8
 NUM_HOST_BLOCKS = 24

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_traces import conv_net
-from random_traces import TIMES, random_machine, random_trace, replayable
 
 from scheduler.adapt import Switch, SwitchKind, plan_within, plans_for, switch
-from scheduler.bounds import lower_bounds
 from scheduler.budget import BudgetTooSmall, smallest_num_chunks
+from scheduler.cost.bounds import lower_bounds
 from scheduler.plan import Discarded, Dropped, Evicted, Kept, Loaded, Machine, Plan, PlanError, Recomputed
 from scheduler.planning import make_plan
 from scheduler.trace import Trace
+from tests.scheduler.model_traces import conv_net
+from tests.scheduler.random_traces import TIMES, random_machine, random_trace, replayable
 
 MIB = 1 << 20
 POLICIES = ("auto", "capuchin", "dtr", "melon", "on_demand", "window")

@@ -11,20 +11,20 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_traces import TIMES, random_machine, random_trace
 
-from scheduler import least_wait
-from scheduler.bounds import lower_bounds
 from scheduler.budget import smallest_num_chunks
 from scheduler.chains import Away, Gap, chains_of, residencies_of
-from scheduler.colouring import Shortage
-from scheduler.least_wait import least_wait_ns
+from scheduler.colouring.colouring import Shortage
+from scheduler.colouring.scratch import colour_with_scratch
+from scheduler.cost import least_wait
+from scheduler.cost.bounds import lower_bounds
+from scheduler.cost.least_wait import least_wait_ns
+from scheduler.cost.simulate import simulate
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
-from scheduler.scratch import colour_with_scratch
-from scheduler.simulate import simulate
 from scheduler.trace import Op, Trace, Use, Variable
 from scheduler.verify import verify
+from tests.scheduler.random_traces import TIMES, random_machine, random_trace
 
 seeds = st.integers(0, 2**31)
 _MOST_PLANS = 1_500

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from random_traces import random_machine, random_trace
 
 from scheduler.budget import smallest_num_chunks
-from scheduler.colouring import Colouring, Shortage, colour
+from scheduler.colouring.colouring import Colouring, Shortage, colour
 from scheduler.plan import Born, Dies, Evicted, Kept, Loaded, Machine, Plan, Residency, occupied_ticks
 from scheduler.policies import POLICIES
-from scheduler.stays import ordered
+from scheduler.residency_builder import ordered
 from scheduler.trace import Op, Trace, Use, Variable
 from scheduler.verify import verify
+from tests.scheduler.random_traces import random_machine, random_trace
 
 
 def most_held(residencies: tuple[Residency, ...], trace: Trace, machine: Machine) -> int:

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from model_traces import conv_net
-from random_traces import random_machine, random_trace, replayable
 
 from scheduler.compare import DeadlineTooShort, Outcome, budgets_between, choose, compare, sweep
 from scheduler.plan import Machine, PlanError
@@ -16,6 +14,8 @@ from scheduler.policies import POLICIES
 from scheduler.profiles import ProfileError, load_profile
 from scheduler.trace import Trace
 from scheduler.verify import verify
+from tests.scheduler.model_traces import conv_net
+from tests.scheduler.random_traces import random_machine, random_trace, replayable
 
 STEPS = sorted((Path(__file__).parent.parent / "data" / "steps").glob("*.json.gz"))
 MIB = 1 << 20

@@ -10,13 +10,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from model_traces import conv_net, transformer
-from random_traces import TIMES, random_machine, random_trace, replayable
-from test_rerun_policies import line, machine_of
 
-from scheduler.bounds import lower_bounds
 from scheduler.budget import smallest_num_chunks
 from scheduler.chains import Away, Gap, chains_of, residencies_of
+from scheduler.cost.bounds import lower_bounds
 from scheduler.milp.from_trace import Power
 from scheduler.milp.gaps import GapRequest, choose_gaps
 from scheduler.milp.program import Status
@@ -26,6 +23,9 @@ from scheduler.policies._gaps import joules_of
 from scheduler.reruns import ReplayGraph
 from scheduler.selection import Selection
 from scheduler.trace import Trace
+from tests.scheduler.model_traces import conv_net, transformer
+from tests.scheduler.random_traces import TIMES, random_machine, random_trace, replayable
+from tests.scheduler.test_rerun_policies import line, machine_of
 
 MIB = 1 << 20
 WATTS = {"compute_w": 2.0, "load_w": 3.0, "evict_w": 4.0}

@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from model_traces import conv_net, transformer
-from random_traces import TIMES, random_machine, random_trace
 
-from scheduler import colouring, evaluate, selection
+from scheduler import selection
 from scheduler.budget import BudgetTooSmall, smallest_num_chunks
-from scheduler.evaluate import estimate
+from scheduler.colouring import colouring
+from scheduler.colouring.uncoloured import likely_holders_before
+from scheduler.cost import evaluate
+from scheduler.cost.evaluate import estimate
 from scheduler.plan import Born, Dies, Evicted, Machine, Plan, Residency
 from scheduler.planning import make_plan
 from scheduler.policies import auto, window
 from scheduler.trace import Op, Trace, Use, Variable
-from scheduler.uncoloured import likely_holders_before
+from tests.scheduler.model_traces import conv_net, transformer
+from tests.scheduler.random_traces import TIMES, random_machine, random_trace
 
 
 @pytest.fixture

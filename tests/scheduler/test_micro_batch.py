@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from model_traces import transformer
 
 from scheduler.micro_batch import CrossSampleLayers, choose_micro_batch, in_micro_batches, optimizer_op
 from scheduler.plan import Machine, PlanError
 from scheduler.planning import make_plan
 from scheduler.trace import Op, Trace, Use, Variable
+from tests.scheduler.model_traces import transformer
 
 _ADD = 3e9
 _MIB = 1 << 20

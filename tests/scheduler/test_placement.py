@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_traces import random_machine, random_trace
 
 from scheduler.budget import smallest_num_chunks
 from scheduler.placement import (
@@ -37,6 +36,7 @@ from scheduler.placement.descents import Descents
 from scheduler.plan import Kept, occupied_ticks
 from scheduler.planning import make_plan
 from scheduler.trace import Op, Trace, Variable
+from tests.scheduler.random_traces import random_machine, random_trace
 
 INSTANCES = Path(__file__).parent / "instances"
 CAPACITY = 1_048_576

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_traces import TIMES, random_machine, random_trace
 
 from scheduler.budget import BudgetTooSmall, smallest_num_chunks
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
 from scheduler.policies import POLICIES
 from scheduler.trace import Trace
+from tests.scheduler.random_traces import TIMES, random_machine, random_trace
 
 policies = pytest.mark.parametrize("policy", sorted(POLICIES))
 seeds = st.integers(min_value=0, max_value=2**32 - 1)
@@ -147,7 +147,7 @@ def test_unknown_policies_are_refused_by_name() -> None:
 _PLAN_IN_A_FRESH_PROCESS = """
 import hashlib, sys
 sys.path.insert(0, sys.argv[1])
-from random_traces import TIMES, random_trace
+from tests.scheduler.random_traces import TIMES, random_trace
 from scheduler.plan import Machine
 from scheduler.planning import BudgetTooSmall, make_plan
 from scheduler.policies import POLICIES

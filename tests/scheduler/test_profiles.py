@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_traces import conv_net
 
 from scheduler.profiles import (
     Energy,
@@ -22,6 +21,7 @@ from scheduler.profiles import (
     retimed,
 )
 from scheduler.trace import Op, Trace, Use, Variable
+from tests.scheduler.model_traces import conv_net
 
 BOARDS = ("mkr1000", "nrf52840", "rpi4", "jetson_tx2")
 

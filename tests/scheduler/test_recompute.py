@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from ooc.compiled import Compiled
-from ooc.recorder import Observed
-from scheduler.actions import step_actions
+from ooc.replay.executable_plan import Compiled
+from ooc.tracing.recorder import Observed
+from scheduler.colouring.scratch import ScratchColouring, colour_with_scratch
+from scheduler.cost.actions import step_actions
+from scheduler.cost.simulate import TimelineEntry, simulate
 from scheduler.plan import (
     Born,
     Dies,
@@ -25,9 +27,7 @@ from scheduler.plan import (
     occupied_ticks,
 )
 from scheduler.reruns import ReplayGraph, reruns_of
-from scheduler.scratch import ScratchColouring, colour_with_scratch
-from scheduler.simulate import TimelineEntry, simulate
-from scheduler.stays import ordered
+from scheduler.residency_builder import ordered
 from scheduler.trace import Op, Trace, TraceError, Use, Variable
 from scheduler.verify import IllegalPlan, verify
 

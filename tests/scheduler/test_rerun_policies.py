@@ -10,17 +10,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from model_traces import conv_net, resnet50, transformer
-from random_traces import TIMES, random_machine, random_trace, replayable
 
-from scheduler.bounds import lower_bounds
 from scheduler.budget import BudgetTooSmall, smallest_num_chunks
+from scheduler.cost.bounds import lower_bounds
 from scheduler.plan import Discarded, Evicted, Loaded, Machine, Plan, PlanError, Recomputed
 from scheduler.planning import make_plan
 from scheduler.policies import POLICIES
 from scheduler.policies.sublinear import turning_op
 from scheduler.reruns import ReplayGraph
 from scheduler.trace import Op, Trace, Use, Variable
+from tests.scheduler.model_traces import conv_net, resnet50, transformer
+from tests.scheduler.random_traces import TIMES, random_machine, random_trace, replayable
 
 MIB = 1 << 20
 SWAPPING = ("capuchin", "poet")

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.retouch import Holder, _Table, retouch
+from scheduler.colouring.exchange import Holder, _Table, retouch
 
 NUM_TICKS = 40
 

@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from model_traces import conv_net, transformer
-from random_traces import TIMES, random_machine, random_trace
 
-from scheduler.actions import step_actions
-from scheduler.bounds import lower_bounds
 from scheduler.budget import IntArray, pinned_chunks, pins_of, smallest_num_chunks
 from scheduler.chains import chains_of
-from scheduler.evaluate import Evaluation
+from scheduler.colouring.scratch import colour_with_scratch
+from scheduler.cost.actions import step_actions
+from scheduler.cost.bounds import lower_bounds
+from scheduler.cost.evaluate import Evaluation
+from scheduler.cost.simulate import simulate
 from scheduler.plan import Evicted, Kept, Loaded, Machine, Residency
 from scheduler.planning import make_plan
 from scheduler.policies import auto
-from scheduler.scratch import colour_with_scratch
 from scheduler.selection import Selection
-from scheduler.simulate import simulate
 from scheduler.trace import Trace
+from tests.scheduler.model_traces import conv_net, transformer
+from tests.scheduler.random_traces import TIMES, random_machine, random_trace
 
 
 def chosen_by_the_rule(selection: Selection, trace: Trace, limit: IntArray, *, by_length: bool) -> list[int]:

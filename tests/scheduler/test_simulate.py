@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scheduler.bounds import lower_bounds
+from scheduler.cost.bounds import lower_bounds
+from scheduler.cost.simulate import Simulation, TimelineEntry, simulate
 from scheduler.plan import Born, Dies, Dropped, Evicted, Kept, Loaded, Machine, Plan, Residency
-from scheduler.simulate import Simulation, TimelineEntry, simulate
 from scheduler.trace import Op, Trace, Use, Variable
 from scheduler.verify import verify
 

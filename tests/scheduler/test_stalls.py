@@ -8,10 +8,10 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from model_traces import conv_net, resnet50, transformer
 
 from scheduler.plan import Machine, Plan
 from scheduler.planning import make_plan
+from tests.scheduler.model_traces import conv_net, resnet50, transformer
 
 CHUNK_NBYTES = 1 << 18
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from model_traces import conv_net
 
 from scheduler.budget import BudgetTooSmall
 from scheduler.layers import Procedure
@@ -16,6 +15,7 @@ from scheduler.planning import make_plan
 from scheduler.policies import nntrainer
 from scheduler.policies._fixed_gaps import first_backward_op
 from scheduler.trace import Op, Trace, Use, Variable
+from tests.scheduler.model_traces import conv_net
 
 MIB = 1 << 20
 STEPS = Path(__file__).parent.parent / "data" / "steps"

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from random_traces import random_machine, random_trace
 
 from scheduler.budget import smallest_num_chunks
 from scheduler.plan import Born, Dies, Dropped, Evicted, Kept, Loaded, Machine, Plan, Residency, occupied_ticks
 from scheduler.planning import make_plan
 from scheduler.trace import Op, Trace, Use, Variable
 from scheduler.verify import IllegalPlan, verify
+from tests.scheduler.random_traces import random_machine, random_trace
 
 Mutation = Callable[[Plan, Trace, random.Random], Plan | None]
 

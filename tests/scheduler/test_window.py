@@ -6,13 +6,13 @@ import random
 from dataclasses import replace
 
 import pytest
-from random_traces import random_machine, random_trace
 
 from scheduler.budget import BudgetTooSmall
 from scheduler.plan import Machine
 from scheduler.planning import make_plan
 from scheduler.policies.window import Act, State, WindowWalk
 from scheduler.trace import Trace
+from tests.scheduler.random_traces import random_machine, random_trace
 
 
 class WatchedWalk(WindowWalk):

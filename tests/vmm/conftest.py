@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from memory_cases import CASES, DriverCase
 
+from tests.vmm.memory_cases import CASES, DriverCase
 from vmm.driver import Driver
 
 

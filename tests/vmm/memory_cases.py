@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from vmm.cuda import CudaDriver
 from vmm.driver import Driver
-from vmm.fake_cuda import CUresult, FakeCuda
 from vmm.posix import PosixDriver, Syscalls
+from vmm.testing.fake_cuda import CUresult, FakeCuda
 
 
 class Touched(Exception):

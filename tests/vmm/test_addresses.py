@@ -8,8 +8,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
-from memory_cases import CudaCase, DriverCase, PosixCase, shown, stamp
 
+from tests.vmm.memory_cases import CudaCase, DriverCase, PosixCase, shown, stamp
 from vmm.addresses import AddressSpace, Reservation
 from vmm.driver import Driver, MemoryFault
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from memory_cases import CudaCase, shown, stamp
 
+from tests.vmm.memory_cases import CudaCase, shown, stamp
 from vmm.cuda import CudaDriver
 from vmm.cuda_calls import CudaCalls, CudaFault, load_bindings
 from vmm.driver import Access, MemoryFault
-from vmm.fake_cuda import CUresult, FakeCuda, RuleBroken
+from vmm.testing.fake_cuda import CUresult, FakeCuda, RuleBroken
 
 CHUNK = CudaCase.chunk_nbytes
 

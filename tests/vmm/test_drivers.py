@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from memory_cases import DriverCase, Touched, shown, stamp
 
+from tests.vmm.memory_cases import DriverCase, Touched, shown, stamp
 from vmm import machine
 from vmm.driver import Access, Driver, MemoryFault
 

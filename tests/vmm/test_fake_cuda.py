@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vmm.cuda import CudaDriver
-from vmm.fake_cuda import CUresult, FakeCuda, RuleBroken, names
 from vmm.syscalls import MAP_NORESERVE, Syscalls
+from vmm.testing.fake_cuda import CUresult, FakeCuda, RuleBroken, names
 
 GRANULE = 2 << 20
 OK, INVALID = CUresult.CUDA_SUCCESS, CUresult.CUDA_ERROR_INVALID_VALUE

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from vmm.cuda import CudaDriver
-from vmm.fake_cuda import FakeCuda
 from vmm.syscalls import MAP_NORESERVE, Syscalls
+from vmm.testing.fake_cuda import FakeCuda
 
 CHUNK = 64 << 10
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from memory_cases import PosixCase, shown, stamp
 
+from tests.vmm.memory_cases import PosixCase, shown, stamp
 from vmm import machine
 from vmm.addresses import AddressSpace
 from vmm.driver import MapCountExceeded, MemoryFault

@@ -12,8 +12,8 @@ import vmm.nvtx_ranges
 from vmm.cuda import CudaDriver
 from vmm.device_store import DeviceStore
 from vmm.device_streams import DeviceStreams
-from vmm.fake_cuda import FakeCuda
 from vmm.host_blocks import HostBlocks
+from vmm.testing.fake_cuda import FakeCuda
 
 CHUNK = 64 << 10
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_cases import PosixCase, shown, stamp
 
 import vmm.huge_pages
+from tests.vmm.memory_cases import PosixCase, shown, stamp
 from vmm import machine
 from vmm.driver import Access, MapCountExceeded, MemoryFault
 from vmm.machine import MemoryRoom

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from memory_cases import num_open_files, num_threads
 
 import vmm
+from tests.vmm.memory_cases import num_open_files, num_threads
 
 
 def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

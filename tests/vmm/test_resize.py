@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_posix import run_python
 
+from tests.vmm.test_posix import run_python
 from vmm import machine
 from vmm.driver import MemoryFault
 from vmm.machine import MemoryRoom

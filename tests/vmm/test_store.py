@@ -17,8 +17,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
-from memory_cases import Memory, num_open_files, num_threads
 
+from tests.vmm.memory_cases import Memory, num_open_files, num_threads
 from vmm import files
 from vmm.store import FileStore, Slot, StoreError, StoreFull, StoreUnavailable
 from vmm.transfers import TransferError

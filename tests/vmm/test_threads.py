@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import vmm.nvtx_ranges
-from ooc.memory_group import PssWatch
-from ooc.progress import Position, Progress
+from ooc.cli.memory_group import PssWatch
+from ooc.telemetry.progress import Position, Progress
 from vmm.cuda_calls import CudaCalls
 from vmm.device_streams import DeviceStreams
-from vmm.fake_cuda import FakeCuda
 from vmm.nvtx_ranges import name_stream
 from vmm.store import FileStore
+from vmm.testing.fake_cuda import FakeCuda
 from vmm.threads import name_this_thread
 
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from memory_cases import Memory, num_open_files, num_threads
 
+from tests.vmm.memory_cases import Memory, num_open_files, num_threads
 from vmm.transfers import Segments, TransferEngine, TransferError
 
 KIB, MIB = 1 << 10, 1 << 20

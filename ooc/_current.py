@@ -1,0 +1,54 @@
+"""Which session is open in this process, and what a script may ask of it without having it at hand."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ooc.errors import SessionError
+
+
+class OpenSession(Protocol):
+    """What this module needs of an open `ooc.Session`."""
+
+    def set_budget(self, budget: int | str) -> None:
+        """As `Session.set_budget`."""
+
+    def memory_stats(self) -> dict[str, int]:
+        """As `Session.memory_stats`."""
+
+
+session: OpenSession | None = None
+"""The open session. Set last when one opens, so that what is found here works; unset first of all when it closes."""
+
+
+def set_budget(budget: int | str) -> None:
+    """Change the budget of the open session (see `Session.set_budget`).
+
+    Raises:
+        SessionError: No session is open; and what `Session.set_budget` raises.
+    """
+    if session is None:
+        raise SessionError(
+            f"set_budget({budget!r}): no session is open. Options: ooc run --budget SIZE SCRIPT; "
+            "with ooc.Session(SIZE): ..."
+        )
+    session.set_budget(budget)
+
+
+def memory_stats() -> dict[str, int]:
+    """Statistics of the open session, in the manner of `torch.cuda.memory_stats()`; empty if none is open.
+
+    Flat, with dotted keys; bytes, unless the key says otherwise. A step stays on its plan while they are taken.
+
+    - `allocated_bytes.all.current`, `.peak`: variables that are alive, wherever they are: what
+      training would hold in core (the peak is that of the largest step seen whole).
+    - `resident_bytes.all.current`, `.peak`: chunks of the pool that hold variables.
+    - `away_bytes.all.current`: of variables that are only in the store.
+    - `inactive_bytes.all.current`: parts of resident chunks that no variable fills (rounding).
+    - `reserved_bytes.all.current`, `.peak`: the pool, which is the budget.
+    - `active.all.current`: the number of variables alive; `resident.all.current`: of those in memory.
+    - `loaded_bytes.all.total`, `evicted_bytes.all.total`, `dropped_bytes.all.total`.
+    - `stall_ns.all.total`, `num_faults`, `num_remapped_chunks`.
+    - `num_steps.learning`, `num_steps.planned`, `num_steps.off_plan`: of the newest 20,000 at least.
+    """
+    return session.memory_stats() if session is not None else {}

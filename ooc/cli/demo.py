@@ -1,0 +1,204 @@
+"""`ooc demo`: train in core, then out of core within a budget, and compare.
+
+Four child processes: a baseline (same imports, next to no model), the in-core run, a measuring run
+(a few steps in a pool that holds all of it: what does a step need?), the out-of-core run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ooc.cli.trial import TrialFailed, TrialOptions, TrialResult, TrialStep, run_trial
+from ooc.reporting.memory_curves import Curve
+from ooc.units import MIB, format_duration, format_nbytes, parse_nbytes
+
+_MEASURING_STEPS = 4
+"""Enough for two equal steps after the one in which the optimizer makes its state."""
+_BASELINE_STEPS = 3
+_PLENTY = 1.25
+"""Times the in-core run's memory: room for the measuring run, whose pool rounds up to chunks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoModel:
+    """What `--model NAME` trains.
+
+    Attributes:
+        share: The default budget, as a share of what the step needs in core.
+    """
+
+    workload: str
+    num_steps: int
+    share: float
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+
+
+DEMO_MODELS: dict[str, DemoModel] = {
+    "gpt": DemoModel(workload="gpt", num_steps=30, share=0.2),
+    "resnet50": DemoModel(workload="resnet50", num_steps=12, share=0.25),
+    "vgg16": DemoModel(workload="vgg16_cifar", num_steps=30, share=0.35),
+    "lstm": DemoModel(workload="lstm", num_steps=30, share=0.25),
+    "bert": DemoModel(workload="bert", num_steps=10, share=0.25),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Runs:
+    budget_nbytes: int
+    baseline: TrialResult
+    in_core: TrialResult
+    out_of_core: TrialResult
+
+
+def main(
+    *, model: str = "gpt", budget: str | None = None, num_steps: int | None = None, out: str, store: str | None = None
+) -> int:
+    """Run the demo and print its table. Returns 0 if all losses are equal to the last bit, else 1."""
+    console = Console()
+    if model not in DEMO_MODELS:
+        console.print(f"ooc demo: no model is called {model!r}. Options: {', '.join(DEMO_MODELS)}.")
+        return 2
+    if num_steps is not None and num_steps < _MEASURING_STEPS:
+        console.print(f"ooc demo: --steps {num_steps} leaves no planned step. Options: at least {_MEASURING_STEPS}.")
+        return 2
+    try:
+        budget_nbytes = parse_nbytes(budget, what="budget") if budget is not None else None
+        folder = Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        runs = _run_all(console, DEMO_MODELS[model], budget_nbytes, num_steps, store)
+    except (TrialFailed, ValueError, OSError) as error:
+        print(f"ooc demo: {error}", file=sys.stderr)
+        return 1
+    is_equal = runs.in_core.losses == runs.out_of_core.losses
+    console.print(_table(model, runs))
+    picture = plot(runs.out_of_core.curves, runs.budget_nbytes, folder / f"memory-{model}.png", title=model)
+    console.print(f"Memory over the step: {picture}")
+    if not is_equal:
+        console.print("[bold red]The losses differ.[/] That must not happen: please report it with this output.")
+    return 0 if is_equal else 1
+
+
+def _run_all(
+    console: Console, demo: DemoModel, budget_nbytes: int | None, num_steps: int | None, store: str | None
+) -> _Runs:
+    options = TrialOptions(workload=demo.workload, sizes=demo.sizes, num_steps=num_steps or demo.num_steps, store=store)
+    with _progress(console) as progress:
+        baseline = _show(
+            progress, "baseline", replace(options, workload="baseline", sizes={}, num_steps=_BASELINE_STEPS)
+        )
+        in_core = _show(progress, "in core", options)
+        if budget_nbytes is None:
+            plenty = int(_PLENTY * (in_core.peak_nbytes - baseline.peak_nbytes))
+            measured = _show(progress, "measure", replace(options, num_steps=_MEASURING_STEPS, budget_nbytes=plenty))
+            budget_nbytes = int(measured.report["in_core_peak_nbytes"] * demo.share) // MIB * MIB
+        out_of_core = _show(
+            progress,
+            f"out of core, {format_nbytes(budget_nbytes)}",
+            replace(options, budget_nbytes=budget_nbytes, wants_curves=True),
+        )
+    return _Runs(budget_nbytes=budget_nbytes, baseline=baseline, in_core=in_core, out_of_core=out_of_core)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<28}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[told]}"),
+        console=console,
+    )
+
+
+def _show(progress: Progress, name: str, options: TrialOptions) -> TrialResult:
+    task = progress.add_task(name, total=options.num_steps, told="")
+
+    def on_step(step: TrialStep) -> None:
+        told = f"loss {float.fromhex(step.loss):.4f}, {format_duration(step.duration_s)} a step"
+        progress.update(task, advance=1, told=told)
+
+    return run_trial(options, on_step=on_step)
+
+
+def _table(name: str, runs: _Runs) -> Table:
+    a, b, base = runs.in_core, runs.out_of_core, runs.baseline
+    report = b.report
+    rows = report["steps"]
+    planned = [row for row in rows if row["mode"] == "planned"]
+    steady = planned[len(planned) // 2 :]
+    table = Table(title=f"{name}, {len(a.steps)} steps", title_justify="left")
+    table.add_column("")
+    table.add_column("in core", justify="right")
+    table.add_column("out of core", justify="right")
+    equal = sum(x == y for x, y in zip(a.losses, b.losses, strict=True))
+    for label, index in (("first loss", 0), ("last loss", -1)):
+        table.add_row(label, *(f"{float.fromhex(run.losses[index]):.9g}" for run in (a, b)))
+    table.add_row("losses equal to the last bit", "", f"{equal} of {len(a.losses)}")
+    table.add_row("budget", "none", format_nbytes(runs.budget_nbytes))
+    table.add_row(
+        "tensors at the worst moment",
+        format_nbytes(report["in_core_peak_nbytes"]),
+        format_nbytes(report["peak_nbytes"]),
+    )
+    table.add_row(
+        f"memory above a bare process ({b.source})",
+        *(format_nbytes(run.peak_nbytes - base.peak_nbytes) for run in (a, b)),
+    )
+    in_core_s = _median_s(a.steps[1:])
+    table.add_row("time a step, median", format_duration(in_core_s), _planned_time(planned, in_core_s))
+    table.add_row("steps learning / planned / off plan", "", " / ".join(_counts(rows)))
+    if steady:
+        for label, key in (("moved in a step", "loaded_nbytes"), ("moved out a step", "evicted_nbytes")):
+            table.add_row(label, "", format_nbytes(round(statistics.median(row[key] for row in steady))))
+        table.add_row("waiting a step", "", format_duration(statistics.median(row["stall_s"] for row in steady)))
+        remaps = statistics.median(row["num_remapped_chunks"] for row in steady)
+        table.add_row("chunks remapped a step", "", f"{remaps:.0f}")
+    return table
+
+
+def _planned_time(planned: list[Mapping[str, Any]], in_core_s: float) -> str:
+    if not planned:
+        return "no planned step"
+    planned_s = statistics.median(row["duration_s"] for row in planned)
+    return f"{format_duration(planned_s)} ({planned_s / in_core_s:.2f} x)"
+
+
+def _counts(rows: list[Mapping[str, Any]]) -> list[str]:
+    return [str(sum(row["mode"] == mode for row in rows)) for mode in ("learning", "planned", "off_plan")]
+
+
+def _median_s(steps: tuple[TrialStep, ...]) -> float:
+    return statistics.median(step.duration_s for step in steps)
+
+
+def plot(curves: Mapping[str, Curve], budget_nbytes: int, path: Path, *, title: str) -> Path:
+    """Draw memory over one step, with the budget, as a PNG at `path`. Returns `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 4.5), dpi=150, layout="constrained")
+    styles = {"live": ("alive (in core)", "#9aa5b1"), "resident": ("resident (out of core)", "#2563eb")}
+    for name, curve in curves.items():
+        label, colour = styles[name]
+        axes.fill_between(
+            [s for s, _ in curve], [n / MIB for _, n in curve], step="post", alpha=0.35, color=colour, label=label
+        )
+    axes.axhline(budget_nbytes / MIB, color="#dc2626", linewidth=1.5, label=f"budget {format_nbytes(budget_nbytes)}")
+    axes.set(xlabel="time within the step, s (sum of op times)", ylabel="MiB", title=f"{title}: memory over one step")
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0)
+    axes.legend(loc="upper right", frameon=False)
+    figure.savefig(path)
+    plt.close(figure)
+    return path

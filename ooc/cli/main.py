@@ -1,0 +1,205 @@
+"""The command `ooc`: run, demo, doctor, fragmentation, report.
+
+Exit codes: 0 it went well, 1 it did not, 2 the command line is wrong, 130 Ctrl-C; `ooc run` ends
+as the script ends. Each sub-command's own module is imported when it is chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from ooc.cli import plan as planning_cli
+from ooc.fragmentation import cli as fragmentation
+from ooc.html_report import cli as html_report
+from ooc.settings import SETTINGS, resolve
+
+FAILURE_EXIT_CODE = 1
+USAGE_EXIT_CODE = 2
+INTERRUPT_EXIT_CODE = 130
+_NEEDS_BUDGET = ("budget", "host_budget", "store", "policy", "window", "chunk", "threshold", "progress", "debug")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line `arguments` (default: the process's own). Returns the exit code.
+
+    `ooc run` does not return what the script raises: it goes on to the interpreter, as without us.
+    """
+    parsed = parser().parse_args(arguments)
+    if parsed.command == "run":
+        return _run(parsed)
+    try:
+        if parsed.command == "doctor":
+            from ooc.cli import doctor
+
+            return doctor.main(store=parsed.store, as_json=parsed.json)
+        if parsed.command == "fragmentation":
+            return fragmentation.run(parsed)
+        if parsed.command == "report":
+            return html_report.run(parsed)
+        if parsed.command in planning_cli.COMMANDS:
+            return planning_cli.run(parsed)
+        from ooc.cli import demo
+
+        return demo.main(
+            model=parsed.model, budget=parsed.budget, num_steps=parsed.steps, out=parsed.out, store=parsed.store
+        )
+    except KeyboardInterrupt:
+        print("\nooc: interrupted", file=sys.stderr)
+        return INTERRUPT_EXIT_CODE
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line. Its flags are frozen by a test."""
+    top = argparse.ArgumentParser(
+        prog="ooc",
+        description="Train PyTorch models larger than memory, under a budget in bytes that is held.",
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="version", version=f"ooc {own_version()}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_demo(commands)
+    _add_doctor(commands)
+    _add_fragmentation(commands)
+    _add_report(commands)
+    planning_cli.add_commands(commands)
+    return top
+
+
+def own_version() -> str:
+    """The installed version; "unknown" from a source tree that was never installed."""
+    try:
+        return version("ooc")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    run = commands.add_parser(
+        "run",
+        help="run an unmodified training script within a budget",
+        description="Run a script as `python SCRIPT ARGS...` would, within a budget. Step boundaries come from the "
+        "script's optimizer. Everything after SCRIPT belongs to the script. Each option can also be set by an "
+        "environment variable: OOC_BUDGET for --budget, and so on; the option wins.",
+        usage="ooc run [options] SCRIPT ARGS...\n       ooc run [options] -m MODULE ARGS...",
+        allow_abbrev=False,
+    )
+    for setting in SETTINGS:
+        if setting.name == "progress":  # a bare flag: an optional value would swallow SCRIPT
+            run.add_argument(
+                "--progress",
+                action="store_const",
+                const="auto",
+                help="one line a step to stderr, on a terminal (OOC_PROGRESS=always: anywhere)",
+            )
+            continue
+        metavars = {"device": "NAME", "store": "DIR", "policy": "NAME", "report": "FILE", "plan": "FILE"}
+        metavar = metavars.get(setting.name, "SIZE")
+        run.add_argument(setting.option, metavar=metavar, help=f"{setting.description} (default: {setting.default})")
+    run.add_argument("--debug", action="store_true", help="make each touch of an evicted tensor a fault; slow")
+    run.add_argument(
+        "--diagnose",
+        action="store_true",
+        help="no budget: record the allocations of a few steps and say where memory goes (--report FILE: as JSON)",
+    )
+    run.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name, as for python -m")
+    run.add_argument("target", metavar="SCRIPT", help="the script, or with -m the module")
+    run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="train in core and out of core, and compare",
+        description="Train a model twice, in core and within a budget, each in a process of its own, and compare "
+        "losses (to the last bit), memory (as the kernel counts it) and time.",
+        allow_abbrev=False,
+    )
+    demo.add_argument("--model", default="gpt", metavar="NAME", help="gpt, resnet50, vgg16, lstm, bert (default: gpt)")
+    demo.add_argument("--budget", metavar="SIZE", help="default: a fifth of the in-core step's memory")
+    demo.add_argument("--steps", type=int, metavar="N", help="steps of each run (default: by model)")
+    demo.add_argument("--out", default="demo-out", metavar="DIR", help="where the plot goes (default: demo-out)")
+    demo.add_argument("--store", metavar="DIR", help="directory for the file of evicted bytes")
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this machine offers, and what would stop us",
+        description="Say what this machine offers, and what would stop us. Exit code 1 if something would.",
+        allow_abbrev=False,
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    doctor.add_argument("--store", metavar="DIR", help="directory to measure (default: where a session would put it)")
+
+
+def _add_fragmentation(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    see = commands.add_parser(
+        "fragmentation",
+        help="see where memory went, and what would have fitted",
+        description="Replay a recording of allocations (a PyTorch CUDA memory snapshot, a profiler's Chrome trace, or "
+        "our own trace) through models of several allocators. Exit code 1 if it would not fit, 2 for a bad file.",
+        allow_abbrev=False,
+    )
+    fragmentation.add_arguments(see)
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    report = commands.add_parser(
+        "report",
+        help="show a run, a trace or a plan: memory, schedule, chunks, what costs most",
+        description="Make one HTML page (no network needed) of a run's report, a trace or a plan; two are compared. "
+        "Or a timeline for Perfetto. Exit code 2 for a bad file.",
+        allow_abbrev=False,
+    )
+    html_report.add_arguments(report)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    if parsed.diagnose:
+        return _diagnose(parsed)
+    settings = {name: found.value for name, found in resolve(vars(parsed)).items()}
+    budget = settings.pop("budget")
+    if budget is None and settings["plan"] is None:
+        print("ooc run: no budget. Options: --budget SIZE, such as --budget 2GiB; OOC_BUDGET.", file=sys.stderr)
+        return USAGE_EXIT_CODE
+    from ooc.cli.run import RunError, RunOptions, run
+
+    try:
+        run(
+            parsed.target,
+            parsed.arguments,
+            options=RunOptions(budget=budget, debug=parsed.debug, **settings),
+            is_module=parsed.is_module,
+        )
+    except RunError as error:
+        print(f"ooc run: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _diagnose(parsed: argparse.Namespace) -> int:
+    from ooc.cli.run import RunError, diagnose
+
+    given = [name for name in vars(parsed) if name in _NEEDS_BUDGET and getattr(parsed, name)]
+    if given:
+        option = given[0].replace("_", "-")
+        print(
+            f"ooc run: --diagnose runs the script without a budget; --{option} is for running within one. "
+            "Options: one of the two.",
+            file=sys.stderr,
+        )
+        return USAGE_EXIT_CODE
+    try:
+        diagnose(parsed.target, parsed.arguments, is_module=parsed.is_module, report=parsed.report)
+    except RunError as error:
+        print(f"ooc run: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

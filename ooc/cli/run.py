@@ -1,0 +1,405 @@
+"""`ooc run`: an unmodified script within a budget, as `python script.py` would run it.
+
+The script becomes `__main__` of this very process, with its own `sys.argv` and `sys.path[0]`. What
+ends it (an exception, `sys.exit`, Ctrl-C) goes on to the interpreter's own top level, which prints
+and exits as ever; only our frames are taken out of the traceback. Nothing is written to stdout.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.machinery
+import importlib.util
+import io
+import logging
+import os
+import pkgutil
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ooc.session
+from ooc.errors import OocError
+from ooc.replay.given_plan import read_plan
+from ooc.reporting.report import summary, write_json
+from ooc.telemetry.progress import rank
+from vmm.driver import MemoryFault
+from vmm.machine import memory_room
+from vmm.native_build import NativeBuildError
+from vmm.store import StoreError
+
+if TYPE_CHECKING:
+    from ooc.fragmentation.live import Recording
+
+_log = logging.getLogger(__name__)
+
+USAGE_EXIT_CODE = 2
+
+DIAGNOSED_STEPS = 3
+"""Optimizer steps that `--diagnose` records: the first makes the optimizer's state, the others are the
+steady state; a step of a thousand ops takes about 1 MB of recording."""
+
+_ON_PURPOSE = (OocError, StoreError, MemoryFault, NativeBuildError)
+"""What we raise for a reason that the message gives: a full disk, a budget that is too small."""
+
+_OWN_DIRECTORIES = tuple(
+    str(Path(module.__file__ or "").parent) + os.sep for module in (ooc, sys.modules["vmm.driver"])
+)
+
+
+class RunError(Exception):
+    """The script cannot be started. `exit_code` is what Python itself would exit with."""
+
+    def __init__(self, message: str, *, exit_code: int = USAGE_EXIT_CODE) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How to run a script.
+
+    Attributes:
+        budget, device, host_budget, store, policy, window, chunk, threshold, debug, progress: As `Session`'s
+            arguments; None: its default.
+        plan: File of a plan to play (`ooc.replay.given_plan`); gives the budget and the chunk size too, where those
+            are not.
+        report: File for the JSON report, written also when the script fails. Of several ranks each writes its own:
+            run.json, run.rank1.json, ...
+        summary: Whether to print one line to stderr at the end; None: if stderr is a terminal, by the first rank.
+    """
+
+    budget: int | str | None = None
+    device: str | None = None
+    host_budget: int | str | None = None
+    store: str | None = None
+    policy: str | None = None
+    window: int | str | None = None
+    chunk: int | str | None = None
+    threshold: int | str | None = None
+    debug: bool = False
+    progress: str | None = None
+    plan: str | None = None
+    report: str | None = None
+    summary: bool | None = None
+
+    def session_arguments(self) -> dict[str, Any]:
+        """Keyword arguments for `Session`."""
+        given = {
+            "device": self.device,
+            "host_budget": self.host_budget,
+            "store": self.store,
+            "policy": self.policy,
+            "window_nbytes": self.window,
+            "chunk_nbytes": self.chunk,
+            "threshold_nbytes": self.threshold,
+            "progress": self.progress,
+        }
+        return {"debug": self.debug, **{name: value for name, value in given.items() if value is not None}}
+
+
+def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module: bool = False) -> None:
+    """Run a script, a directory or archive with a `__main__.py`, or (`is_module`) a module, as `__main__`.
+
+    Returns when the script has come to its end. The session stays open for the script's `atexit`
+    functions and is closed after them. To be called once in a process, by its main thread.
+
+    Args:
+        target: Path of the script, or the module's dotted name.
+        arguments: What follows it on the command line: the script's `sys.argv[1:]`.
+        options: Budget and so on.
+        is_module: As `python -m`.
+
+    Raises:
+        RunError: There is no such script, or the session cannot be opened. Nothing has run.
+        BaseException: Whatever the script raises, as it was raised. The report is written by then,
+            and `sys.excepthook` takes our frames out when the interpreter prints it.
+    """
+    report_path = _report_path(options.report)
+    try:
+        program = _find_module(target) if is_module else _find_script(target)
+        budget, session_arguments = options.budget, options.session_arguments()
+        if options.plan is not None:
+            plan = read_plan(options.plan)
+            budget = plan.machine.budget_nbytes if budget is None else budget
+            session_arguments = {"chunk_nbytes": plan.machine.chunk_nbytes, **session_arguments, "plan": plan}
+        if budget is None:
+            raise ValueError("no budget. Options: --budget SIZE, such as --budget 2GiB; OOC_BUDGET; --plan FILE.")
+        session = ooc.session.Session(budget, step_boundary="optimizer", **session_arguments)
+    except (ValueError, TypeError, OocError, StoreError, MemoryFault, NativeBuildError) as error:
+        raise RunError(str(error)) from error
+    atexit.register(_end, session)  # the script's own come later, so they run earlier
+    try:
+        _execute(program, target, arguments)
+    except BaseException:
+        sys.excepthook = functools.partial(_print_exception, sys.excepthook, options.debug)
+        raise
+    finally:
+        _tell(session, report_path, wants_summary=options.summary, ended_by=sys.exception())
+
+
+def diagnose(
+    target: str,
+    arguments: Sequence[str],
+    *,
+    is_module: bool = False,
+    report: str | None = None,
+    max_steps: int = DIAGNOSED_STEPS,
+) -> None:
+    """Run a script as `run` does, without budget and session; record its allocations, and say what became of them.
+
+    Args:
+        report: File for the findings as JSON; they are printed to stderr in any case.
+        max_steps: The recording, not the script, stops after so many optimizer steps.
+
+    Raises:
+        RunError: There is no such script. Nothing has run.
+        BaseException: Whatever the script raises, as it was raised; what was recorded until then is told.
+    """
+    from ooc.fragmentation.live import Recording
+
+    report_path = _report_path(report)
+    program = _find_module(target) if is_module else _find_script(target)
+    recording = Recording(max_steps=max_steps)
+    recording.start()
+    try:
+        _execute(program, target, arguments)
+    except BaseException:
+        sys.excepthook = functools.partial(_print_exception, sys.excepthook, False)
+        raise
+    finally:
+        recording.stop()
+        _tell_diagnosis(recording, target, report_path)
+        recording.close()
+
+
+def _tell_diagnosis(recording: Recording, name: str, report_path: Path | None) -> None:
+    """Trouble with the findings does not hide how the script ended."""
+    from rich.console import Console
+
+    from ooc.fragmentation.errors import BadFile
+    from ooc.fragmentation.report import to_document
+    from ooc.fragmentation.show import PIPE_WIDTH, show
+
+    try:
+        found = recording.report()
+        if report_path is not None:
+            write_json(_of_this_rank(report_path), to_document(found))
+    except BadFile as error:
+        print(f"ooc run --diagnose: nothing to tell: {error.reason}", file=sys.stderr)
+        return
+    except OSError as error:
+        print(f"ooc run --diagnose: cannot write {report_path}: {error}", file=sys.stderr)
+    if rank() != 0:
+        return
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else PIPE_WIDTH)
+    console.print(f"\nooc run --diagnose: {recording.num_steps} optimizer steps were recorded", highlight=False)
+    show(found, console, name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Program:
+    """What becomes `__main__`.
+
+    Attributes:
+        code: Makes it: compiles the source, when everything else is set.
+        path_entry: For `sys.path[0]`.
+        argv0: For `sys.argv[0]`.
+        attributes: Of the module.
+    """
+
+    code: Callable[[], types.CodeType]
+    path_entry: str
+    argv0: str
+    attributes: Mapping[str, Any]
+
+
+def _find_script(path: str) -> _Program:
+    importer: Any = pkgutil.get_importer(os.path.abspath(path))  # None for a plain file
+    spec = importer.find_spec("__main__") if importer is not None else None
+    if spec is not None:
+        return _from_spec(spec, path_entry=os.path.abspath(path), argv0=path, package="")
+    if os.path.isdir(path):
+        raise RunError(f"can't find '__main__' module in {os.path.abspath(path)!r}", exit_code=1)
+    try:
+        with io.open_code(os.path.abspath(path)) as file:
+            source = file.read()
+    except OSError as error:
+        text = f"can't open file {os.path.abspath(path)!r}: [Errno {error.errno}] {os.strerror(error.errno or 0)}"
+        raise RunError(text) from error
+    return _Program(
+        code=lambda: compile(source, os.path.abspath(path), "exec", dont_inherit=True),
+        path_entry=os.path.dirname(os.path.realpath(path)),
+        argv0=path,
+        attributes={
+            "__file__": os.path.abspath(path),
+            "__cached__": None,
+            "__package__": None,
+            "__spec__": None,
+            "__loader__": importlib.machinery.SourceFileLoader("__main__", path),
+        },
+    )
+
+
+def _find_module(name: str) -> _Program:
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()  # so that it is found as `python -m` would find it
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name += ".__main__"
+            spec = importlib.util.find_spec(name)
+    except ImportError as error:
+        raise RunError(f"Error while finding module specification for {name!r} ({error})", exit_code=1) from error
+    if spec is None or spec.loader is None or not hasattr(spec.loader, "get_code"):
+        raise RunError(f"No module named {name}", exit_code=1)
+    return _from_spec(spec, path_entry=os.getcwd(), argv0=spec.origin or name, package=spec.parent or "")
+
+
+def _from_spec(spec: importlib.machinery.ModuleSpec, *, path_entry: str, argv0: str, package: str) -> _Program:
+    loader: Any = spec.loader
+
+    def code() -> types.CodeType:
+        found = loader.get_code(spec.name)
+        if found is None:
+            raise ImportError(f"no code object for {spec.name}")
+        return found
+
+    return _Program(
+        code=code,
+        path_entry=path_entry,
+        argv0=argv0,
+        attributes={
+            "__file__": spec.origin,
+            "__cached__": spec.cached,
+            "__package__": package,
+            "__spec__": spec,
+            "__loader__": loader,
+        },
+    )
+
+
+def _execute(program: _Program, target: str, arguments: Sequence[str]) -> None:
+    """Be the script, from here on."""
+    module = types.ModuleType("__main__")
+    vars(module).update(program.attributes, __builtins__=__builtins__)
+    sys.modules["__main__"] = module
+    sys.argv[:] = [program.argv0, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = program.path_entry
+    _log.debug("running %s as __main__", target)
+    exec(program.code(), vars(module))
+
+
+def _tell(
+    session: ooc.session.Session,
+    report_path: Path | None,
+    *,
+    wants_summary: bool | None,
+    ended_by: BaseException | None,
+) -> None:
+    """Write the report, print the summary. Trouble with either does not hide how the script ended."""
+    if wants_summary is None:
+        wants_summary = sys.stderr is not None and sys.stderr.isatty() and rank() == 0
+    if report_path is None and not wants_summary:
+        return
+    report = session.report(with_timeline=report_path is not None)
+    if ended_by is not None and not (isinstance(ended_by, SystemExit) and not ended_by.code):
+        report["ended_by"] = {"type": type(ended_by).__name__, "message": str(ended_by)}
+    if report_path is not None:
+        report_path = _of_this_rank(report_path)
+        try:
+            write_json(report_path, report)
+        except OSError as error:
+            print(f"ooc run: cannot write the report to {report_path}: {error}", file=sys.stderr)
+    if wants_summary:
+        print(f"ooc run: {summary(report)}", file=sys.stderr)
+
+
+def _end(session: ooc.session.Session) -> None:
+    """Close the session at the interpreter's exit.
+
+    What is still alive then (a script's model usually is) is seldom looked at again. It comes back
+    only if that takes no more memory than the budget and the machine has it to spare.
+    """
+    nbytes = session.live_nbytes()
+    fits = nbytes <= session.budget_nbytes and 2 * nbytes <= memory_room().available_nbytes
+    session.close(bring_back=fits)
+
+
+def _report_path(text: str | None) -> Path | None:
+    if text is None:
+        return None
+    path = Path(text).absolute()  # the script may change directory
+    if not path.parent.is_dir():
+        raise RunError(f"--report {text}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise RunError(f"--report {text}: is a directory")
+    return path
+
+
+def _of_this_rank(path: Path) -> Path:
+    """Every rank's own file: they are told apart only when the script has joined its group."""
+    return path if rank() == 0 else path.with_name(f"{path.stem}.rank{rank()}{path.suffix}")
+
+
+# -- tracebacks
+
+
+def _print_exception(
+    print_it: Callable[..., Any],
+    show_all: bool,
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: types.TracebackType | None,
+) -> None:
+    """`sys.excepthook`: the traceback as it would be without us."""
+    if not show_all and not _is_our_bug(error, traceback):
+        traceback = without_our_frames(traceback)
+        error.__traceback__ = traceback  # from 3.13 on, what is printed is the exception's own
+        seen: set[int] = set()
+        chained: BaseException | None = error
+        while chained is not None and id(chained) not in seen:
+            seen.add(id(chained))
+            chained = chained.__cause__ or chained.__context__
+            if chained is not None:
+                chained.__traceback__ = without_our_frames(chained.__traceback__)
+    print_it(kind, error, traceback)
+
+
+def _is_our_bug(error: BaseException, traceback: types.TracebackType | None) -> bool:
+    """Whether our own code raised it, other than on purpose: then its frames are what matters."""
+    if traceback is None or isinstance(error, (*_ON_PURPOSE, KeyboardInterrupt, SystemExit)):
+        return False
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return _is_ours(traceback.tb_frame.f_code.co_filename) and traceback.tb_frame.f_code is not _execute.__code__
+
+
+def without_our_frames(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """A copy of a traceback without what `ooc run` puts around the script and under its ops."""
+    kept: list[types.TracebackType] = []
+    is_under_us = False
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if code is _execute.__code__:
+            kept.clear()  # the interpreter's way to the script
+            is_under_us = False
+        elif _is_ours(code.co_filename):
+            is_under_us = True
+        elif not (is_under_us and code.co_filename.endswith(os.path.join("torch", "_ops.py"))):
+            kept.append(traceback)
+            is_under_us = False
+        traceback = traceback.tb_next
+    result: types.TracebackType | None = None
+    for entry in reversed(kept):
+        result = types.TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result
+
+
+def _is_ours(file_name: str) -> bool:
+    return file_name.startswith(_OWN_DIRECTORIES)

@@ -1,0 +1,223 @@
+"""One training run in a child process, told step by step as JSON lines.
+
+    python -m ooc.cli.trial '{"workload": "gpt", "budget_nbytes": 200000000, ...}'
+
+The demo and the benchmarks start these and compare them. A run of its own process has no memory
+but its own, so the kernel's count of it is honest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from ooc import models
+from ooc.cli.memory_group import MeasuredProcess
+
+ERROR_EXIT_CODE = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialOptions:
+    """What to train.
+
+    Attributes:
+        workload, preset, sizes: For `ooc.models.get`. The workload `"baseline"` is a model of a few
+            bytes: what the process takes before there is anything to train.
+        optimizer: Empty: the workload's own.
+        budget_nbytes: Train out of core within this; None: in core.
+        num_threads: None: torch's default.
+        wants_curves: Tell memory over the planned step, too.
+    """
+
+    workload: str
+    preset: models.Preset = "full"
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str = ""
+    num_steps: int
+    seed: int = 0
+    num_threads: int | None = None
+    budget_nbytes: int | None = None
+    store: str | None = None
+    policy: str = "auto"
+    wants_curves: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialStep:
+    """One finished step. `loss` is the float32 loss as `float.hex` writes it: all its bits."""
+
+    index: int
+    loss: str
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialResult:
+    """A finished trial, as its parent sees it.
+
+    Attributes:
+        peak_nbytes: The process's peak memory by the kernel; `source` says how it was counted.
+        report: The session's report; empty in core.
+        curves: `live` and `resident`, as in `ooc.reporting.memory_curves`; empty unless asked for.
+    """
+
+    steps: tuple[TrialStep, ...]
+    peak_nbytes: int
+    source: str
+    report: Mapping[str, Any]
+    curves: Mapping[str, list[tuple[float, int]]]
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """All losses, bit for bit."""
+        return tuple(step.loss for step in self.steps)
+
+
+class TrialFailed(RuntimeError):
+    """The child did not finish: its own error, or how it ended."""
+
+
+def train(
+    workload: models.Workload,
+    *,
+    num_steps: int,
+    optimizer: str = "",
+    seed: int = 0,
+    step_context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    transform: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> Iterator[TrialStep]:
+    """Train `workload` and yield each step as it ends."""
+    torch.manual_seed(seed)
+    model = transform(workload.build())
+    stepper = workload.make_optimizer(model, optimizer or None)
+    for index in range(num_steps):
+        started = time.perf_counter()
+        with step_context():
+            loss = workload.loss(model, workload.make_batch(index))
+            loss.backward()
+            stepper.step()
+            stepper.zero_grad(set_to_none=True)
+            bits = loss.item().hex()
+            del loss
+        yield TrialStep(index=index, loss=bits, duration_s=time.perf_counter() - started)
+
+
+def run_trial(
+    options: TrialOptions,
+    *,
+    on_step: Callable[[TrialStep], None] | None = None,
+    environment: dict[str, str] | None = None,
+) -> TrialResult:
+    """Run a trial in a child process, and measure the child.
+
+    Raises:
+        TrialFailed: With the child's own error message.
+    """
+    command = [sys.executable, "-m", "ooc.cli.trial", json.dumps(asdict(options))]
+    return follow_trial(command, on_step=on_step, environment=environment)
+
+
+def follow_trial(
+    command: list[str],
+    *,
+    on_step: Callable[[TrialStep], None] | None = None,
+    environment: dict[str, str] | None = None,
+    limit_nbytes: int | None = None,
+) -> TrialResult:
+    """Run `command`, which speaks this module's JSON lines, and measure it.
+
+    Args:
+        limit_nbytes: Hold the child to this by a memory control group.
+
+    Raises:
+        TrialFailed: With the child's own error message.
+        ooc.cli.memory_group.MemoryGroupUnavailable: A limit was asked for, and cannot be had here.
+    """
+    steps: list[TrialStep] = []
+    last: dict[str, Any] = {}
+    with MeasuredProcess(command, environment=environment, limit_nbytes=limit_nbytes) as child:
+        assert child.process.stdout is not None
+        for line in child.process.stdout:
+            event = json.loads(line)
+            if event["event"] == "step":
+                steps.append(TrialStep(**{f.name: event[f.name] for f in fields(TrialStep)}))
+                if on_step is not None:
+                    on_step(steps[-1])
+            else:
+                last = event
+        code = child.process.wait()
+        peak_nbytes, source = child.peak_nbytes(), child.source
+    if last.get("event") != "done" or code != 0:
+        raise TrialFailed(last.get("message") or f"the process ended with exit code {code} after {len(steps)} steps")
+    return TrialResult(
+        steps=tuple(steps), peak_nbytes=peak_nbytes, source=source, report=last["report"], curves=last["curves"]
+    )
+
+
+def tell(event: str, **body: Any) -> None:
+    """Send one line to the parent."""
+    print(json.dumps({"event": event, **body}), flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The child's side."""
+    (text,) = arguments if arguments is not None else sys.argv[1:]
+    options = TrialOptions(**json.loads(text))
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    try:
+        if options.budget_nbytes is None:
+            _train_in_core(options)
+        else:
+            _train_out_of_core(options, options.budget_nbytes)
+    except (RuntimeError, ValueError, OSError) as error:
+        tell("error", message=str(error), type=type(error).__name__)
+        return ERROR_EXIT_CODE
+    return 0
+
+
+def _train_in_core(options: TrialOptions) -> None:
+    for step in train(_workload(options), **_how(options)):
+        tell("step", **asdict(step))
+    tell("done", report={}, curves={})
+
+
+def _train_out_of_core(options: TrialOptions, budget_nbytes: int) -> None:
+    from ooc.reporting.memory_curves import live_curve, resident_curve
+    from ooc.session import Session
+
+    with Session(budget_nbytes, store=options.store, policy=options.policy) as session:
+        for step in train(_workload(options), **_how(options), step_context=session.step):
+            tell("step", **asdict(step))
+        trace, plan = session.trace(), session.plan()
+        curves = {}
+        if options.wants_curves and trace is not None:
+            curves["live"] = live_curve(trace)
+            if plan is not None:
+                curves["resident"] = resident_curve(trace, plan)
+        report = session.report()
+    tell("done", report=report, curves=curves)
+
+
+def _how(options: TrialOptions) -> dict[str, Any]:
+    return {"num_steps": options.num_steps, "optimizer": options.optimizer, "seed": options.seed}
+
+
+def _workload(options: TrialOptions) -> models.Workload:
+    if options.workload != "baseline":
+        return models.get(options.workload, options.preset, **options.sizes)
+    return models.get("tiny_ops", "small", num_links=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

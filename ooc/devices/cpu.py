@@ -1,0 +1,123 @@
+"""The CPU as a session's device: a memfd of chunks, a file that they are evicted to, ops that run on the host."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ooc.devices.detach import detach_tensors
+from ooc.devices.protocols import Device
+from ooc.errors import SessionError
+from ooc.memory.guards import Guards
+from ooc.memory.record import VariableRecord
+from ooc.memory.residency import ResidencyManager
+from ooc.units import format_nbytes, parse_nbytes
+from vmm.addresses import AddressSpace
+from vmm.machine import meminfo_nbytes
+from vmm.posix import PosixDriver
+from vmm.store import FileStore
+from vmm.torch_cpu import GRANULE_NBYTES, cpu_allocator
+
+
+class CpuMemory:
+    """The CPU's memory: a memfd, a file, ops that run on the host."""
+
+    is_host = True
+
+    def __init__(self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None) -> None:
+        self.store = FileStore(store)
+        try:
+            self.allocator = cpu_allocator()
+            self.driver = PosixDriver(
+                num_chunks,
+                chunk_nbytes,
+                max_chunks=meminfo_nbytes()["MemTotal"] // chunk_nbytes,
+                arena=self.allocator.arena,
+                occupied=tuple(self.allocator.survivors.items()),
+            )
+        except BaseException:
+            self.store.close()
+            raise
+        self.space = AddressSpace(self.driver)
+
+    def __repr__(self) -> str:
+        return f"<CpuMemory {self.driver!r}>"
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the pool."""
+        return self.driver.num_chunks
+
+    def make_guards(self, *, debug: bool) -> Guards:
+        """Stray touches are served from the store's file."""
+        return Guards(space=self.space, store=self.store, debug=debug)
+
+    def watch(self, manager: ResidencyManager) -> None:
+        """Nobody: what the host has done is done."""
+
+    def host_touches(self, record: VariableRecord) -> None:
+        """Nothing is under way that it could touch too early."""
+
+    def check_resize(self, num_chunks: int) -> None:
+        """As `Memory.check_resize`."""
+        if num_chunks > self.driver.max_chunks:
+            most, wanted = (n * self.driver.chunk_nbytes for n in (self.driver.max_chunks, num_chunks))
+            raise SessionError(
+                f"a budget of {format_nbytes(wanted)}: this session's pool can have at most {format_nbytes(most)}, the "
+                "memory of the machine, or as many addresses as there were when it was opened.\n"
+                f"  Options: a budget of at most {format_nbytes(most)}; no limit on address space (ulimit -v)."
+            )
+
+    def resize(self, num_chunks: int) -> None:
+        """As `Memory.resize`."""
+        self.driver.resize(num_chunks)
+
+    def detach_tensors(self, manager: ResidencyManager) -> None:
+        """Survivors become ordinary memory at their addresses."""
+        detach_tensors(manager, self.driver, self.allocator)
+
+    def close(self) -> None:
+        """Give the file and the pool back. Idempotent."""
+        self.store.close()
+        self.driver.close()
+
+
+class CpuDevice:
+    """The CPU."""
+
+    granule_nbytes = GRANULE_NBYTES
+    threshold_nbytes = GRANULE_NBYTES
+
+    def __repr__(self) -> str:
+        return "<CpuDevice>"
+
+    def open(self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None) -> CpuMemory:
+        """As `Device.open`."""
+        return CpuMemory(num_chunks=num_chunks, chunk_nbytes=chunk_nbytes, store=store)
+
+
+def find_device(device: str | Device, *, host_budget: int | str | None = None) -> Device:
+    """The device of this name, or the one given.
+
+    Args:
+        device: "cpu", "cuda", "cuda:1", or a `Device`.
+        host_budget: Bytes of host memory to pin; for "cuda" alone.
+
+    Raises:
+        ValueError: There is no such device, or no such choice for it.
+    """
+    if isinstance(device, str) and (found := re.fullmatch(r"cuda(?::(\d+))?", device)):
+        from ooc.devices.cuda import CudaDevice
+
+        host_nbytes = parse_nbytes(host_budget) if host_budget is not None else None
+        return CudaDevice(index=int(found[1] or 0), host_budget_nbytes=host_nbytes)
+    if host_budget is not None:
+        raise ValueError(
+            f"host_budget={host_budget!r}: only for device='cuda', whose evicted bytes go to host memory; this is "
+            f"device={device!r}. Options: device='cuda'; no host_budget."
+        )
+    if not isinstance(device, str):
+        return device
+    if device == "cpu":
+        return CpuDevice()
+    raise ValueError(f"device={device!r}: there is no such device. Options: device='cpu'; device='cuda'.")

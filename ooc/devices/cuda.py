@@ -1,0 +1,252 @@
+"""A GPU as a session's device. **No GPU has been seen yet**: all of this has run over the fake driver alone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Container, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ooc.devices.cuda_memory import DeviceMemory
+from ooc.devices.torch_cuda import Refusals, TorchCuda, check_environment, replace_figures
+from ooc.errors import DeviceUnavailable, SessionError
+from ooc.memory.record import State, VariableRecord
+from ooc.memory.residency import ResidencyManager
+from ooc.units import format_exactly, format_nbytes
+from vmm.cuda_calls import CudaCalls, CudaFault, load_bindings
+from vmm.cuda_table import CudaTable, DriverPointers, cuda_table, driver_pointers
+from vmm.files import default_directory
+from vmm.machine import memory_room
+from vmm.table import AllocatorTable
+
+if TYPE_CHECKING:
+    from ooc.replay.executable_plan import ExecutablePlan
+
+_log = logging.getLogger(__name__)
+
+_CHUNK_NBYTES = 2 << 20
+"""The granularity of every device that is documented; the driver's own answer is checked against it."""
+_SMALL_SHARE = 16
+"""One part in so many of the budget is for blocks below the threshold. Not tuned: no GPU has been seen."""
+_STAGING_NBYTES = 64 << 20
+_LEAST_HOST_NBYTES = 64 << 10
+_HOST_SHARE = 2
+"""By default half of the host's available memory is pinned: the program and the page cache need the rest."""
+
+
+class CudaDevice:
+    """One CUDA device.
+
+    Args:
+        index: Which, as CUDA counts those that are visible.
+        host_budget_nbytes: Host memory to pin; None: half of what is available.
+        bindings: `cuda.bindings.driver` or its like; imported by default.
+        torch_cuda: torch's CUDA half; replaced in tests.
+        pointers: The driver's calls for the native table; the real ones by default.
+    """
+
+    granule_nbytes = _CHUNK_NBYTES
+    threshold_nbytes = _CHUNK_NBYTES // 2
+    memory_type: type[CudaMemory]
+
+    def __init__(
+        self,
+        *,
+        index: int = 0,
+        host_budget_nbytes: int | None = None,
+        bindings: Any = None,
+        torch_cuda: Any = None,
+        pointers: DriverPointers | None = None,
+    ) -> None:
+        self._index = index
+        self._host_budget_nbytes = host_budget_nbytes
+        self._bindings = bindings
+        self._torch_cuda = torch_cuda if torch_cuda is not None else TorchCuda()
+        self._pointers = pointers
+
+    def __repr__(self) -> str:
+        return f"<CudaDevice {self._index}>"
+
+    def open(self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None) -> CudaMemory:
+        """As `Device.open`. One chunk in sixteen is for small blocks, at least one.
+
+        Raises:
+            DeviceUnavailable: There is no such device, or torch cannot use it.
+            Refused: A setting of torch's stands in the way.
+            SessionError: CUDA was started before.
+            vmm.driver.MemoryFault: Not the memory, on the device or to pin.
+        """
+        host_nbytes = self._host_budget_nbytes
+        if host_nbytes is None:
+            host_nbytes = memory_room().available_nbytes // _HOST_SHARE
+        if host_nbytes < _LEAST_HOST_NBYTES:
+            raise ValueError(
+                f"host budget of {format_exactly(host_nbytes)}: at least {format_exactly(_LEAST_HOST_NBYTES)} are "
+                "needed, through which what the host cannot hold passes on its way to the file"
+            )
+        bindings, table = self.start()
+        return self.memory_type(
+            table=table,
+            num_chunks=num_chunks,
+            chunk_nbytes=chunk_nbytes,
+            num_small_chunks=max(num_chunks // _SMALL_SHARE, 1),
+            device_index=self._index,
+            bindings=bindings,
+            current_stream=functools.partial(self._torch_cuda.current_stream, self._index),
+            host_budget_nbytes=host_nbytes,
+            file_directory=store or default_directory(),
+            staging_nbytes=min(_STAGING_NBYTES, host_nbytes // 2),
+        )
+
+    def start(self) -> tuple[Any, CudaTable]:
+        """Start CUDA with our table as torch's allocator. The driver's bindings, and the table.
+
+        Raises:
+            As `open`, but for memory.
+        """
+        bindings = self._find_driver()
+        table = cuda_table()
+        if not table.is_installed:
+            table.install(self._pointers if self._pointers is not None else driver_pointers())
+            self._torch_cuda.use_allocator(table.path)
+            replace_figures(table)  # for as long as the process lives, as the allocator itself
+            table.is_installed = True
+        self._torch_cuda.start(self._index)
+        return bindings, table
+
+    def _find_driver(self) -> Any:
+        """The driver's bindings, once everything that can be known before CUDA starts is in order."""
+        try:
+            bindings = self._bindings if self._bindings is not None else load_bindings()
+            calls = CudaCalls(bindings)
+            calls.call("cuInit", 0, what="starting CUDA")
+            calls.call("cuDeviceGet", self._index, what=f"device {self._index}")
+            version = int(calls.call("cuDriverGetVersion", what="the driver's version"))
+        except CudaFault as fault:
+            raise DeviceUnavailable(f"device='cuda': this machine cannot run it.\n{fault}") from fault
+        check_environment(self._torch_cuda, driver_version=version, is_ours=cuda_table().is_installed)
+        return bindings
+
+
+class CudaMemory(DeviceMemory):
+    """Device memory behind torch's CUDA tensors."""
+
+    allocator: AllocatorTable
+
+    def __init__(self, *, table: CudaTable, num_chunks: int, num_small_chunks: int, **options: Any) -> None:
+        if num_small_chunks >= num_chunks:
+            raise ValueError(
+                f"budget: {num_chunks} chunks, of which {num_small_chunks} are for small blocks; none is left.\n"
+                "  Options: a larger budget."
+            )
+        super().__init__(num_chunks=num_chunks, num_small_chunks=num_small_chunks, **options)
+        driver = self.driver
+        nbytes = num_chunks * driver.chunk_nbytes
+        self._small = driver.view_address + self.num_chunks * driver.chunk_nbytes
+        self._num_small_chunks = num_small_chunks
+        self.small_nbytes = num_small_chunks * driver.chunk_nbytes
+        self.device_index = options.get("device_index", 0)
+        self._table = self.allocator = table
+        self._is_closed = False
+        with contextlib.ExitStack() as undo:
+            undo.callback(super().close)
+            table.begin(driver.arena, (self._small, driver.view_address + nbytes), self.device_index)
+            table.reserved_nbytes = nbytes
+            refusals = Refusals()
+            refusals.install()
+            undo.callback(refusals.remove)
+            # Else autograd runs each device's ops on a thread of its own, which our dispatch takes for a stranger's.
+            threading = torch.autograd.set_multithreading_enabled(False)
+            undo.callback(threading.__exit__, None, None, None)
+            self._undo = undo.pop_all()
+
+    def watch(self, manager: ResidencyManager) -> Any:  # noqa: ARG002 - as `Memory` has it
+        """Each op is put behind the one before, on whatever stream it runs."""
+        return CudaOps(self)
+
+    def detach_tensors(self, manager: ResidencyManager) -> None:
+        """Variables that are alive stay at their addresses, with memory of their own, until they are freed.
+
+        Raises:
+            SessionError: The device has no room for all of them. Those that are named in it are lost.
+        """
+        super().detach_tensors(manager)
+        records = list(manager.records.values())
+        chunk_nbytes = self.driver.chunk_nbytes
+        for record in records:
+            num_chunks = record.reservation.num_chunks
+            # Else it was freed a moment ago: it goes back with the other chunks.
+            if record.state is State.RESIDENT and self._table.outlives(record.address, num_chunks * chunk_nbytes):
+                self.driver.disown(record.address, num_chunks)
+        if self._table.end():
+            self.driver.disown(self._small, self._num_small_chunks)
+        self.driver.give_chunks_back()
+        missing = [r for r in records if r.state is not State.RESIDENT and not self._bring_back(r)]
+        manager.records.clear()
+        if missing:
+            total = sum(record.nbytes for record in missing)
+            raise SessionError(
+                f"the session has ended, and {len(missing)} of its variables ({format_nbytes(total)}) do not fit into "
+                "the device's memory: they are lost, and must not be touched.\n"
+                "  Options: save or drop them before the session ends; move them to the CPU."
+            )
+
+    def close(self) -> None:
+        """As `DeviceMemory.close`. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._table.end()
+        self._table.reserved_nbytes = 0
+        self._undo.close()
+
+    def _bring_back(self, record: VariableRecord) -> bool:
+        address, num_chunks = record.address, record.reservation.num_chunks
+        try:
+            self.driver.attach_new(address, num_chunks)
+        except CudaFault as fault:
+            _log.error("a variable of %s cannot be brought back: %s", format_exactly(record.nbytes), fault)
+            return False
+        nbytes = num_chunks * self.driver.chunk_nbytes
+        slot: Any = record.slot
+        self.store.read(slot, [(address, record.nbytes)]).wait()
+        if not self._table.outlives(address, nbytes):  # freed a moment ago
+            self.driver.calls.call("cuMemUnmap", address, nbytes, what="a variable that was freed meanwhile")
+        return True
+
+
+CudaDevice.memory_type = CudaMemory
+
+
+class CudaOps:
+    """Before each op its stream is made to follow the one of the op before."""
+
+    def __init__(self, memory: CudaMemory) -> None:
+        self._follow = memory.streams.follow
+        self._observe_use = memory.streams.observe_use
+
+    def begins(self, func: Any, operands: Iterable[VariableRecord], written: Container[int]) -> None:  # noqa: ARG002
+        """As `OpWatch.begins`."""
+        self._follow()
+
+    def ended(self) -> None:
+        """As `OpWatch.ended`: the host waits, or it would time launches, and plans would rest on that.
+
+        Steps on demand are slow in any case; a planned step has no such wait.
+        """
+        self._observe_use()
+
+    def born(self, address: int, nbytes: int) -> None:
+        """As `OpWatch.born`: whoever asked is an op that has begun, or is followed by the next one."""
+
+    def calls_of(self, executable: ExecutablePlan) -> list[Any]:
+        """As `OpWatch.calls_of`."""
+        return [functools.partial(self._play, getattr(func, "_op", func)) for func in executable.funcs]
+
+    def _play(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self._follow()
+        return function(*args, **kwargs)

@@ -1,0 +1,133 @@
+"""A budget that changes while training goes on (Melon, section 4: memory that others want, or give back).
+
+Between any two ops: the plan that is being played is left, what lies beyond the new end of the pool moves to the store,
+and the chunks there go back to the system before the call returns. The rest of the step runs on demand, as recorded
+all along; at its end the sequence is planned for the new budget (or its plan comes from the cache). No bit of the
+training depends on when that happens.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ooc.devices.protocols import Memory
+from ooc.errors import SessionError
+from ooc.memory.record import State, VariableRecord
+from ooc.memory.residency import NoRoom, ResidencyManager
+from ooc.units import format_nbytes
+from vmm.chunks import ChunkPool
+
+_log = logging.getLogger(__name__)
+
+_NUM_CHANGES_KEPT = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastBudget:
+    """A budget that was in force until it was changed.
+
+    Attributes:
+        num_steps: Steps finished by then.
+        budget_nbytes, peak_nbytes: The budget, and the most chunks that held variables under it, in bytes.
+    """
+
+    num_steps: int
+    budget_nbytes: int
+    peak_nbytes: int
+
+
+class PastBudgets:
+    """The newest 1,000 budgets that are in force no more, in order."""
+
+    def __init__(self) -> None:
+        self._rows: list[PastBudget] = []
+
+    def __repr__(self) -> str:
+        return f"<PastBudgets {len(self._rows)}>"
+
+    def note(self, row: PastBudget) -> None:
+        """A budget ends."""
+        self._rows.append(row)
+        del self._rows[:-_NUM_CHANGES_KEPT]
+
+    def document(self) -> list[dict[str, Any]]:
+        """As plain data, for the report."""
+        return [asdict(row) for row in self._rows]
+
+
+def resize_pool(manager: ResidencyManager, memory: Memory, num_chunks: int) -> None:
+    """Let the pool have `num_chunks` chunks. No plan is being played, none keeps chunks mapped, no op is under way.
+
+    Raises:
+        SessionError: What must stay in memory does not fit, or lies where the pool would end. Nothing has changed
+            but that some variables may be in the store.
+        StoreFailed, StoreFull: Something could not be written out. The pool is as it was.
+        vmm.driver.MemoryFault: The memory for a larger pool is not there. The pool is as it was.
+    """
+    if num_chunks < memory.num_chunks:
+        _vacate(manager, memory.num_chunks, num_chunks)
+    try:
+        memory.resize(num_chunks)
+    finally:
+        manager.retake_pool(ChunkPool(memory.num_chunks))
+    _log.info("the pool has %d chunks now", memory.num_chunks)
+
+
+def _vacate(manager: ResidencyManager, num_before: int, num_after: int) -> None:
+    """Leave all chunks from `num_after` on empty. From then on the books' pool ends there."""
+    manager.end_exports()
+    leaving = [r for r in manager.records.values() if r.state is not State.AWAY and _end(r) > num_after]
+    workspaces = [r for r in manager.workspaces() if r.state is not State.AWAY and _end(r) > num_after and not r.pins]
+    _check_staying(manager, leaving, workspaces, num_after)
+    for record in workspaces:
+        record.pins += 1
+    try:
+        manager.evict(leaving)
+        try:
+            manager.retake_pool(ChunkPool(num_after))
+            manager.load(workspaces)  # used unseen by ops alone: between two of them, other chunks are as good
+        except BaseException:
+            manager.retake_pool(ChunkPool(num_before))
+            manager.load(workspaces)
+            raise
+    except NoRoom as no_room:
+        raise _does_not_fit(manager, num_after, no_room.num_pinned) from no_room
+    finally:
+        for record in workspaces:
+            record.pins -= 1
+
+
+def _check_staying(
+    manager: ResidencyManager, leaving: list[VariableRecord], workspaces: list[VariableRecord], num_after: int
+) -> None:
+    """Raise `SessionError` if something that must stay does not fit, or lies beyond the end."""
+    staying = [r for r in manager.records.values() if r.state is not State.AWAY and not manager.may_be_evicted(r)]
+    num_staying = sum(manager.chunks_of(r.nbytes) for r in staying)
+    if num_staying > num_after:
+        raise _does_not_fit(manager, num_after, num_staying)
+    for record in leaving:
+        if manager.may_be_evicted(record) or record in workspaces:
+            continue
+        is_held = record.pins > 0
+        why = "a session.resident() block holds it" if is_held else "it may be in use unseen: no op has named it yet"
+        raise SessionError(
+            f"set_budget: a variable of {format_nbytes(record.nbytes)} lies in chunks that would go, and must stay "
+            f"where it is: {why}.\n  Options: call it outside session.resident(), between steps; a larger budget; "
+            "again after the next step."
+        )
+
+
+def _does_not_fit(manager: ResidencyManager, num_after: int, num_staying: int) -> SessionError:
+    chunk = manager.chunk_nbytes
+    return SessionError(
+        f"set_budget({format_nbytes(num_after * chunk)}): what must stay in memory takes "
+        f"{format_nbytes(num_staying * chunk)} (variables that session.resident() holds, workspaces of libraries).\n"
+        f"  Options: a budget of more than {format_nbytes(num_staying * chunk)}; call it outside session.resident()."
+    )
+
+
+def _end(record: VariableRecord) -> int:
+    """The chunk behind its last one."""
+    return max((first + count for first, count in record.runs), default=0)

@@ -1,0 +1,45 @@
+"""The dispatch extension (native/dispatch.cpp), built on first use."""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vmm import native_build
+from vmm.torch_cpu import torch_build_flags
+
+_NATIVE = Path(__file__).parent / "native"
+_ALLOCATOR_HEADER = Path(__file__).parents[2] / "vmm" / "native" / "allocator.h"
+
+
+@functools.cache
+def dispatcher_type() -> Any:
+    """The extension's `Dispatcher` class. Raises `NativeBuildError` with the remedy."""
+    include_dirs, library_dirs = torch_build_flags()
+    python_headers = Path(sysconfig.get_paths()["include"])
+    if not (python_headers / "Python.h").exists():
+        raise native_build.NativeBuildError(
+            f"Python's headers are not installed: there is no {python_headers / 'Python.h'}.\n"
+            "  Options: apt install python3-dev; a Python from conda, uv or pyenv, which brings them."
+        )
+    path = native_build.build(
+        "ooc_dispatch",
+        [_NATIVE / "dispatch.cpp", _ALLOCATOR_HEADER],
+        include_dirs=[*include_dirs, str(python_headers)],
+        library_dirs=library_dirs,
+        libraries=["c10"],
+        extra_flags=["-std=c++20", "-Wno-missing-field-initializers", "-Wno-cast-function-type"],
+        cache_key=f"{torch.__version__} {sysconfig.get_config_var('SOABI')}",
+    )
+    loader = importlib.machinery.ExtensionFileLoader("ooc._dispatch", str(path))
+    spec = importlib.util.spec_from_loader("ooc._dispatch", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module.Dispatcher

@@ -1,0 +1,414 @@
+"""Running ops under a session: from the plan where they are as planned, on demand where they are not.
+
+The native dispatcher (native/dispatch.cpp) plays what is as planned and calls `OpRunner` for all else;
+the allocator calls it for every large allocation that the plan's table does not serve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ooc.dispatch.out_of_memory import budget_too_small
+from ooc.dispatch.signals import CriticalLock
+from ooc.errors import BudgetTooSmall, OocError
+from ooc.memory.record import VariableRecord
+from ooc.memory.residency import NoRoom, ResidencyManager
+from ooc.replay.executor import Executor
+from ooc.replay.op_watch import OpWatch
+from ooc.tracing import op_semantics as ops
+from ooc.tracing.call_sites import CallSites
+from ooc.tracing.recorder import OpRecord, StepRecorder
+from vmm.nvtx_ranges import marked, names_ops
+from vmm.torch_cpu import AllocatorTable
+
+_log = logging.getLogger(__name__)
+
+MAX_PERIOD_OPS = 1 << 16
+"""Ops from one step's start to the next beyond which nothing is learned: the recorder takes about
+1 KiB an op, outside the budget."""
+
+_SPLIT_FRACTION = 8
+"""List ops and convolution_backward run in parts when their operands exceed 1/8 of the budget."""
+
+_NOTHING = contextlib.nullcontext()
+
+_Call = tuple[Any, Sequence[Any], Mapping[str, Any]]
+"""An op, its arguments and its keyword arguments."""
+
+
+class OpRunner:
+    """Runs ops and serves allocations for one session. Owns the recording of the present step.
+
+    Attributes:
+        recorder: The step's ops while it runs on demand; None while a plan is played.
+    """
+
+    def __init__(
+        self,
+        *,
+        manager: ResidencyManager,
+        allocator: AllocatorTable,
+        budget_nbytes: int,
+        threshold_nbytes: int,
+        is_open: Callable[[], bool],
+        is_mode_on: Callable[[], bool],
+        watch: OpWatch | None = None,
+    ) -> None:
+        self._manager = manager
+        self._allocator = allocator
+        self._threshold_nbytes = threshold_nbytes
+        self.set_budget(budget_nbytes)
+        self._is_open = is_open
+        self._is_mode_on = is_mode_on
+        self._watch = watch
+        self._names_ops = names_ops()
+        self._thread = threading.get_ident()
+        self._pending: BaseException | None = None
+        self._largest_refused_nbytes = 0
+        self._has_served = False  # an allocation since somebody last looked
+        self._call_sites = CallSites()
+        self.recorder: StepRecorder | None = StepRecorder({})
+        self._dispatcher: Any = None
+        self._lock: CriticalLock
+        self._executor: Executor
+
+    def __repr__(self) -> str:
+        return f"<OpRunner recording {self.recorder!r}>"
+
+    def attach(self, *, dispatcher: Any, lock: CriticalLock, executor: Executor) -> None:
+        """Meet those who call back here, and so are made after."""
+        self._dispatcher = dispatcher
+        self._lock = lock
+        self._executor = executor
+        executor.on_bailout = self.note_bailout
+
+    def set_budget(self, budget_nbytes: int) -> None:
+        """Ops are run in parts by this budget from now on."""
+        self._split_nbytes = budget_nbytes // _SPLIT_FRACTION
+
+    def start_recording(self) -> None:
+        """A period begins on demand."""
+        self.recorder = StepRecorder(self._manager.records)
+        self._call_sites.clear()
+        self._allocator.state.position = 0
+
+    def bail_out(self, reason: str) -> None:
+        self._executor.bail_out(reason)
+
+    def note_bailout(self, recorder: StepRecorder) -> None:
+        self.recorder = recorder
+        self._call_sites.clear()
+
+    # -- ops; called by the native dispatcher
+
+    def before(self, index: int) -> bool:
+        with self._lock:
+            return self._executor.before(index)
+
+    def after(self, index: int) -> None:
+        with self._lock:
+            self._executor.after(index)
+
+    def finish(self, _index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
+        """An op that began on the plan has ended off it: note it as the on-demand way would have."""
+        with self._lock:
+            error = self._pending_error((func, args, kwargs or {}), self._executor.mid_op_records())
+            self._executor.finish()
+            self.absorb()
+            occurrences = self._dispatcher.occurrences(args, kwargs or {})
+            record = OpRecord(
+                func=func,
+                where=self._call_sites.of_this_op(),
+                occurrences=occurrences,
+                written=self._dispatcher.operands(*ops.written_values(func, args, kwargs or {})),
+            )
+            self._complete(record, result)
+        if error is not None:  # as in `_raise_if_refused`
+            raise error from error.__cause__
+
+    def failed(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """A planned op raised. If we made it fail, say why instead."""
+        with self._lock:
+            error = self._pending_error((func, args, kwargs or {}), self._executor.mid_op_records())
+            if self._executor.active is not None:
+                self._executor.fail(index)
+                self.bail_out("an op raised")
+            else:
+                self._executor.finish()
+            self._note_failed_op(func)
+            self.absorb()
+        if error is not None:
+            raise error from error.__cause__
+
+    def dispatch(
+        self, func: Any, types: tuple[Any, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Any op but the one that the plan expects."""
+        if any(t.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for t in types):
+            return NotImplemented  # a wrapper unwraps itself; we see the ops inside
+        kwargs = kwargs or {}
+        if not self._is_open():
+            return func(*args, **kwargs)
+        if ops.is_list_op(func):
+            return ops.run_list_op(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
+        if ops.is_convolution_backward(func):
+            return ops.run_convolution_backward(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
+        return self._run(func, args, kwargs)
+
+    def run_opaque(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread or not self._is_mode_on():
+            return op(*args, **kwargs)  # another thread, or within an op: as its other ops there
+        return self._run(op, args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._executor.active is not None:
+            played = self._dispatcher.try_play(func, (), args, kwargs)
+            if played is None and self._adapt(func, args, kwargs):
+                played = self._dispatcher.try_play(func, (), args, kwargs)
+            if played is not None:
+                return played[0]
+            if not self._dispatcher.occurrences(args, kwargs):
+                return self._run_beside(func, args, kwargs)
+            with self._lock:
+                if self._executor.active is not None:
+                    self.bail_out(f"{func} is not what the plan expects")
+        return self._run_on_demand(func, args, kwargs)
+
+    def _run_beside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An op that touches nothing of ours while a plan is played: the plan can go on after it."""
+        self._has_served = False
+        try:
+            result = func(*args, **kwargs)
+        except BaseException:
+            with self._lock:
+                error = self._pending_error((func, args, kwargs), [])
+            if error is not None:
+                raise error from error.__cause__
+            raise
+        if self._has_served:
+            with self._lock:
+                for record in self._records_at(self._dispatcher.operands(result)):
+                    record.seen = True
+        return result
+
+    def _adapt(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Try to bring plan and step together again where they differ harmlessly."""
+        if threading.get_ident() != self._thread:
+            return False
+        with self._lock:
+            executor = self._executor
+            active, cursor = executor.active, self._dispatcher.cursor
+            if active is None or cursor >= active.num_ops:
+                return False
+            if active.funcs[cursor] is func:
+                return executor.rebind(self._dispatcher.occurrences(args, kwargs))
+            return executor.skip_bystanders(func)
+
+    def _run_on_demand(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._lock:
+            self._executor.finish()  # another thread may have left the plan for an op that never began
+            self.absorb()
+            recorder = self.recorder
+            assert recorder is not None
+            occurrences = self._dispatcher.occurrences(args, kwargs)
+            records = self._records_at(occurrences)
+            for record in records:
+                record.pins += 1
+            try:
+                self._manager.load(records)
+            except NoRoom as no_room:
+                self._unpin(records)
+                raise self.too_small((func, args, kwargs), records, no_room, 0) from None
+            except BaseException:
+                self._unpin(records)
+                raise
+            for record in records:
+                record.seen = True
+                self._manager.touch(record)
+            op = OpRecord(
+                func=func,
+                where=self._call_sites.of_this_op(),
+                occurrences=occurrences,
+                written=self._dispatcher.operands(*ops.written_values(func, args, kwargs)),
+            )
+            state = self._allocator.state
+            state.position = 2 * len(recorder.ops) + 1
+            cold_ns = state.cold_ns
+            self._pending = None
+            if self._watch is not None:
+                self._watch.begins(func, records, op.written)
+        started = time.monotonic_ns()
+        try:
+            with marked(str(func)) if self._names_ops else _NOTHING:
+                result = func(*args, **kwargs)
+            if self._watch is not None:
+                with self._lock:
+                    self._watch.ended()
+        except BaseException:
+            with self._lock:
+                error = self._pending_error((func, args, kwargs), records)  # before what it allocated is forgotten
+                self._unpin(records)
+                for record in self._records_at(op.written):
+                    record.stored = False
+                self._note_failed_op(func)
+                self.absorb()
+            if error is not None:
+                raise error from error.__cause__
+            raise
+        self._raise_if_refused((func, args, kwargs), records)
+        op.duration_ns = max(time.monotonic_ns() - started - (state.cold_ns - cold_ns), 0)
+        with self._lock:
+            self._unpin(records)
+            self.absorb()
+            self._complete(op, result)
+        return result
+
+    def _complete(self, op: OpRecord, result: Any) -> None:
+        recorder = self.recorder
+        assert recorder is not None
+        op.results = self._dispatcher.operands(result)
+        for address in op.results:
+            record = self._manager.records.get(address)
+            if record is not None:
+                record.seen = True
+        for address in op.written:
+            record = self._manager.records.get(address)
+            if record is not None:
+                record.stored = False
+        recorder.ops.append(op)
+        if len(recorder.ops) >= MAX_PERIOD_OPS:
+            self._cut_period()
+            return
+        self._allocator.state.position = 2 * len(recorder.ops)
+
+    def _cut_period(self) -> None:
+        """No step has ended for so many ops that the recorder's memory would count: start a new recording.
+
+        What follows, up to the next boundary, is the rest of something and is not learned.
+        """
+        if self.recorder is not None and not self.recorder.is_cut:
+            _log.warning("no step ended in %d ops: they are not planned (is there an optimizer?)", MAX_PERIOD_OPS)
+        self.recorder = StepRecorder(self._manager.records, is_cut=True)
+        self._call_sites.clear()
+        self._allocator.state.position = 0
+
+    def _note_failed_op(self, func: Any) -> None:
+        if self.recorder is not None:
+            self.recorder.ops.append(OpRecord(func=func, where="", occurrences=(), written=()))
+            self._allocator.state.position = 2 * len(self.recorder.ops)
+
+    def _records_at(self, addresses: Any) -> list[VariableRecord]:
+        found = self._manager.records
+        return [found[a] for a in dict.fromkeys(addresses) if a in found]
+
+    @staticmethod
+    def _unpin(records: list[VariableRecord]) -> None:
+        for record in records:
+            record.pins -= 1
+
+    # -- memory
+
+    def cold_allocate(self, nbytes: int) -> int:
+        """An allocation that no plan serves. Called by the allocator, on any thread; never raises."""
+        try:
+            with self._lock:
+                executor = self._executor
+                if executor.active is not None:
+                    executor.absorb_events()
+                    between = self._allocator.state.position % 2 == 0
+                    if between and threading.get_ident() == self._thread:
+                        address = executor.serve_between(nbytes)
+                        if address:
+                            return self._served(address, nbytes)
+                    if self._manager.pool.num_free < self._manager.chunks_of(nbytes):
+                        self.bail_out("an allocation that the plan does not have")
+                self.absorb()
+                record = self._manager.allocate(nbytes)
+                inside = self._allocator.state.position % 2 == 1
+                record.is_workspace = inside and threading.get_ident() == self._thread
+                return self._served(record.address, nbytes)
+        except BaseException as error:  # noqa: BLE001 - nothing may be raised into C++; the op's caller raises it
+            if threading.get_ident() == self._thread and self._dispatcher.depth > 1:  # one for this call, one for an op
+                self._pending = error if not isinstance(error, NoRoom) else _Failure(error, nbytes)
+            return 0
+
+    def _served(self, address: int, nbytes: int) -> int:
+        self._has_served = True
+        if self._watch is not None:
+            self._watch.born(address, nbytes)
+        return address
+
+    def absorb(self) -> None:
+        """Take the allocator's log: forget what was freed, and note all of it for the trace."""
+        if self._executor.active is not None:
+            self._executor.absorb_events()
+            return
+        if not self._allocator.state.num_events:
+            return
+        events = self._allocator.drain()
+        for event in events:
+            if event.kind != 0:
+                self._manager.free(event.address)
+        if self.recorder is not None:
+            self.recorder.events.extend(events)
+
+    def _raise_if_refused(self, call: _Call, records: list[VariableRecord]) -> None:
+        """An op that was refused memory has ended well all the same: by another algorithm, with other bits."""
+        if self._pending is None:
+            return
+        with self._lock:
+            error = self._pending_error(call, records)
+            self._unpin(records)
+            for record in records:
+                record.stored = False
+            self._note_failed_op(call[0])
+            self.absorb()
+        if error is not None:
+            raise error from error.__cause__
+
+    def _pending_error(self, call: _Call, records: list[VariableRecord]) -> BaseException | None:
+        """Why an allocation of the op that just raised was refused, if that is why it raised."""
+        pending, self._pending = self._pending, None
+        if isinstance(pending, _Failure):
+            return self.too_small(call, records, pending.no_room, pending.nbytes)
+        return pending
+
+    def too_small(self, call: _Call, records: list[VariableRecord], no_room: NoRoom, nbytes: int) -> BudgetTooSmall:
+        func, args, kwargs = call
+        active, cursor = self._executor.active, self._dispatcher.cursor
+        is_planned = active is not None and cursor < active.num_ops and active.funcs[cursor] is func
+        error = budget_too_small(
+            func=func,
+            args=args,
+            kwargs=kwargs,
+            operands=records,
+            no_room=no_room,
+            new_nbytes=nbytes,
+            manager=self._manager,
+            earlier_ops=self.recorder.ops if self.recorder is not None else (),
+            address_of=self._dispatcher.address,
+            threshold_nbytes=self._threshold_nbytes,
+            place=active.trace.ops[cursor].where
+            if active is not None and is_planned
+            else self._call_sites.of_this_op(),
+            earlier_needed_nbytes=self._largest_refused_nbytes,
+        )
+        self._largest_refused_nbytes = error.largest_needed_nbytes
+        self._pending = None  # to find the sizes of results, it may have run the op once more
+        return error
+
+
+class _Failure(OocError):
+    """What an allocation could not have; turned into `BudgetTooSmall` where the op is known."""
+
+    def __init__(self, no_room: NoRoom, nbytes: int) -> None:
+        super().__init__(str(no_room))
+        self.no_room = no_room
+        self.nbytes = nbytes

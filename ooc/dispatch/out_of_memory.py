@@ -1,0 +1,182 @@
+"""Why an op does not fit the budget, in the user's own words: parameters, modules, shapes.
+
+All of this is found out when the op has already failed, so a step that fits pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ooc.errors import BudgetTooSmall
+from ooc.memory.record import State, VariableRecord
+from ooc.memory.residency import NoRoom, ResidencyManager
+from ooc.tracing.recorder import OpRecord
+
+
+def budget_too_small(
+    *,
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    operands: Sequence[VariableRecord],
+    no_room: NoRoom,
+    new_nbytes: int,
+    manager: ResidencyManager,
+    earlier_ops: Sequence[OpRecord],
+    address_of: Callable[[Any], int],
+    threshold_nbytes: int,
+    place: str,
+    earlier_needed_nbytes: int = 0,
+) -> BudgetTooSmall:
+    """The error for an op that could not have its operands, or an allocation of `new_nbytes`.
+
+    What it says of the budget is the larger of two lower bounds: what had to be in memory together
+    when the op failed, and operands and results together, which every op needs at its end.
+
+    Args:
+        func, args, kwargs: The op.
+        operands: Records that it had pinned.
+        no_room: What the pool said.
+        new_nbytes: The allocation that failed, 0 if it was an operand's load.
+        books: For what else must stay.
+        earlier_ops: Of the step so far; their number is the op's index.
+        address_of: A tensor's storage address in the arena, else 0.
+        threshold_nbytes: Smaller storages are not counted.
+        place: Where in the program the op is (`ooc.tracing.call_sites`).
+        earlier_needed_nbytes: The largest need refused before.
+    """
+    names = _names(address_of)
+    tensors = _operand_tensors(func, args, kwargs, address_of)
+    pinned = {id(record): record for record in operands}
+    must_stay = [
+        record
+        for record in manager.records.values()
+        if id(record) not in pinned and record.state is not State.AWAY and (record.pins or not record.seen)
+    ]
+    listed = [(_label(record, names, tensors, earlier_ops), record.nbytes) for record in operands]
+    listed += [(_label(record, names, tensors, earlier_ops), record.nbytes) for record in must_stay]
+    results = _result_sizes(func, args, kwargs, threshold_nbytes)
+    made = {record.nbytes for record in must_stay}
+    if new_nbytes:
+        what = "result" if new_nbytes in results else "temporary"
+        listed.append((f"{what} being allocated", new_nbytes))
+    listed += [("result still to come", nbytes) for nbytes in results if nbytes != new_nbytes and nbytes not in made]
+    together = no_room.num_needed + no_room.num_pinned
+    at_its_end = sum(map(manager.chunks_of, [r.nbytes for r in operands] + results))
+    return BudgetTooSmall(
+        op_index=len(earlier_ops),
+        op_name=str(func),
+        where=_where(place, tensors, names),
+        needed_nbytes=max(together, at_its_end) * manager.chunk_nbytes,
+        budget_nbytes=manager.pool.num_chunks * manager.chunk_nbytes,
+        operands=listed,
+        earlier_needed_nbytes=earlier_needed_nbytes,
+    )
+
+
+def _operand_tensors(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], address_of: Callable[[Any], int]
+) -> dict[int, tuple[str, torch.Tensor]]:
+    """By storage address: the argument's name in the op's schema, and the tensor."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        values = value if isinstance(value, list | tuple) else [value]
+        for item in values:
+            if isinstance(item, torch.Tensor) and (address := address_of(item)):
+                found.setdefault(address, (argument.name, item))
+    return found
+
+
+def _label(
+    record: VariableRecord,
+    names: Mapping[int, str],
+    tensors: Mapping[int, tuple[str, torch.Tensor]],
+    earlier_ops: Sequence[OpRecord],
+) -> str:
+    """For example `weight (layers.3.weight) float32[4096, 4096]`."""
+    name = names.get(record.address, "")
+    if record.address not in tensors and not record.seen:
+        return "allocated in this op"
+    if not name:
+        for index in range(len(earlier_ops) - 1, -1, -1):
+            op = earlier_ops[index]
+            if record.address in op.results and record.address not in op.occurrences:
+                name = f"made by op {index}, {op.func}{f', {op.where}' if op.where else ''}"
+                break
+    if record.address not in tensors:
+        return name or record.label or "memory given out or in use"
+    argument, tensor = tensors[record.address]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{argument}{f' ({name})' if name else ''} {dtype}{list(tensor.shape)}"
+
+
+def _result_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], threshold_nbytes: int) -> list[int]:
+    """Bytes of the op's new results, by running it on tensors without data; empty where that is not possible."""
+
+    def without_data(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+    # Any op may refuse tensors without data, each in its own way; then there is no second bound.
+    with contextlib.suppress(Exception):
+        arguments = tree_map(without_data, (tuple(args), dict(kwargs)))
+        results = func(*arguments[0], **arguments[1])
+        known = {storage_of(t) for t in _tensors(arguments)}
+        made = {storage_of(t): t.untyped_storage().nbytes() for t in _tensors(results)}
+        return [nbytes for key, nbytes in made.items() if key not in known and nbytes >= threshold_nbytes]
+    return []
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's storage, also of one without data."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor))
+
+
+def _names(address_of: Callable[[Any], int]) -> dict[int, str]:
+    """By storage address: parameters and buffers by their names in their modules, gradients, optimizer state."""
+    found: dict[int, str] = {}
+    by_parameter: dict[int, str] = {}
+    objects = gc.get_objects()
+    modules = [o for o in objects if issubclass(type(o), nn.Module)]
+    for root in _roots(modules):
+        for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
+            by_parameter.setdefault(id(tensor), name)
+            found.setdefault(address_of(tensor), name)
+            if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+                found.setdefault(address_of(tensor.grad), f"gradient of {name}")
+    for optimizer in (o for o in objects if issubclass(type(o), torch.optim.Optimizer)):
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    found.setdefault(address_of(value), f"{key} of {by_parameter.get(id(parameter), 'a parameter')}")
+    found.pop(0, None)
+    return found
+
+
+def _roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Modules that are not part of another."""
+    modules = list(modules)
+    children = {id(child) for module in modules for child in module._modules.values() if child is not None}
+    return [module for module in modules if id(module) not in children]
+
+
+def _where(place: str, tensors: Mapping[int, tuple[str, torch.Tensor]], names: Mapping[int, str]) -> str:
+    """The op's place; where that names no module, with the module that owns one of the op's parameters."""
+    owners = (names.get(address, "").rpartition(" of ")[2].rpartition(".")[0] for address in tensors)
+    owner = next((owner for owner in owners if owner), "")
+    if not owner or ("(" in place and not place.startswith("backward (")):
+        return place
+    return f"{owner}, {place}" if place else owner

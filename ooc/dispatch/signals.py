@@ -1,0 +1,127 @@
+"""Signal handlers kept out of a session's bookkeeping: Ctrl-C comes between ops, never inside one.
+
+Python runs a signal's handler on the main thread between any two bytecodes. A `KeyboardInterrupt`
+raised in the middle of the books' or the executor's work would leave them half done. So while a
+session is open, every Python handler is reached through a gate: inside a critical section (an op
+under the dispatch mode, an allocation, a step boundary) the signal is noted, and native code lets
+it arrive again as soon as the section ends. Then the handler runs in the user's code, as it would
+have without us. A section that waits for a disk waits on: SIGQUIT and SIGTERM, which have no
+Python handler by default, still end the process.
+
+Not covered: exceptions set from other threads (`PyThreadState_SetAsyncExc`), and modules that took
+a reference to `signal.signal` before the session was opened and install a handler during it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
+
+
+class CriticalLock:
+    """The session's lock. Who holds it on the main thread has signal handlers wait."""
+
+    __slots__ = ("_acquire", "_enter_section", "_exit_section", "_release")
+
+    def __init__(self, dispatcher: Any) -> None:
+        lock = threading.RLock()
+        self._acquire = lock.acquire
+        self._release = lock.release
+        self._enter_section = dispatcher.enter_section
+        self._exit_section = dispatcher.exit_section
+
+    def __enter__(self) -> None:
+        self._enter_section()  # first, so that no handler runs with the lock held
+        self._acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+        self._exit_section()
+
+
+class SignalGate:
+    """The gate between signals and their Python handlers, from `install` to `remove`.
+
+    `signal.signal` and `signal.getsignal` are replaced meanwhile, so that handlers installed during
+    the session go through the gate, too, and who asks sees the user's handler, not the gate.
+
+    Args:
+        dispatcher: The native dispatcher, which counts sections.
+        is_open: Whether the session is still open.
+        closing: Functions that must not be interrupted at their first bytecode, since they are how
+            the session is closed.
+    """
+
+    def __init__(self, dispatcher: Any, *, is_open: Callable[[], bool], closing: tuple[CodeType, ...] = ()) -> None:
+        self._dispatcher = dispatcher
+        self._is_open = is_open
+        self._closing = frozenset(closing)
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._is_installed = False
+        self._set: Callable[..., Any] = signal.signal
+        self._get: Callable[..., Any] = signal.getsignal
+
+    def __repr__(self) -> str:
+        return f"<Interrupts {'installed' if self._is_installed else 'removed'}, {len(self._handlers)} handlers>"
+
+    def install(self) -> None:
+        """Put the gate in front of every Python handler. On another thread than the main one: nothing.
+
+        (Python handlers never run on such a thread, so its sections need no protection.)
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._set, self._get = signal.signal, signal.getsignal
+        for number in signal.valid_signals():
+            handler = self._get(number)
+            if callable(handler):
+                self._handlers[number] = handler
+                self._set(number, self._arrived)
+        self._is_installed = True
+        signal.signal = self._signal
+        signal.getsignal = self._getsignal
+
+    def remove(self) -> None:
+        """Put back what was there, with handlers that were installed meanwhile. Idempotent."""
+        if not self._is_installed:
+            return
+        self._is_installed = False
+        # Who has replaced these functions after us calls ours, which from now on only pass on.
+        if signal.signal == self._signal:
+            signal.signal = self._set
+        if signal.getsignal == self._getsignal:
+            signal.getsignal = self._get
+        with contextlib.suppress(ValueError):  # not on the main thread: the gate stays, and lets all pass
+            for number, handler in list(self._handlers.items()):
+                if self._get(number) == self._arrived:
+                    self._set(number, handler)
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        """The gate: what the interpreter calls as the handler of every signal."""
+        is_closing = frame is not None and frame.f_code in self._closing and self._is_open()
+        if self._dispatcher.postpone(number, is_closing):
+            return
+        self._handlers[number](number, frame)
+
+    def _signal(self, signalnum: int, handler: Handler) -> Handler:
+        """`signal.signal` while the session is open."""
+        if not self._is_installed:
+            return self._set(signalnum, handler)
+        if not callable(handler) or isinstance(handler, signal.Handlers):
+            previous = self._set(signalnum, handler)
+            return self._handlers.pop(signalnum, previous) if previous == self._arrived else previous
+        before = self._handlers.get(signalnum)
+        previous = self._set(signalnum, self._arrived)
+        self._handlers[signalnum] = handler
+        return before if previous == self._arrived else previous
+
+    def _getsignal(self, signalnum: int) -> Handler:
+        """`signal.getsignal` while the session is open."""
+        handler = self._get(signalnum)
+        return self._handlers.get(signalnum, handler) if handler == self._arrived else handler

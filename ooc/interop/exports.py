@@ -1,0 +1,433 @@
+"""Access from outside the dispatcher: `.numpy()`, `data_ptr()`, `torch.save`, forks, `resident()`.
+
+What torch runs as an op goes through the dispatch mode. The functions here hand out memory, or read
+it, without an op: they are replaced while a session is open, and put back when it closes. (A
+TorchFunctionMode would see them, too, and slow down every op.) A tensor that is not the session's
+costs one address check.
+
+What was handed out is an *export* of its variable. On demand the variable may still be moved:
+its addresses show its bytes at any time, from its chunks or from the store's file. It is only never
+taken to be unchanged. A plan shows other bytes there, so a plan that would evict a variable with
+exports is left, and none is entered while there are any. See ooc/DESIGN.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ooc.errors import BudgetTooSmall
+from ooc.memory.record import State, VariableRecord
+from ooc.memory.residency import NoRoom
+
+if TYPE_CHECKING:
+    from ooc.session import Session
+
+
+class _Local(threading.local):
+    depth = 0
+
+
+_local = _Local()
+"""`_local.depth`: replaced functions in progress on this thread; what they call is not an export of its own."""
+
+
+class Exports:
+    """The replaced functions of one open session, and what they have handed out."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._manager = session._manager
+        self._until_boundary: list[VariableRecord] = []
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._is_open = True
+        self._has_announced = False
+        for owner, name, make in _replacements():
+            self._replace(owner, name, make)
+
+    def __repr__(self) -> str:
+        return f"<Outside {'open' if self._is_open else 'closed'}, {len(self._until_boundary)} until the next step>"
+
+    # -- step boundaries; the session calls these with its lock held
+
+    def step_begins(self) -> None:
+        """Pointers given out by `data_ptr` end here; in debug mode stray touches fault from now on."""
+        self._manager.ended_exports.extend(self._until_boundary)
+        self._until_boundary.clear()
+        self._session._executor.finish()
+        self._manager.end_exports()
+        self._manager.fork_readers.forget_gone()
+        self._session._executor.guards_releases = False
+        if self._manager.debug:
+            self._manager.guards.serve(False)
+            self._session._executor.unserve()
+
+    def step_ends(self) -> None:
+        """From now on stray touches are served."""
+        executor = self._session._executor
+        executor.guard_away()
+        executor.guards_releases = True
+        self._manager.guards.serve(True)
+
+    # -- what the replaced functions call
+
+    def address(self, tensor: Any) -> int:
+        """The address of a tensor's storage if it is the session's, else 0."""
+        if not self._is_open or _local.depth:
+            return 0
+        found: int = self._session._dispatcher.address(tensor)
+        return found
+
+    def owns(self, address: int) -> bool:
+        """Whether this storage address is the session's."""
+        start, stop = self._session._driver.arena
+        return self._is_open and not _local.depth and start <= address < stop
+
+    def export(self, address: int) -> VariableRecord | None:
+        """Give out the memory of the variable at `address`, loaded if there is room.
+
+        The caller ends the export with `end`. None for memory that is no variable's any more.
+        """
+        with self._session._lock:
+            record = self._find(address)
+            if record is None:
+                return None
+            record.exports += 1
+            if record.state is not State.RESIDENT:
+                record.pins += 1
+                try:
+                    self._load_to_export(record)
+                except BaseException:
+                    record.exports -= 1
+                    raise
+                finally:
+                    record.pins -= 1
+            self._session._memory.host_touches(record)
+            return record
+
+    def _load_to_export(self, record: VariableRecord) -> None:
+        try:
+            self._manager.load([record])
+        except NoRoom as no_room:
+            if not self._session._memory.is_host:
+                raise self._too_small([record], no_room) from None
+            # Else the kernel serves it from the store's file.
+
+    def export_until_boundary(self, address: int) -> None:
+        """A bare pointer is given out; nobody can say for how long. It holds until the next step begins."""
+        with self._session._lock:
+            record = self._find(address)
+            if record is not None and record not in self._until_boundary:
+                record.exports += 1
+                self._until_boundary.append(record)
+
+    def announce_uncompiled(self) -> None:
+        """Dynamo skips every frame under a dispatch mode, without a word: say it, once a session."""
+        if self._is_open and not self._has_announced:
+            self._has_announced = True
+            warnings.warn(
+                "torch.compile does nothing under an ooc session: dynamo does not compile under a dispatch mode, "
+                "so what is marked to be compiled runs op by op (with the results of eager execution). "
+                "Options: leave torch.compile away; compile outside the session.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def end(self, record: VariableRecord) -> None:
+        """An export has ended. On any thread, from a finalizer, too: takes no lock."""
+        self._manager.ended_exports.append(record)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def within_op() -> Iterator[None]:
+        """Inside an op whose operands are held already: pointers asked for here are no exports."""
+        _local.depth += 1
+        try:
+            yield
+        finally:
+            _local.depth -= 1
+
+    @contextlib.contextmanager
+    def reading(self, address: int) -> Iterator[None]:
+        """Export for the length of a call."""
+        record = self.export(address)
+        _local.depth += 1
+        try:
+            yield
+        finally:
+            _local.depth -= 1
+            if record is not None:
+                self.end(record)
+
+    @contextlib.contextmanager
+    def bulk(self) -> Iterator[None]:
+        """For calls that read many variables: leave the plan, and let the kernel serve each where it is."""
+        session = self._session
+        if not session._memory.is_host:
+            yield  # each is given out by itself: nobody serves a touch of what is away
+            return
+        if self._is_open and not _local.depth:
+            with session._lock:
+                if session._executor.active is not None:
+                    session._runner.bail_out("many variables are read at once (torch.save or the like)")
+        _local.depth += 1
+        try:
+            yield
+        finally:
+            _local.depth -= 1
+
+    @contextlib.contextmanager
+    def resident(self, tensors: tuple[torch.Tensor, ...]) -> Iterator[None]:
+        """See `Session.resident`."""
+        session = self._session
+        addresses = [a for t in tensors if (a := self.address(t))]
+        with session._lock:
+            records = [r for a in dict.fromkeys(addresses) if (r := self._find(a)) is not None]
+            for record in records:
+                record.pins += 1
+                record.exports += 1
+            try:
+                self._manager.load(records)
+            except BaseException as error:
+                self._let_go(records)
+                if isinstance(error, NoRoom):
+                    raise self._too_small(records, error) from None
+                raise
+        try:
+            yield
+        finally:
+            with session._lock:
+                self._let_go(records)
+
+    def close(self) -> None:
+        """Put every replaced function back. Exports that are still held go on to work. Idempotent."""
+        self._is_open = False
+        for owner, name, ours, before in self._replaced:
+            if owner.__dict__.get(name) is not ours:
+                continue  # somebody has replaced ours, which from now on only passes on
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._replaced.clear()
+
+    def _too_small(self, records: list[VariableRecord], no_room: NoRoom) -> BudgetTooSmall:
+        manager = self._manager
+        return BudgetTooSmall(
+            op_index=None,
+            op_name="session.resident",
+            where="",
+            needed_nbytes=(no_room.num_needed + no_room.num_pinned) * manager.chunk_nbytes,
+            budget_nbytes=manager.pool.num_chunks * manager.chunk_nbytes,
+            operands=[(record.label or "variable", record.nbytes) for record in records],
+        )
+
+    def _let_go(self, records: list[VariableRecord]) -> None:
+        for record in records:
+            record.pins -= 1
+            self.end(record)
+        self._manager.end_exports()
+
+    def _find(self, address: int) -> VariableRecord | None:
+        """The variable at an address; if a plan has it anywhere but in memory, the plan is left."""
+        session = self._session
+        session._runner.absorb()
+        self._manager.end_exports()
+        executor = session._executor
+        if executor.active is not None:
+            record = executor.record_at(address)
+            if record is not None and record.state is State.RESIDENT:
+                return record
+            if record is not None:
+                session._runner.bail_out("a variable that is away was used outside the dispatcher")
+        return self._manager.records.get(address)
+
+    def _replace(self, owner: Any, name: str, make: Callable[[Exports, Any], Any]) -> None:
+        before = owner.__dict__.get(name)
+        original = getattr(owner, name)
+        ours = functools.wraps(original)(make(self, original))
+        self._replaced.append((owner, name, ours, before))
+        setattr(owner, name, ours)
+
+
+def _replacements() -> list[tuple[Any, str, Callable[[Exports, Any], Any]]]:
+    """What is replaced: owner, name, and what makes the replacement."""
+    tensor, storage = torch.Tensor, torch.UntypedStorage
+    return [
+        (tensor, "numpy", _make_numpy),
+        (tensor, "tolist", _make_reading),
+        (tensor, "data_ptr", _make_data_ptr),
+        (tensor, "__dlpack__", _make_dlpack),
+        (torch.utils.dlpack, "to_dlpack", _make_dlpack),
+        (torch, "to_dlpack", _make_dlpack),
+        (storage, "data_ptr", _make_storage_data_ptr),
+        (storage, "__getitem__", _make_storage_reading),
+        (storage, "__setitem__", _make_storage_reading),
+        (storage, "_write_file", _make_storage_reading),
+        (storage, "_share_fd_cpu_", _make_storage_sharing),
+        (storage, "_share_filename_cpu_", _make_storage_sharing),
+        (torch, "save", _make_bulk),
+        (torch.serialization, "save", _make_bulk),
+        (torch, "compile", _make_compile),
+        *_compiled_modules(),
+    ]
+
+
+def _compiled_modules() -> list[tuple[Any, str, Callable[[Exports, Any], Any]]]:
+    """Modules that were compiled before the session; their class is there only if dynamo was imported."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    return [(eval_frame.OptimizedModule, "__call__", _make_compile)] if eval_frame is not None else []
+
+
+def _make_compile(exports: Exports, original: Any) -> Any:
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        exports.announce_uncompiled()
+        return original(*args, **kwargs)
+
+    return announced
+
+
+def _make_numpy(exports: Exports, original: Any) -> Any:
+    def numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        address = exports.address(self)
+        if not address:
+            return original(self, *args, **kwargs)
+        record = exports.export(address)
+        try:
+            array = original(self, *args, **kwargs)
+        except BaseException:
+            if record is not None:
+                exports.end(record)
+            raise
+        if record is not None:
+            weakref.finalize(array, exports.end, record).atexit = False
+        return array
+
+    return numpy
+
+
+def _make_reading(exports: Exports, original: Any) -> Any:
+    def reading(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        address = exports.address(self)
+        if not address:
+            return original(self, *args, **kwargs)
+        with exports.reading(address):
+            return original(self, *args, **kwargs)
+
+    return reading
+
+
+def _make_data_ptr(exports: Exports, original: Any) -> Any:
+    def data_ptr(self: torch.Tensor) -> int:
+        address = exports.address(self)
+        if address:
+            exports.export_until_boundary(address)
+        pointer: int = original(self)
+        return pointer
+
+    return data_ptr
+
+
+def _make_dlpack(exports: Exports, original: Any) -> Any:
+    def dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        address = exports.address(tensor)
+        if not address or tensor.requires_grad:
+            return original(tensor, *args, **kwargs)
+        record = exports.export(address)
+        if record is None:
+            return original(tensor, *args, **kwargs)
+        # A capsule has no finalizer that we could use. So export a tensor over the same memory whose
+        # storage keeps its owner alive, and end the export when that dies.
+        with _disable_current_modes():
+            storage = tensor.untyped_storage()
+            nbytes = storage.nbytes()
+            owner = np.ctypeslib.as_array(_bytes_at(address, nbytes)) if tensor.is_cpu else DeviceBytes(address, nbytes)
+            weakref.finalize(owner, _end_with, exports, record, storage).atexit = False
+            flat = torch.from_numpy(owner) if tensor.is_cpu else torch.as_tensor(owner, device=tensor.device)
+            del owner
+            size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+            alias = flat[: nbytes // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+            return original(alias.as_strided(size, stride, offset), *args, **kwargs)
+
+    return dlpack
+
+
+class DeviceBytes:
+    """Device memory as torch and CuPy take it over without a copy; whatever lies over it keeps this alive."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 2,  # from 3 on torch would ask for a stream to wait for: the tensor's own work is on its stream
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+        }
+
+
+def _end_with(exports: Exports, record: VariableRecord, _storage: Any) -> None:
+    """End an export that kept the storage alive."""
+    exports.end(record)
+
+
+def _bytes_at(address: int, nbytes: int) -> Any:
+    import ctypes
+
+    return (ctypes.c_uint8 * nbytes).from_address(address)
+
+
+def _make_storage_data_ptr(exports: Exports, original: Any) -> Any:
+    def data_ptr(self: Any) -> int:
+        pointer: int = original(self)
+        if exports.owns(pointer):
+            exports.export_until_boundary(pointer)
+        return pointer
+
+    return data_ptr
+
+
+def _storage_pointer(storage: Any) -> int:
+    if storage.device.type != "cpu":
+        return 0
+    pointer: int = torch._C.StorageBase.data_ptr(storage)
+    return pointer
+
+
+def _make_storage_reading(exports: Exports, original: Any) -> Any:
+    def reading(self: Any, *args: Any, **kwargs: Any) -> Any:
+        pointer = _storage_pointer(self)
+        if not exports.owns(pointer):
+            return original(self, *args, **kwargs)
+        with exports.reading(pointer):
+            return original(self, *args, **kwargs)
+
+    return reading
+
+
+def _make_storage_sharing(exports: Exports, original: Any) -> Any:
+    """Moving a storage to shared memory copies it, below the dispatcher, and frees it."""
+
+    def sharing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not exports.owns(_storage_pointer(self)):
+            return original(self, *args, **kwargs)
+        with exports.bulk():
+            return original(self, *args, **kwargs)
+
+    return sharing
+
+
+def _make_bulk(exports: Exports, original: Any) -> Any:
+    def bulk(*args: Any, **kwargs: Any) -> Any:
+        with exports.bulk():
+            return original(*args, **kwargs)
+
+    return bulk

@@ -1,0 +1,173 @@
+"""Forked children: they see every variable's bytes as at the fork, from the store's file.
+
+Before a fork everything dirty is written to the store, and afterwards no slot that a child may read
+is written again (`ooc.memory.fork_readers`): the variable gets a fresh slot, and the old one is freed when no
+child is left. In the child each variable's addresses map its slot privately: pages come in when
+touched and are copied when written, so the child takes no memory of the pool and changes nothing of
+ours. Its allocations are ordinary, its dispatch mode is inert.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+import vmm.posix  # noqa: F401  (its hook must be registered first: in a child it unmaps what ours then maps)
+from ooc.errors import StoreFailed
+from ooc.memory.fork_readers import PID
+from ooc.memory.record import State, VariableRecord
+from vmm.files import StoreError
+from vmm.store import Slot, Transfer
+from vmm.syscalls import MAP_FIXED, Syscalls
+
+if TYPE_CHECKING:
+    from ooc.session import Session
+
+_log = logging.getLogger(__name__)
+
+
+class _Pages(NamedTuple):
+    """What a child maps: a variable's address and whole pages, where they are in the file, its reservation's bytes."""
+
+    address: int
+    nbytes: int
+    offset: int
+    span_nbytes: int
+
+
+class Forks:
+    """What a fork does to an open session, in this process and in the child."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._descriptors: tuple[int, int] | None = None  # reading and writing end, during a fork
+        self._pages: list[_Pages] = []
+        self._transfers: list[Transfer] = []
+        _live.add(self)
+
+    def __repr__(self) -> str:
+        return f"<Forks of {self._session!r}>"
+
+    def close(self) -> None:
+        """Take no part in forks any more. Idempotent."""
+        _live.discard(self)
+
+    def before(self) -> None:
+        """Hold the session still, and have every variable's bytes in the store."""
+        session = self._session
+        session._lock.__enter__()
+        session._runner.absorb()
+        manager = session._manager
+        manager.end_exports()
+        manager.fork_readers.forget_gone()
+        records = [*manager.records.values(), *session._executor.live_records()]
+        self._descriptors = os.pipe()
+        scratch: list[Slot] = []
+        # Inside an op its operands change under us: what is written then is the child's alone.
+        is_quiet = session._allocator.state.position % 2 == 0 and not any(r.pins for r in records)
+        self._pages = []
+        slots = []
+        failures = []
+        for record in records:
+            try:
+                slot = self._store(record, None if is_quiet else scratch)
+            except (OSError, StoreError, StoreFailed) as error:
+                failures.append(error)
+                continue
+            slots.append(slot)
+            span = record.reservation.num_chunks * manager.chunk_nbytes
+            self._pages.append(_Pages(record.address, slot.capacity_nbytes, slot.offset, span))
+        for transfer in self._transfers:
+            try:
+                transfer.wait()
+            except OSError as error:
+                failures.append(error)
+        self._transfers.clear()
+        if failures:
+            _log.error("a forked process will not see %d variables: %s", len(failures), failures[0])
+        manager.fork_readers.add(self._descriptors[0], slots)
+        for slot in scratch:
+            manager.fork_readers.free(slot)
+
+    def after_in_parent(self) -> None:
+        """Go on."""
+        assert self._descriptors is not None
+        os.close(self._descriptors[1])
+        self._descriptors = None
+        self._pages = []
+        self._session._lock.__exit__(None, None, None)
+
+    def after_in_child(self) -> None:
+        """Show each variable's bytes as they were, privately, and leave everything of the session alone."""
+        session, descriptors = self._session, self._descriptors
+        assert descriptors is not None
+        session._become_inherited()
+        syscalls = Syscalls()
+        prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | MAP_FIXED
+        for pages in self._pages:
+            syscalls.mmap(pages.address, pages.nbytes, prot, flags, session._store.descriptor, pages.offset)
+            session._allocator.survive(pages.address, pages.span_nbytes)
+        session._manager.fork_readers.close()
+        os.write(descriptors[1], PID.pack(os.getpid()))  # this end stays open for the life of the process
+        self._descriptors = None
+        session._lock.__exit__(None, None, None)
+
+    def _store(self, record: VariableRecord, scratch: list[Slot] | None) -> Slot:
+        """The slot that holds, or will when `_transfers` are over, the record's bytes of now."""
+        manager = self._session._manager
+        is_dirty = record.state is State.RESIDENT and (not record.stored or record.exports > 0)
+        if is_dirty and scratch is not None:
+            slot = manager.store.allocate(record.nbytes)
+            scratch.append(slot)
+            self._transfers.append(manager.store.write(slot, manager.segments(record.runs, record.nbytes)))
+            return slot
+        if is_dirty:
+            manager.settle(record)
+            self._transfers.append(manager.start_write(record))
+        elif record.state is not State.LOADING and record.transfer is not None:
+            self._transfers.append(record.transfer)
+        assert record.slot is not None, record
+        return record.slot
+
+
+class DeviceForks(Forks):
+    """A forked child has no CUDA, and so none of the session's variables."""
+
+    def before(self) -> None:
+        """Hold the session still."""
+        self._session._lock.__enter__()
+
+    def after_in_parent(self) -> None:
+        """Go on."""
+        self._session._lock.__exit__(None, None, None)
+
+    def after_in_child(self) -> None:
+        """Leave everything of the session alone."""
+        self._session._become_inherited()
+        self._session._lock.__exit__(None, None, None)
+
+
+_live: weakref.WeakSet[Forks] = weakref.WeakSet()
+"""Sessions that a fork concerns; a hook of the interpreter cannot be removed."""
+
+
+def _before_fork() -> None:
+    for forks in list(_live):
+        forks.before()
+
+
+def _after_fork_in_parent() -> None:
+    for forks in list(_live):
+        forks.after_in_parent()
+
+
+def _after_fork_in_child() -> None:
+    for forks in list(_live):
+        forks.after_in_child()
+        forks.close()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

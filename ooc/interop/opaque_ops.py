@@ -1,0 +1,67 @@
+"""Code that the dispatcher cannot see into, made one op of the step.
+
+A raw pybind extension, a Triton or ctypes kernel launched without `torch.library`: its operands are
+invisible to a dispatch mode, so a plan could have one of them away. `opaque(fn)` declares such a
+function. Under a session a call of it is one op: the tensors among its arguments are brought in and
+stay for its length, all of them count as written, and the call is traced, planned and checked like
+any ATen op.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ParamSpec, TypeVar
+
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ooc.interop.exports import Exports
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+run_in_session: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
+"""Set by the open session: runs an opaque op as one of its ops. None without a session."""
+
+
+class OpaqueOp:
+    """A function posing as an operator overload: what the recorder and the dispatcher ask of one."""
+
+    namespace = "ooc_opaque"
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.name = f"{fn.__module__}.{getattr(fn, '__qualname__', repr(fn))}"
+        self._schema = SimpleNamespace(name=f"ooc_opaque::{self.name}", arguments=())
+
+    def __str__(self) -> str:
+        return f"ooc_opaque.{self.name}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._op(*args, **kwargs)
+
+    def _op(self, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes(), Exports.within_op():  # what it dispatches is part of this op
+            return self.fn(*args, **kwargs)
+
+
+def opaque(fn: Callable[P, R]) -> Callable[P, R]:
+    """Declare a function that touches its tensor arguments behind the dispatcher's back.
+
+    Tensors are found in the arguments, and in tuples, lists and dicts among them; what the function
+    reaches by other ways (a global, an attribute of an object) it must be given as an argument, or
+    the caller must hold by `session.resident(tensor)`.
+
+    Args:
+        fn: Any callable. Works as a decorator. Without an open session it is called as it is.
+    """
+    op = OpaqueOp(fn)
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if run_in_session is None:
+            return fn(*args, **kwargs)
+        return run_in_session(op, args, kwargs)  # type: ignore[no-any-return]
+
+    return call

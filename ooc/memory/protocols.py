@@ -1,0 +1,83 @@
+"""What the residency manager needs of a device: addresses that show chunks, and a store for evicted bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from vmm.addresses import Reservation
+from vmm.driver import Driver
+from vmm.store import StoreSpeed
+from vmm.transfers import Direction, TransferRecord, TransferStatistics
+
+
+class Space(Protocol):
+    """Reservations and what they show: `vmm.addresses.AddressSpace`, or a device's `vmm.device_space.DeviceSpace`."""
+
+    @property
+    def driver(self) -> Driver:
+        """What it maps with."""
+
+    @property
+    def num_remapped_chunks(self) -> int:
+        """Places, so far, that were changed from one chunk to another."""
+
+    def reserve(self, nbytes: int) -> Reservation:
+        """Addresses for so many bytes, mapped to nothing."""
+
+    def release(self, reservation: Reservation) -> None:
+        """Give the addresses back."""
+
+    def map(self, reservation: Reservation, runs: Sequence[tuple[int, int]]) -> int:
+        """Let a reservation show these chunks."""
+
+    def unmap(self, reservation: Reservation) -> None:
+        """Let it show nothing."""
+
+    def note_unused(self, reservation: Reservation, event: Any) -> None:
+        """Nothing uses what it shows after `event`, until it is mapped again."""
+
+
+class Store(Protocol):
+    """Where evicted bytes live: `vmm.store.FileStore`, or a device's `vmm.device_store.DeviceStore`.
+
+    Slots are the store's own kind; transfers have `done`, `order` (ops come after it) and `wait` (the host does).
+    """
+
+    @property
+    def directory(self) -> Path | None:
+        """Where its file is, if it has one."""
+
+    def allocate(self, nbytes: int) -> Any:
+        """A slot. Raises `StoreFull`."""
+
+    def free(self, slot: Any) -> None:
+        """Give a slot back; transfers may be under way."""
+
+    def reserve(self, nbytes: int) -> None:
+        """Make sure that so many more bytes can be allocated. Raises `StoreFull`."""
+
+    def segments(self, segments: Sequence[tuple[int, int]]) -> Any:
+        """Memory made ready for many transfers."""
+
+    def write(self, slot: Any, segments: Any, after: Sequence[Any] = ()) -> Any:
+        """Begin to copy memory to a slot."""
+
+    def read(self, slot: Any, segments: Any, after: Sequence[Any] = ()) -> Any:
+        """Begin to copy a slot to memory, after its last write and the transfers `after`."""
+
+    def wait_all(self) -> None:
+        """Let the host wait until no transfer is under way."""
+
+    def statistics(self, direction: Direction) -> TransferStatistics:
+        """Totals of one direction."""
+
+    def take_records(self) -> tuple[TransferRecord, ...]:
+        """Times of single transfers, where they are known."""
+
+    def measure(self, buffer: tuple[int, int] | None = None) -> StoreSpeed:
+        """Its rates, each way alone and both at once."""
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""

@@ -1,0 +1,137 @@
+"""What leaving a plan takes: transfers that must land first, and the step so far as a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+
+from ooc.errors import StoreFailed
+from ooc.memory.record import State, VariableRecord
+from ooc.memory.residency import ResidencyManager
+from ooc.replay.executable_plan import ExecutablePlan, ExecutableResidency
+from ooc.tracing.recorder import OpRecord, StepRecorder
+from vmm.torch_cpu import AllocatorTable, Event
+
+
+def land_transfers(
+    manager: ResidencyManager,
+    executable: ExecutablePlan,
+    *,
+    writes: Iterable[ExecutableResidency],
+    loads: Iterable[ExecutableResidency],
+) -> StoreFailed | None:
+    """Wait for all that is under way; undo what failed."""
+    failure: StoreFailed | None = None
+    for variable in executable.variables:
+        if variable.record is not None and variable.record.transfer is not None:
+            try:
+                manager.settle(variable.record)
+            except StoreFailed as error:
+                failure = error
+    under_way = [(residency, True) for residency in writes] + [(residency, False) for residency in loads]
+    for residency, is_write in under_way:
+        record, transfer = (
+            residency.moved,
+            residency.transfer,
+        )  # not the role's: since then it may have passed to another
+        residency.transfer = None
+        if transfer is None:
+            continue
+        try:
+            transfer.wait()
+        except OSError as error:
+            if failure is None:
+                failure = StoreFailed(f"a transfer failed: {error}", errno=error.errno)
+                failure.__cause__ = error
+            if is_write and record is not None and record.state is State.AWAY:
+                # Released but not written, so nobody was let into its chunks: it is still there.
+                record.state = State.RESIDENT
+                record.runs = residency.runs
+                record.stored = False
+    return failure
+
+
+def recorder_so_far(
+    executable: ExecutablePlan, num_ops: int, *, start_records: Mapping[int, VariableRecord], events: list[Event]
+) -> StepRecorder:
+    """The ops played so far, as if they had been recorded on demand.
+
+    `start_records` are those that did not play a persistent role when the step began.
+    """
+    start = dict(start_records)
+    persistent = (executable.variables[i].record for i in executable.persistent.tolist())
+    start.update({record.address: record for record in persistent if record is not None})
+    recorder = StepRecorder(start)
+    address = executable.variable_address
+    for index in range(num_ops):
+        op = executable.trace.ops[index]
+        written = {u.variable for u in op.uses if u.writes and u.reads}
+        births = [u.variable for u in op.uses if not u.reads and executable.variables[u.variable].evictable]
+        recorder.ops.append(
+            OpRecord(
+                func=executable.funcs[index],
+                where=op.where,
+                occurrences=[int(address[r]) for r in executable.occurrences[index]],
+                written=[int(address[r]) for r in written],
+                results=[int(address[r]) for r in births],
+                duration_ns=int(executable.op_stop_ns[index] - executable.op_start_ns[index]),
+            )
+        )
+    recorder.events = events
+    return recorder
+
+
+def return_records(
+    manager: ResidencyManager, allocator: AllocatorTable, executable: ExecutablePlan, pinned: Container[int]
+) -> list[VariableRecord]:
+    """Give the records that play a role back to the books, as they are; their roles are free.
+
+    Those of the roles in `pinned` are pinned.
+
+    Returns:
+        The pinned ones.
+    """
+    found = []
+    for variable in executable.variables:
+        record, is_alive = variable.record, executable.variable_alive[variable.index]
+        executable.variable_alive[variable.index] = 0
+        if record is None or not is_alive or not allocator.is_alive(record.address):
+            continue
+        allocator.bind(record.address, -1)
+        record.variable_index = -1
+        record.seen = record.seen or variable.evictable
+        if variable.is_born:
+            record.serial = manager.next_serial()
+        manager.records[record.address] = record
+        if record.state is State.RESIDENT and manager.guards.was_served(record):
+            record.state = State.AWAY  # it came in while somebody may have written to the store's copy
+        if record.state is State.AWAY:
+            manager.hide(record)
+        else:
+            manager.guards.lift(record)
+            manager.space.map(record.reservation, record.runs)
+        if variable.index in pinned:
+            record.pins += 1
+            found.append(record)
+    for variable in executable.variables:
+        if variable.record is not None and variable.record.address in manager.records:
+            variable.record = None
+            executable.variable_address[variable.index] = 0
+    return found
+
+
+def pinned_by(executable: ExecutablePlan, index: int) -> set[int]:
+    """Roles that op `index` uses or allocates: they stay where they are until it has ended."""
+    return {use.variable for use in executable.trace.ops[index].uses} | set(executable.occurrences[index])
+
+
+def has_landed(residency: ExecutableResidency) -> bool:
+    """Whether the stay's transfer is over and went well, or there is none."""
+    if residency.transfer is None:
+        return True
+    if not residency.transfer.done():
+        return False
+    try:
+        residency.transfer.wait()
+    except OSError:
+        return False
+    return True

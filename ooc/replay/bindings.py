@@ -1,0 +1,274 @@
+"""Casting: which record plays which role of a plan, from one step to the next.
+
+A plan knows variables as roles. Parameters play the same role in every step; a gradient that is
+freed and allocated anew passes from the role that it was born in to the role that exists at the
+next step's start. Where the two are alive at once they take turns with two reservations; otherwise
+one reservation serves both. A record that is alive where the plan has no role for it goes back to
+the books.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ooc.memory.record import State, VariableRecord
+from ooc.memory.residency import ResidencyManager
+from ooc.replay.executable_plan import ExecutablePlan, ExecutableResidency, PlanVariable
+from ooc.tracing.recorder import ranks_by_age
+from scheduler.plan import Dropped, Evicted, Kept
+from vmm.driver import MemoryFault
+from vmm.store import StoreFull
+from vmm.torch_cpu import AllocatorTable
+
+Bound = list[tuple[PlanVariable, VariableRecord]]
+
+
+class Bindings:
+    """Gives the roles of plans their records, reservations and mappings. Owns nothing."""
+
+    def __init__(self, manager: ResidencyManager, allocator: AllocatorTable) -> None:
+        self._manager = manager
+        self._space = manager.space
+        self._allocator = allocator
+        self.refusal = ""
+        """Why the last `bind` or `map_all` said no."""
+
+    def __repr__(self) -> str:
+        return f"<Bindings over {self._manager!r}>"
+
+    # -- before a plan's first step
+
+    def bind(self, executable: ExecutablePlan) -> Bound | None:
+        """Find who plays the roles that exist at the start. None: a persistent one is missing."""
+        records = self._manager.records
+        by_serial = {record.serial: record for record in records.values()}
+        ranks = ranks_by_age(records.values())
+        bound: Bound = []
+        taken: set[int] = set()
+        for variable in executable.variables:
+            if variable.is_persistent:
+                record = by_serial.get(variable.serial) if variable.serial is not None else None
+                if record is None or record.nbytes != variable.nbytes:
+                    self.refusal = "a variable that lived across steps is gone"
+                    return None
+                variable.record = record
+                bound.append((variable, record))
+                taken.add(record.serial)
+        by_rank = {}
+        for record in records.values():
+            by_rank[record.nbytes, ranks[record.serial]] = record
+        for variable in executable.variables:
+            if variable.predecessor is None:
+                continue
+            record = by_rank.get((variable.nbytes, variable.rank))
+            variable.record = record if record is not None and record.seen and record.serial not in taken else None
+            if variable.record is not None:
+                bound.append((variable, variable.record))
+                taken.add(variable.record.serial)
+        return bound
+
+    @staticmethod
+    def start_residencies(executable: ExecutablePlan) -> dict[int, ExecutableResidency]:
+        """Per role that is in memory when the step starts, its first stay."""
+        return {
+            variable.index: variable.residencies[0]
+            for variable in executable.variables
+            if variable.residencies and isinstance(variable.residencies[0].planned.start, Kept)
+        }
+
+    @staticmethod
+    def in_place(bound: Bound, targets: Mapping[int, ExecutableResidency]) -> set[int]:
+        """Addresses of those that are in memory, in the very chunks in which the step finds them."""
+        return {
+            record.address
+            for variable, record in bound
+            if record.state is State.RESIDENT
+            and variable.index in targets
+            and tuple(map(tuple, record.runs)) == tuple(map(tuple, targets[variable.index].runs))
+        }
+
+    def map_all(self, executable: ExecutablePlan, others: Sequence[ExecutablePlan]) -> bool:
+        """Map every role's reservation to its first chunks. False, and nothing kept, if that cannot be."""
+        for attempt in range(2):
+            try:
+                for variable in executable.variables:
+                    if variable.record is None:
+                        self.give_new_record(variable)
+                    self.map_first(variable)
+                # What is away may be guarded: there must be room for that, too.
+                num_guards = sum(self._manager.debug or not variable.dies_within for variable in executable.variables)
+                self._manager.guards.check_room(num_guards)
+                self._reserve_store(executable)
+                return True
+            except (MemoryFault, StoreFull) as fault:
+                self.refusal = str(fault)
+                for plan in others if attempt == 0 else (executable,):
+                    self.give_up(plan)
+                if attempt == 0 and others:
+                    self.give_up(executable, keep_bound=True)
+        return False
+
+    def start_loads(
+        self, missing: Sequence[tuple[ExecutableResidency, VariableRecord]], loads: list[ExecutableResidency]
+    ) -> MemoryFault | None:
+        """Start the loads of a plan's first step, noting each in `loads`. Stops at the first that a device refuses."""
+        for residency, record in missing:
+            try:
+                self._manager.start_load(record, residency.runs, (), residency.segments)
+            except MemoryFault as fault:
+                return fault
+            residency.transfer, residency.moved = record.transfer, record
+            loads.append(residency)
+        return None
+
+    def _reserve_store(self, executable: ExecutablePlan) -> None:
+        """Let the store have room now for all that the plan evicts: a full disk must be found before the step."""
+        new = {
+            variable.record.address: variable.record.nbytes
+            for variable in executable.variables
+            if variable.record is not None
+            and variable.record.slot is None
+            and any(isinstance(residency.planned.stop, Evicted | Dropped) for residency in variable.residencies)
+        }
+        block_nbytes = 4096
+        self._manager.store.reserve(sum(-(-nbytes // block_nbytes) * block_nbytes for nbytes in new.values()))
+
+    def give_up(self, executable: ExecutablePlan, *, keep_bound: bool = False) -> None:
+        """Unmap what a plan that is not being played keeps mapped."""
+        bound = [(r, r.record) for r in executable.variables if not r.is_born and r.record is not None]
+        for _, record in bound:
+            if record.state is State.AWAY and self._manager.records.get(record.address) is record:
+                self._manager.hide(record)
+        for record in executable.give_up_records():
+            if record.address not in self._manager.records:
+                self._manager.dispose(record)
+        if keep_bound:
+            for variable, record in bound:
+                variable.record = record
+
+    def hide_away(self, executable: ExecutablePlan) -> None:
+        """In debug mode: a touch of what is away when the plan's first step starts faults."""
+        if not self._manager.debug:
+            return
+        alive = [r.record for r in executable.variables if r.record is not None and executable.variable_alive[r.index]]
+        self._manager.guards.guard_away(
+            record for record in alive if record.state is State.AWAY and record.reservation.runs is not None
+        )
+
+    # -- from one step to the next
+
+    def can_pass_on(self, executable: ExecutablePlan) -> bool:
+        """Whether all that is alive where the plan has no more role for it may be evicted."""
+        alive = executable.variable_alive
+        over = [executable.variables[index] for index in executable.dies[alive[executable.dies] != 0].tolist()]
+        over += [variable for variable in executable.movers if alive[variable.index] and variable.successor is None]
+        records = [(variable, variable.record) for variable in over if variable.record is not None]
+        return not any(record.exports or not (record.seen or variable.evictable) for variable, record in records)
+
+    def pass_on(self, executable: ExecutablePlan) -> None:
+        """The step is complete and the same plan comes again: variables take their roles for it."""
+        manager = self._manager
+        alive = executable.variable_alive
+        for index in executable.dies[alive[executable.dies] != 0].tolist():
+            self.expel(executable, executable.variables[index])
+        promoted = []
+        for variable in executable.movers:
+            if not alive[variable.index]:
+                continue
+            if variable.successor is None:
+                self.expel(executable, variable)
+            else:
+                promoted.append(variable)
+        moves = [(variable, variable.successor, variable.record) for variable in promoted]
+        spares = {variable.index: variable.successor.record for variable in promoted if variable.successor is not None}
+        moving = {id(variable.record) for variable in promoted}
+        for variable, successor, record in moves:
+            assert successor is not None
+            assert record is not None
+            executable.variable_alive[variable.index] = 0
+            record.serial = manager.next_serial()
+            successor.record = record
+            if variable.double_buffered:
+                spare = spares[variable.index]
+                variable.record = spare if spare is not record else None
+                if variable.record is None:
+                    self.give_new_record(variable)
+                    self.map_first(variable)
+                assert variable.record is not None
+                executable.variable_address[variable.index] = variable.record.address
+            else:
+                dead = spares[variable.index]  # another one than `record` only in the first step after `enter`
+                if dead is not None and dead is not record and id(dead) not in moving:
+                    manager.dispose(dead)
+            self.set_alive(executable, successor, record)
+        for variable in executable.successors:
+            if not alive[variable.index]:
+                executable.variable_address[variable.index] = 0  # nobody plays it in this step
+
+    # -- single roles
+
+    def give_new_record(self, variable: PlanVariable) -> None:
+        """A record with a reservation for a role that is born in the step (or may be: an heir's)."""
+        if variable.is_born:
+            successor = variable.successor
+            if successor is not None and successor.record is not None and not variable.double_buffered:
+                variable.record = successor.record  # one reservation serves both: the one dies before the other is born
+                return
+            variable.record = self._manager.new_record(variable.nbytes)
+            variable.record.seen = variable.evictable
+
+    def map_first(self, variable: PlanVariable) -> None:
+        if variable.record is None or not variable.residencies:
+            return
+        if variable.successor is not None and variable.successor.record is variable.record:
+            return  # one reservation: until this one is born it shows the heir's chunks
+        self._manager.guards.lift(variable.record)
+        self._space.map(variable.record.reservation, variable.residencies[0].runs)
+
+    def set_alive(
+        self, executable: ExecutablePlan, variable: PlanVariable, record: VariableRecord, *, is_born: bool = False
+    ) -> None:
+        """`record` plays `role` from now on, unless its storage was freed a moment ago."""
+        executable.variable_alive[variable.index] = 1  # first: a free that comes right after `bind` takes it back
+        executable.variable_address[variable.index] = record.address
+        record.variable_index = variable.index
+        if not self._allocator.bind(record.address, variable.index, is_born=is_born):
+            executable.variable_alive[variable.index] = 0
+
+    def expel(self, executable: ExecutablePlan, variable: PlanVariable) -> None:
+        """A record that is alive where the plan has no more role for it goes back to the books, away."""
+        record = variable.record
+        assert record is not None
+        manager = self._manager
+        if record.state is State.RESIDENT and not record.stored:
+            manager.start_write(record, manager.segments(record.runs, record.nbytes))
+        manager.settle(record)
+        executable.variable_alive[variable.index] = 0
+        executable.variable_address[variable.index] = 0
+        self._allocator.bind(record.address, -1)
+        record.variable_index = -1
+        record.serial = manager.next_serial()
+        manager.hide(record)
+        manager.records[record.address] = record
+        for other in (variable, variable.successor, variable.predecessor):
+            if other is not None and other.record is record:
+                other.record = None
+        for other in (variable, variable.predecessor):  # the predecessor, where the two shared one reservation
+            if other is not None and other.is_born and other.record is None:
+                self.give_new_record(other)
+                assert other.record is not None
+                self.map_first(other)
+                executable.variable_address[other.index] = other.record.address
+
+    def bury(self, executable: ExecutablePlan, variable: PlanVariable) -> None:
+        """Whoever played a role that is not born in the step is dead: nobody will ask for its reservation again.
+
+        (Unless it serves a role that is born in the step, too.)
+        """
+        record = variable.record
+        if record is None or record.address in self._manager.records:
+            return
+        variable.record = None
+        executable.variable_address[variable.index] = 0
+        if not any(other.record is record for other in executable.variables):
+            self._manager.dispose(record)

@@ -1,0 +1,461 @@
+"""A plan made ready to be played: per op, what to do before and after it; tables for native code.
+
+Compiling decides nothing. It turns the plan's residencies into `ExecutableResidency` objects, works out for each
+whose chunks it takes over (so what it must wait for, or must see freed, first), and lays the rest
+out in arrays that native/dispatch.cpp and vmm/native/allocator.cpp read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_left, bisect_right
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ooc.memory.record import Runs, VariableRecord
+from ooc.replay.op_timings import OpTimings
+from ooc.tracing.recorder import Observed
+from scheduler.plan import (
+    Born,
+    Dies,
+    Discarded,
+    Dropped,
+    Evicted,
+    Kept,
+    Loaded,
+    Plan,
+    PlanError,
+    Recomputed,
+    Residency,
+    occupied_ticks,
+)
+from scheduler.trace import Trace
+from vmm.store import Transfer
+from vmm.torch_cpu import PLANNED_ALLOC_DTYPE, PlanTables
+
+PLAN_OP_DTYPE = np.dtype(
+    [
+        ("uses_start", "u4"),
+        ("uses_stop", "u4"),
+        ("allocs_start", "u4"),
+        ("allocs_stop", "u4"),
+        ("flags", "u4"),
+        ("reserved", "u4"),
+    ]
+)
+"""numpy layout of `PlanOp` in native/dispatch.cpp."""
+
+_BEFORE, _AFTER, _INTERCEPT = 1, 2, 4
+
+
+class PlanVariable:
+    """A variable of the plan, and the record that plays it in this step.
+
+    Attributes:
+        record: Who plays it. For one born in the step, the record whose reservation it will get.
+        heir: The role that it is in the next step, where that is another one.
+        predecessor: The role that it was in the step before, where that is another one.
+        double_buffered: It is born while its heir's record, from the step before, is still
+            alive: the two take turns with two reservations.
+        is_persistent: The same storage in every step.
+        dies_within: It is born and freed within the step.
+        serial: For a persistent role, its record's serial.
+        rank: For one that exists at the start: how many of its size were younger then.
+    """
+
+    __slots__ = (
+        "dies_within",
+        "double_buffered",
+        "evictable",
+        "successor",
+        "index",
+        "is_born",
+        "is_persistent",
+        "lives_on",
+        "nbytes",
+        "rank",
+        "predecessor",
+        "record",
+        "serial",
+        "residencies",
+    )
+
+    def __init__(self, *, index: int, trace: Trace) -> None:
+        traced = trace.variables[index]
+        self.index = index
+        self.nbytes = traced.nbytes
+        self.evictable = traced.evictable
+        self.is_born = traced.birth_tick is not None
+        self.lives_on = traced.death_tick is None
+        self.dies_within = self.is_born and not self.lives_on
+        self.is_persistent = traced.becomes == index
+        self.double_buffered = False
+        self.serial: int | None = None
+        self.rank: int | None = None
+        self.successor: PlanVariable | None = None
+        self.predecessor: PlanVariable | None = None
+        self.record: VariableRecord | None = None
+        self.residencies: list[ExecutableResidency] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"<PlanVariable {self.index}, {self.nbytes} bytes, {len(self.residencies)} residencies, "
+            f"bound to {self.record!r}>"
+        )
+
+
+class ExecutableResidency:
+    """One residency, ready to be played.
+
+    Attributes:
+        runs: Its chunks.
+        start_op: The op before which it is loaded, or None.
+        waits: Earlier holders of its chunks whose transfer must be complete first.
+        dead: Roles freed inside the op that it is born in, from which it takes chunks over.
+        transfer: Its latest load or write.
+        moved: The record that this transfer moves.
+        segments: Its bytes as ranges of the linear view.
+    """
+
+    __slots__ = ("dead", "moved", "planned", "variable", "runs", "segments", "transfer", "waits")
+
+    def __init__(self, *, variable: PlanVariable, planned: Residency, segments: list[tuple[int, int]]) -> None:
+        self.variable = variable
+        self.planned = planned
+        self.runs: Runs = planned.chunks
+        self.segments = segments
+        self.waits: tuple[ExecutableResidency, ...] = ()
+        self.dead: tuple[int, ...] = ()
+        self.transfer: Transfer | None = None
+        self.moved: VariableRecord | None = None
+
+    def __repr__(self) -> str:
+        return f"<ExecutableResidency of variable {self.variable.index}: {self.planned.start} to {self.planned.stop}>"
+
+
+class Before:
+    """What happens right before an op, in this order."""
+
+    __slots__ = ("arrivals", "births", "loads", "releases")
+
+    def __init__(self) -> None:
+        self.releases: list[ExecutableResidency] = []  # written earlier; from now on only in the store
+        self.loads: list[ExecutableResidency] = []  # start now
+        self.arrivals: list[ExecutableResidency] = []  # loads that the op waits for
+        self.births: list[ExecutableResidency] = []  # allocations of the op
+
+
+class After:
+    """What happens right after an op, in this order."""
+
+    __slots__ = ("drops", "dirties", "writes")
+
+    def __init__(self) -> None:
+        self.dirties: list[PlanVariable] = []  # the op made the store's copy stale
+        self.writes: list[ExecutableResidency] = []  # start now
+        self.drops: list[ExecutableResidency] = []
+
+
+class ExecutablePlan:
+    """A plan, its roles and its tables. Owns the arrays that native code reads while installed."""
+
+    def __init__(
+        self,
+        *,
+        trace: Trace,
+        plan: Plan,
+        observed: Observed,
+        view_address: int,
+        intercepts: Container[Any],
+    ) -> None:
+        _refuse_reruns(plan)
+        self.trace = trace
+        self.plan = plan
+        self.num_ops = len(trace.ops)
+        self.funcs = list(observed.funcs)
+        self.calls = [getattr(func, "_op", func) for func in observed.funcs]
+        self.occurrences = observed.occurrences
+        self.variables = [PlanVariable(index=i, trace=trace) for i in range(len(trace.variables))]
+        self.before: list[Before | None] = [None] * self.num_ops
+        self.after: list[After | None] = [None] * self.num_ops
+        self.last_releases: list[ExecutableResidency] = []
+        self.between_births: dict[int, list[ExecutableResidency]] = {}
+        self.num_chunks = 0
+        self.timings = OpTimings()
+        self._link_variables(observed)
+        # What a step boundary looks at, so that it need not look at every role.
+        self.movers = [r for r in self.variables if r.lives_on and not r.is_persistent]
+        self.successors = [r for r in self.variables if r.predecessor is not None]
+        self.persistent = np.array([r.index for r in self.variables if r.is_persistent], dtype=np.int64)
+        self.dies = np.array([r.index for r in self.variables if not r.lives_on], dtype=np.int64)
+        deaths = ((self.trace.variables[i].death_tick, i) for i in self.dies.tolist())
+        self.deaths = sorted((tick, i) for tick, i in deaths if tick is not None)
+        residencies = self._make_residencies(view_address)
+        self._find_predecessors(residencies)
+        self.outlasting = [variable for variable in self.variables if not variable.dies_within and variable.residencies]
+        births = self._place_acts(residencies)
+        self._lay_out(births, intercepts)
+
+    def __repr__(self) -> str:
+        return f"<ExecutablePlan by {self.plan.policy}: {self.num_ops} ops, {len(self.variables)} variables>"
+
+    # -- making it
+
+    def _link_variables(self, observed: Observed) -> None:
+        for variable, traced in zip(self.variables, self.trace.variables, strict=True):
+            if traced.becomes is not None and traced.becomes != variable.index:
+                variable.successor = self.variables[traced.becomes]
+                variable.successor.predecessor = variable
+                _, successor_stop = self.trace.lifetime(traced.becomes)
+                birth, _ = self.trace.lifetime(variable.index)
+                variable.double_buffered = successor_stop > birth
+            serial = observed.start_serials[variable.index]
+            if variable.is_persistent:
+                variable.serial = serial
+            variable.rank = observed.start_ranks[variable.index]
+
+    def _make_residencies(self, view_address: int) -> list[ExecutableResidency]:
+        chunk = self.plan.machine.chunk_nbytes
+        residencies = []
+        for planned in self.plan.residencies:
+            variable = self.variables[planned.variable]
+            segments = []
+            left = variable.nbytes
+            for first, count in planned.chunks:
+                segments.append((view_address + first * chunk, min(left, count * chunk)))
+                left -= count * chunk
+                self.num_chunks = max(self.num_chunks, first + count)
+            residency = ExecutableResidency(variable=variable, planned=planned, segments=segments)
+            residencies.append(residency)
+            variable.residencies.append(residency)
+        residencies.sort(key=lambda s: occupied_ticks(s.planned, self.trace))
+        for variable in self.variables:
+            variable.residencies.sort(key=lambda s: occupied_ticks(s.planned, self.trace))
+        return residencies
+
+    def _find_predecessors(self, residencies: Sequence[ExecutableResidency]) -> None:
+        """For each stay, who held its chunks before; around the step's end, too.
+
+        A stay waits for the transfers of the one before it. Where that one may have waited for
+        nobody itself (kept over the boundary, or born between ops and perhaps not born this time),
+        it waits for those before that, too. A load that is left out waits all the same.
+        """
+        last = np.full(self.num_chunks, -1, dtype=np.int64)
+        passed_on: list[set[int]] = [set() for _ in residencies]
+        for lap in range(2):
+            for number, residency in enumerate(residencies):
+                before: set[int] = set()
+                for first, count in residency.runs:
+                    before.update(np.unique(last[first : first + count]).tolist())
+                    last[first : first + count] = number
+                before.discard(-1)
+                before.discard(number)
+                waits = {n for n in before if _has_transfer(residencies[n].planned)}.union(
+                    *(passed_on[n] for n in before)
+                )
+                waits.discard(number)
+                op = self._birth_op(residency)
+                if isinstance(residency.planned.start, Kept) or (
+                    isinstance(residency.planned.start, Born) and op is None
+                ):
+                    passed_on[number] = waits
+                if lap and not isinstance(residency.planned.start, Kept):
+                    residency.waits = tuple(residencies[n] for n in sorted(waits))
+                if lap and op is not None:
+                    start_tick = self.trace.ops[op].start_tick
+                    residency.dead = tuple(self._freed_inside(residency, start_tick))
+
+    def _birth_op(self, residency: ExecutableResidency) -> int | None:
+        """The op inside which a stay begins with a birth; None if it begins otherwise, or between ops."""
+        if not isinstance(residency.planned.start, Born):
+            return None
+        tick, _ = occupied_ticks(residency.planned, self.trace)
+        op = bisect_right(self.trace.ops, tick, key=lambda o: o.start_tick) - 1
+        return op if op >= 0 and tick < self.trace.ops[op].stop_tick else None
+
+    def _freed_inside(self, residency: ExecutableResidency, start_tick: int) -> Iterator[int]:
+        """Roles that die between an op's start and the stay's birth inside it and held a chunk of it.
+
+        All that dies earlier is seen dead before the op (`deaths`).
+        """
+        birth_tick, _ = occupied_ticks(residency.planned, self.trace)
+        chunks = set(residency.planned.chunk_indices())
+        low = bisect_left(self.deaths, (start_tick + 1, -1))
+        high = bisect_left(self.deaths, (birth_tick + 1, -1))
+        for _, index in self.deaths[low:high]:
+            final = self.variables[index].residencies[-1] if self.variables[index].residencies else None
+            if final is not None and not chunks.isdisjoint(final.planned.chunk_indices()):
+                yield index
+
+    def _place_acts(self, residencies: Iterable[ExecutableResidency]) -> list[list[ExecutableResidency]]:
+        """Sort the stays' acts by op. Returns the births inside each op, in order."""
+        uses = self.trace.uses_by_variable()
+        births: list[list[ExecutableResidency]] = [[] for _ in range(self.num_ops)]
+        late = self._loaded_for_next_step()
+        starts = self.trace.op_starts
+        for residency in residencies:
+            planned, index = residency.planned, residency.variable.index
+            first_tick, last_tick = occupied_ticks(planned, self.trace)
+            mine = [
+                (i, u) for i, u in uses[index] if self.trace.ops[i].stop_tick > first_tick and starts[i] < last_tick
+            ]
+            match planned.start:
+                case Born():
+                    op = self._birth_op(residency)
+                    if op is not None:
+                        births[op].append(residency)
+                        self._before(op).births.append(residency)
+                    else:
+                        self.between_births.setdefault(bisect_right(starts, first_tick), []).append(residency)
+                case Loaded(before_op=op):
+                    self._before(op).loads.append(residency)
+                    if mine:
+                        self._before(mine[0][0]).arrivals.append(residency)
+                case Kept():
+                    if index in late and mine:
+                        self._before(mine[0][0]).arrivals.append(residency)
+            if not isinstance(planned.start, Born):
+                writer = next((i for i, u in mine if u.writes), None)
+                if writer is not None:
+                    self._after(writer).dirties.append(residency.variable)
+            match planned.stop:
+                case Evicted(write_op=write, release_op=release):
+                    self._after(write).writes.append(residency)
+                    if release < self.num_ops:
+                        self._before(release).releases.append(residency)
+                    else:
+                        self.last_releases.append(residency)
+                case Dropped(after_op=op):
+                    self._after(op).drops.append(residency)
+                case Dies() | Kept():
+                    pass
+        return births
+
+    def _loaded_for_next_step(self) -> set[int]:
+        """Roles that start in memory, where the load may still be under way when the step starts."""
+        found = set()
+        for variable in self.variables:
+            last = variable.residencies[-1].planned if variable.residencies else None
+            if last is not None and isinstance(last.start, Loaded) and isinstance(last.stop, Kept):
+                found.add(variable.successor.index if variable.successor is not None else variable.index)
+        return found
+
+    def _before(self, op: int) -> Before:
+        acts = self.before[op]
+        if acts is None:
+            acts = self.before[op] = Before()
+        return acts
+
+    def _after(self, op: int) -> After:
+        acts = self.after[op]
+        if acts is None:
+            acts = self.after[op] = After()
+        return acts
+
+    def _lay_out(self, births: Sequence[Sequence[ExecutableResidency]], intercepts: Container[Any]) -> None:
+        num_variables = max(len(self.variables), 1)
+        self.variable_address: npt.NDArray[np.uint64] = np.zeros(num_variables, dtype=np.uint64)
+        self.variable_alive: npt.NDArray[np.uint8] = np.zeros(num_variables, dtype=np.uint8)
+        self.op_start_ns: npt.NDArray[np.int64] = np.zeros(max(self.num_ops, 1), dtype=np.int64)
+        self.op_stop_ns: npt.NDArray[np.int64] = np.zeros(max(self.num_ops, 1), dtype=np.int64)
+        self._ops = np.zeros(max(self.num_ops, 1), dtype=PLAN_OP_DTYPE)
+        uses: list[int] = []
+        allocs: list[tuple[int, int, int, int, int]] = []
+        must_be_dead: list[int] = []
+        for index in range(self.num_ops):
+            first_use, first_alloc = len(uses), len(allocs)
+            uses.extend(self.occurrences[index])
+            for residency in births[index]:
+                first_dead = len(must_be_dead)
+                must_be_dead.extend(residency.dead)
+                allocs.append((residency.variable.nbytes, residency.variable.index, first_dead, len(must_be_dead), 0))
+            flags = (
+                (_BEFORE if self.before[index] else 0)
+                | (_AFTER if self.after[index] else 0)
+                | (_INTERCEPT if self.funcs[index] in intercepts else 0)
+            )
+            self._ops[index] = (first_use, len(uses), first_alloc, len(allocs), flags, 0)
+        self._uses = np.array(uses or [0], dtype=np.uint32)
+        self._allocs = np.array(allocs or [(0, 0, 0, 0, 0)], dtype=PLANNED_ALLOC_DTYPE)
+        self._must_be_dead = np.array(must_be_dead or [0], dtype=np.uint32)
+        self.tables = PlanTables(
+            allocs=self._allocs.ctypes.data,
+            must_be_dead=self._must_be_dead.ctypes.data,
+            role_address=self.variable_address.ctypes.data,
+            role_alive=self.variable_alive.ctypes.data,
+            num_roles=len(self.variables),
+        )
+
+    # -- playing it
+
+    def live_records(self) -> list[VariableRecord]:
+        """Records that play a role now."""
+        return [r.record for r in self.variables if r.record is not None and self.variable_alive[r.index]]
+
+    def give_up_records(self) -> list[VariableRecord]:
+        """Let go of the records kept for variables born in the step; the caller disposes of them.
+
+        Only while the plan is not being played. They are made anew when it is entered again.
+        """
+        found = {id(r.record): r.record for r in self.variables if r.is_born and r.record is not None}
+        for variable in self.variables:
+            variable.record = None
+        return list(found.values())
+
+    @property
+    def tables_address(self) -> int:
+        """Address of the allocator's `PlanTables`."""
+        return ctypes.addressof(self.tables)
+
+    def install_arguments(self) -> tuple[Any, ...]:
+        """Arguments of `Dispatcher.install`."""
+        return (
+            self.funcs,
+            self.calls,
+            self,
+            self._ops.ctypes.data,
+            self._uses.ctypes.data,
+            self.variable_address.ctypes.data,
+            self.op_start_ns.ctypes.data,
+            self.op_stop_ns.ctypes.data,
+            self.num_ops,
+        )
+
+    def is_bystander(self, op: int) -> bool:
+        """Whether an op touches no variable, so that a step may go without it and stay on its plan.
+
+        What the plan does before and after it is to be done all the same.
+        """
+        before = self.before[op]
+        return not (self.occurrences[op] or self.trace.ops[op].uses or (before is not None and before.births))
+
+    def is_written_from(self, variable: PlanVariable, op: int) -> bool:
+        """Whether op `op` or a later one writes the variable."""
+        return any(u.writes and u.variable == variable.index for o in self.trace.ops[op:] for u in o.uses)
+
+    def residency_at(self, variable: PlanVariable, op: int) -> ExecutableResidency | None:
+        """The residency of `role` that covers op `op`, if any."""
+        start, stop = self.trace.ops[op].start_tick, self.trace.ops[op].stop_tick
+        for residency in variable.residencies:
+            first, last = occupied_ticks(residency.planned, self.trace)
+            if first < stop and last > start:
+                return residency
+        return None
+
+
+def _refuse_reruns(plan: Plan) -> None:
+    """Raise `PlanError` for a plan that runs ops again: the executor does not play that yet."""
+    for planned in plan.residencies:
+        if isinstance(planned.start, Recomputed) or isinstance(planned.stop, Discarded):
+            raise PlanError(
+                f"the plan (policy {plan.policy!r}) recomputes variable {planned.variable}; plans that run ops "
+                "again can be simulated, not played. Options: policy 'auto', 'window' or 'on_demand'."
+            )
+
+
+def _has_transfer(planned: Residency) -> bool:
+    """Whether a load or write of this residency may be under way when its chunks are passed on."""
+    return isinstance(planned.start, Loaded) or isinstance(planned.stop, Evicted | Dropped)

@@ -1,0 +1,643 @@
+"""Playing a plan: before and after each op, at a step's boundary, and when a step leaves the plan.
+
+The executor has no opinions. It does what `ExecutablePlan` says, checks what the plan took for granted
+(what should be dead was freed; what is dropped is clean), and the moment something is not as
+planned it hands true books to the on-demand way and the step goes on there (DESIGN.md sections 6, 8).
+
+While a plan is played, the records that play a role are the executor's; the books hold only the
+others, in chunks that the plan does not use. Ordering rules (DESIGN.md section 10):
+
+* a load starts after its own variable's write, and after the writes of whoever held its chunks;
+* an allocation waits for the writes of whoever held its chunks;
+* what should have died before its chunks are reused is checked to be dead;
+* at a step's start every reservation has its step-start chunks again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ooc.errors import StoreFailed
+from ooc.memory.record import State, VariableRecord
+from ooc.memory.residency import ResidencyManager
+from ooc.replay.bailout import has_landed, land_transfers, pinned_by, recorder_so_far, return_records
+from ooc.replay.bindings import Bindings
+from ooc.replay.executable_plan import ExecutablePlan, ExecutableResidency, PlanVariable
+from ooc.replay.op_watch import OpWatch, named_calls
+from ooc.tracing.recorder import StepRecorder
+from scheduler.plan import Loaded, occupied_ticks
+from vmm.chunks import ChunkPool
+from vmm.driver import MemoryFault
+from vmm.nvtx_ranges import names_ops
+from vmm.store import StoreFull
+from vmm.torch_cpu import MODE_DEMAND, MODE_PLANNED, AllocatorTable, Event
+
+_log = logging.getLogger(__name__)
+
+
+class Executor:
+    """Plays one plan at a time over the session's books, allocator and dispatcher."""
+
+    def __init__(
+        self,
+        *,
+        manager: ResidencyManager,
+        allocator: AllocatorTable,
+        dispatcher: Any,
+        new_pool: Callable[[], ChunkPool],
+        watch: OpWatch | None = None,
+    ) -> None:
+        self._manager = manager
+        self._allocator = allocator
+        self._dispatcher = dispatcher
+        self._new_pool = new_pool
+        self._watch = watch
+        self._space = manager.space
+        self._bindings = Bindings(manager, allocator)
+        self.active: ExecutablePlan | None = None
+        self.bailout_reason = ""
+        self.events: list[Event] = []  # of the present period
+        self._next_death = 0  # in `ExecutablePlan.deaths`
+        self._mid_op_pins: list[VariableRecord] = []
+        self._thread = threading.get_ident()
+        self._start_successors: list[tuple[PlanVariable, VariableRecord]] = []
+        self._start_foreign: dict[int, VariableRecord] = {}
+        self._writes: list[ExecutableResidency] = []  # under way, or failed
+        self._loads: list[ExecutableResidency] = []
+        self.guards_releases = False
+        """Whether code that no op tells us of may touch variables now: between steps."""
+
+    def __repr__(self) -> str:
+        return f"<Executor of {self.active!r}>"
+
+    # -- between steps
+
+    def enter(self, executable: ExecutablePlan, others: Sequence[ExecutablePlan] = ()) -> bool:
+        """Move all variables to where the plan's step starts. Called at a step boundary, on demand.
+
+        Args:
+            compiled: The plan.
+            others: Plans that are not being played; their mappings are given up if the kernel's
+                limit on mappings stands in the way.
+
+        Returns:
+            False if the plan cannot start from here (`left_because` says why); the books are true.
+
+        Raises:
+            StoreFailed: A transfer failed; the books are true.
+        """
+        manager = self._manager
+        bound = self._bindings.bind(executable)
+        if bound is None:
+            self.bailout_reason = self._bindings.refusal
+            return False
+        targets = self._bindings.start_residencies(executable)
+        in_place = self._bindings.in_place(bound, targets)
+        # All that is not in place goes to the store first; then what should be here comes in.
+        leaving = [r for r in manager.records.values() if r.state is State.RESIDENT and r.address not in in_place]
+        workspaces = [r for r in manager.workspaces() if r.state is State.RESIDENT and not r.pins]
+        leaving = [
+            r for r in leaving if r not in workspaces or min(first for first, _ in r.runs) < executable.num_chunks
+        ]
+        if any(r.pins or not (r.seen or r in workspaces) for r in leaving):
+            self.bailout_reason = "a variable that must stay where it is lies in the plan's way"
+            return False
+        if any(r.exports for r in manager.records.values()):
+            self.bailout_reason = "memory of a variable was given out (.numpy() or the like) and is still held"
+            return False
+        num_kept = sum(manager.chunks_of(r.nbytes) for r in workspaces)
+        if executable.num_chunks + num_kept > manager.pool.num_chunks:
+            self.bailout_reason = "a library's workspace has grown into the plan's memory"
+            return False
+        try:
+            manager.evict(leaving)
+        except StoreFull as full:
+            self.bailout_reason = str(full)
+            manager.load([r for r in workspaces if r.state is State.AWAY])
+            return False
+        try:
+            self._take_pool(executable, [r for r in workspaces if r.state is State.RESIDENT])
+            manager.load([r for r in workspaces if r.state is State.AWAY])  # beside the plan's chunks
+            if not self._bindings.map_all(executable, others):
+                self.bailout_reason = self._bindings.refusal
+                return False
+        finally:
+            manager.retake_pool(self._new_pool())
+        for _, record in bound:
+            manager.forget(record)
+        self._take_pool(executable, workspaces)
+        missing = [
+            (targets[variable.index], r)
+            for variable, r in bound
+            if variable.index in targets and r.address not in in_place
+        ]
+        failure = self._bindings.start_loads(missing, self._loads)
+        for variable, record in bound:
+            self._bindings.set_alive(executable, variable, record)
+        for variable in executable.variables:
+            if variable.record is not None:
+                executable.variable_address[variable.index] = variable.record.address
+        self._bindings.hide_away(executable)
+        self._install(executable)
+        for variable, record in bound:
+            # Freed meanwhile (by the cycle collector): only from `_install` on do frees find their role.
+            if not self._allocator.is_alive(record.address):
+                executable.variable_alive[variable.index] = 0
+        self._start_period(executable)
+        if failure is not None:
+            self.bail_out("a load could not be started")
+            raise failure
+        for _, record in bound:
+            if record.state is State.LOADING:
+                self._arrive(record)
+        _log.debug("entered %r with %d variables bound", executable, len(bound))
+        return True
+
+    def retire(self, executable: ExecutablePlan) -> None:
+        """A plan will not be played again: give back what it keeps for the variables born in it."""
+        assert executable is not self.active
+        self._bindings.give_up(executable)
+
+    def _install(self, executable: ExecutablePlan) -> None:
+        if self._watch is not None:
+            executable.calls = self._watch.calls_of(executable)
+        if names_ops():
+            executable.calls = named_calls(executable.funcs, executable.calls)
+        self._dispatcher.install(*executable.install_arguments())
+        self._allocator.state.plan = executable.tables_address
+        self._allocator.state.mode = MODE_PLANNED
+        self.active = executable
+
+    def _start_period(self, executable: ExecutablePlan) -> None:
+        self.events = []
+        self.bailout_reason = ""
+        self._next_death = 0
+        self._start_successors = [
+            (variable, variable.record)
+            for variable in executable.successors
+            if variable.record is not None and executable.variable_alive[variable.index]
+        ]
+        self._start_foreign = dict(self._manager.records)
+        self._allocator.state.position = 0
+        self._dispatcher.start(0)
+
+    def is_complete(self) -> bool:
+        """Whether every op of the plan has been played in this period."""
+        return self.active is not None and self._dispatcher.cursor == self.active.num_ops
+
+    def rotate(self) -> bool:
+        """The step is complete and the same plan comes again: variables take their roles for it.
+
+        Returns:
+            False if the step had to leave the plan instead (`left_because`).
+        """
+        executable = self.active
+        assert executable is not None
+        for residency in executable.last_releases:
+            record = residency.variable.record if executable.variable_alive[residency.variable.index] else None
+            if record is not None and record.state is State.RESIDENT and not record.stored and not record.exports:
+                # Allocated after the last op: no op's end was there to start the write.
+                residency.transfer, residency.moved = self._manager.start_write(record, residency.segments), record
+                self._writes.append(residency)
+            if not self._release(executable, residency):
+                return False
+        self.absorb_events()
+        if not self._bindings.can_pass_on(executable):
+            self.bail_out("a variable that must stay where it is outlived its role in the plan")
+            return False
+        self._bindings.pass_on(executable)
+        self._prune()
+        self._start_period(executable)
+        return True
+
+    def persistent_is_missing(self) -> bool:
+        """Whether a variable that lives across steps was freed in this one."""
+        executable = self.active
+        assert executable is not None
+        return not executable.variable_alive[executable.persistent].all()
+
+    # -- around an op; called by the dispatcher
+
+    def before(self, index: int) -> bool:
+        """Releases, loads, arrivals and births of op `index`. False: the step has left the plan."""
+        executable = self.active
+        assert executable is not None
+        acts = executable.before[index]
+        assert acts is not None
+        alive = executable.variable_alive
+        if not self._check_deaths(executable, executable.trace.ops[index].start_tick):
+            return False
+        for residency in acts.releases:
+            if not self._release(executable, residency):
+                return False
+        for residency in acts.loads:
+            variable = residency.variable
+            if alive[variable.index]:
+                self._start_load(residency)
+                continue
+            for other in residency.waits:  # whoever has the chunks next looks no further back than to this stay
+                if other.transfer is not None:
+                    self._await(other)
+        started = 0
+        for residency in acts.arrivals:
+            variable = residency.variable
+            record = variable.record
+            if record is None or not alive[variable.index]:
+                continue
+            if record.state is State.LOADING:
+                started = started or time.monotonic_ns()
+                self._arrive(record)
+            elif record.state is State.AWAY:
+                self.bail_out("a variable was not where the plan expects it")
+                return False
+        for residency in acts.births:
+            successor = residency.variable.successor
+            if successor is not None and alive[successor.index] and successor.record is residency.variable.record:
+                self.bail_out("a variable was freed later than planned, and its addresses are to be used again")
+                return False
+            for other in residency.waits:
+                if other.transfer is not None:
+                    if not other.transfer.done():
+                        started = started or time.monotonic_ns()
+                    self._await(other)  # also when it is over: a write that failed must let nobody in
+            self._prepare_birth(residency)
+        if started:
+            self._manager.note_stall(started)
+        return True
+
+    def _check_deaths(self, executable: ExecutablePlan, tick: int) -> bool:
+        """What should have been freed by `tick` and was not leaves the plan's chunks. False: the step left the plan."""
+        deaths, alive = executable.deaths, executable.variable_alive
+        while self._next_death < len(deaths) and deaths[self._next_death][0] <= tick:
+            variable = executable.variables[deaths[self._next_death][1]]
+            self._next_death += 1
+            if not alive[variable.index]:
+                continue
+            record = variable.record
+            assert record is not None
+            shared = variable.predecessor is not None and variable.predecessor.record is record
+            if record.exports or shared or not (variable.evictable or record.seen):
+                self.bail_out("a variable was freed later than planned")
+                return False
+            self._bindings.expel(executable, variable)
+        return True
+
+    def _is_anyone_late(self, executable: ExecutablePlan, tick: int) -> bool:
+        """Whether something that should have been freed by `tick` was not."""
+        deaths = executable.deaths[self._next_death :]
+        return any(executable.variable_alive[index] for _, index in itertools.takewhile(lambda d: d[0] <= tick, deaths))
+
+    def after(self, index: int) -> None:
+        """Writes and drops after op `index`."""
+        executable = self.active
+        assert executable is not None
+        acts = executable.after[index]
+        assert acts is not None
+        alive = executable.variable_alive
+        for variable in acts.dirties:
+            if variable.record is not None:
+                variable.record.stored = False
+        for residency in acts.writes:
+            record = residency.variable.record
+            if record is None or not alive[residency.variable.index]:
+                continue
+            if record.stored:
+                self._manager.counters.dropped_nbytes += record.nbytes
+            else:
+                residency.transfer, residency.moved = self._manager.start_write(record, residency.segments), record
+                self._writes.append(residency)
+        for residency in acts.drops:
+            record = residency.variable.record
+            if record is None or not alive[residency.variable.index]:
+                continue
+            if record.stored:
+                self._manager.counters.dropped_nbytes += record.nbytes
+            else:  # the first step of a plan, where the store has no copy yet
+                residency.transfer, residency.moved = self._manager.start_write(record, residency.segments), record
+                self._writes.append(residency)
+            if not self._release(executable, residency):
+                return
+
+    def fail(self, index: int) -> None:
+        """Op `index` raised, perhaps after it had written some of its operands."""
+        assert self.active is not None
+        for use in self.active.trace.ops[index].uses:
+            record = self.active.variables[use.variable].record
+            if use.writes and record is not None:
+                record.stored = False
+
+    def mid_op_records(self) -> list[VariableRecord]:
+        """Operands, and what was allocated so far, of the op in which the step left its plan."""
+        return list(self._mid_op_pins)
+
+    def finish(self) -> None:
+        """The op in which the step left its plan has ended: its operands need not stay any more."""
+        for record in self._mid_op_pins:
+            record.pins -= 1
+        self._mid_op_pins.clear()
+
+    # -- allocations that the table did not serve
+
+    def serve_between(self, nbytes: int) -> int:
+        """A planned allocation between two ops; 0 if the plan has none here."""
+        executable = self.active
+        assert executable is not None
+        for residency in executable.between_births.get(self._dispatcher.cursor, ()):
+            variable = residency.variable
+            if variable.nbytes != nbytes or executable.variable_alive[variable.index] or variable.record is None:
+                continue
+            birth_tick, _ = occupied_ticks(residency.planned, executable.trace)
+            successor = variable.successor
+            if self._is_anyone_late(executable, birth_tick) or (
+                successor is not None
+                and executable.variable_alive[successor.index]
+                and successor.record is variable.record
+            ):
+                return 0
+            for other in residency.waits:
+                if other.transfer is not None:
+                    self._await(other)
+            self._prepare_birth(residency)
+            self._bindings.set_alive(executable, variable, variable.record, is_born=True)
+            return variable.record.address
+        return 0
+
+    def absorb_events(self) -> list[Event]:
+        """Take the allocator's log into this period's, and forget freed variables of the books."""
+        events = self._allocator.drain()
+        self.events.extend(events)
+        for event in events:
+            if event.kind != 0 and event.address in self._manager.records:
+                self._manager.free(event.address)
+        return events
+
+    # -- leaving
+
+    def bail_out(self, reason: str) -> None:
+        """Go on on demand from here. `on_leave` gets the recorder with what was played of the step.
+
+        Safe at any point: between ops, or inside one (from an allocation), where that op's
+        operands and allocations stay pinned until `finish`.
+
+        Raises:
+            StoreFailed: A transfer had failed. The books are true nevertheless.
+        """
+        executable = self.active
+        assert executable is not None
+        self.bailout_reason = reason
+        self._dispatcher.leave()
+        self._allocator.state.mode = MODE_DEMAND
+        self._allocator.state.plan = None
+        self.active = None
+        position = self._allocator.state.position
+        cursor = position // 2
+        # Another thread cannot tell whether the session's is just about to run the op: as if it were.
+        is_foreign = threading.get_ident() != self._thread and cursor < executable.num_ops
+        inside = position % 2 == 1 or is_foreign
+        failure = land_transfers(self._manager, executable, writes=self._writes, loads=self._loads)
+        self._writes.clear()
+        self._loads.clear()
+        self.absorb_events()
+        start = {**self._start_foreign, **{record.address: record for _, record in self._start_successors}}
+        recorder = recorder_so_far(executable, cursor, start_records=start, events=self.events)
+        self.events = []
+        pinned = pinned_by(executable, cursor) if inside else set()
+        self._mid_op_pins += return_records(self._manager, self._allocator, executable, pinned)
+        for variable in executable.variables:
+            if not variable.is_born:
+                self._bindings.bury(executable, variable)
+        self._manager.retake_pool(self._new_pool())
+        _log.info("left the plan at op %d: %s", cursor, reason)
+        self.on_bailout(recorder)  # also when a transfer had failed: the step goes on from true books
+        if failure is not None:
+            raise failure
+
+    on_bailout: Callable[[StepRecorder], None]
+
+    # -- acts
+
+    def _start_load(self, residency: ExecutableResidency) -> None:
+        record = residency.variable.record
+        assert record is not None
+        if record.state is not State.AWAY:
+            return
+        after = []
+        for other in residency.waits:
+            if other.transfer is None:
+                continue
+            if other.transfer.done():
+                self._await(other)
+            else:
+                after.append(other.transfer)
+        # Its addresses show what they showed until it has arrived: a guarded variable stays guarded.
+        residency.transfer, residency.moved = (
+            self._manager.start_load(record, residency.runs, after, residency.segments),
+            record,
+        )
+        self._loads.append(residency)
+
+    def _arrive(self, record: VariableRecord) -> None:
+        try:
+            self._manager.settle(record, for_ops=True)
+            if self._manager.guards.lift(record):
+                # Touched on its way in: what was read may be older than what the store's file holds now.
+                runs, record.state = record.runs, State.AWAY
+                self._manager.settle_load(record, runs)
+        except StoreFailed as error:
+            self._abandon(error)
+        self._space.map(record.reservation, record.runs)
+
+    def _await(self, residency: ExecutableResidency) -> None:
+        """Let ops wait for the stay's transfer. Over is not done: until this has passed, its chunks are its own."""
+        assert residency.transfer is not None
+        try:
+            residency.transfer.order()
+        except OSError as error:
+            failure = StoreFailed(f"a transfer failed: {error}", errno=error.errno)
+            failure.__cause__ = error
+            self._abandon(failure)
+        residency.transfer = None
+
+    def _abandon(self, error: StoreFailed) -> None:
+        """A transfer failed in mid-step: make the books true, then fail the step."""
+        with contextlib.suppress(StoreFailed):
+            self.bail_out("a transfer failed")
+        raise error
+
+    def _release(self, executable: ExecutablePlan, residency: ExecutableResidency) -> bool:
+        """The stay ends here, in the store. False: it must not, and the step has left the plan."""
+        record = residency.variable.record
+        if record is None or not executable.variable_alive[residency.variable.index]:
+            return True
+        if record.state is State.LOADING:  # loaded, but freed or not used after all
+            self._arrive(record)
+        if record.state is not State.RESIDENT:
+            return True
+        if record.exports:
+            self._manager.end_exports()
+        if not (record.seen or residency.variable.evictable):
+            self.bail_out("a variable that may be in use unseen cannot be evicted")
+            return False
+        if record.exports or not record.stored:
+            self.bail_out("a variable whose memory was given out cannot be evicted")
+            return False
+        if residency.transfer is not None and residency.transfer.done():
+            self._await(residency)
+        self._manager.check_clean(record)
+        record.state = State.AWAY
+        record.runs = ()
+        record.transfer = residency.transfer
+        if self._manager.debug or (self.guards_releases and not residency.variable.dies_within):
+            try:
+                self._manager.guards.guard_away([record])
+            except (MemoryFault, OSError) as fault:
+                self.bail_out(str(fault))
+                return False
+        return True
+
+    def _prepare_birth(self, residency: ExecutableResidency) -> None:
+        record = residency.variable.record
+        assert record is not None
+        if residency.transfer is not None and not residency.transfer.done():
+            # Who was born here in the step before was freed on its way out. Nobody needs those bytes, well or not.
+            with contextlib.suppress(OSError):
+                residency.transfer.order()
+        self._manager.guards.lift(record)
+        record.state = State.RESIDENT
+        record.runs = residency.runs
+        record.stored = False
+        record.transfer = None
+        self._space.map(record.reservation, residency.runs)
+
+    # -- roles
+
+    def skip_bystanders(self, func: Any) -> bool:
+        """Let the plan go on at op `func` if only ops that touch no variable lie between. True if so.
+
+        Of the ops that do not come, the plan's acts around them are done.
+        """
+        executable = self.active
+        assert executable is not None
+        cursor = index = self._dispatcher.cursor
+        while index < executable.num_ops and executable.funcs[index] is not func and executable.is_bystander(index):
+            index += 1
+        if index == cursor or index == executable.num_ops or executable.funcs[index] is not func:
+            return False
+        for skipped in range(cursor, index):
+            self._allocator.state.position = 2 * skipped
+            executable.op_start_ns[skipped] = executable.op_stop_ns[skipped] = time.monotonic_ns()
+            if executable.before[skipped] is not None and not self.before(skipped):
+                return False
+            if executable.after[skipped] is not None:
+                self.after(skipped)
+            if self.active is None:
+                return False
+        self._allocator.state.position = 2 * index
+        self._dispatcher.start(index)
+        return True
+
+    def rebind(self, addresses: Sequence[int]) -> bool:
+        """Let operands of the next op play roles that nobody plays yet (a batch from a list).
+
+        Returns:
+            True if the op's operands are now as planned, and resident.
+        """
+        executable = self.active
+        assert executable is not None
+        index = self._dispatcher.cursor
+        expected = executable.occurrences[index]
+        if len(expected) != len(addresses):
+            return False
+        changes: dict[int, VariableRecord] = {}
+        for variable_index, address in zip(expected, addresses, strict=True):
+            if int(executable.variable_address[variable_index]) == address:
+                continue
+            variable, record = executable.variables[variable_index], self._manager.records.get(address)
+            if record is None or variable.is_born or variable.is_persistent or record.nbytes != variable.nbytes:
+                return False
+            changes[variable_index] = record
+        if len({record.address for record in changes.values()}) != len(changes):
+            return False  # one variable cannot play two roles
+        for variable_index, record in changes.items():
+            if not self._bind_late(executable, executable.variables[variable_index], record, index):
+                return False
+        return bool(changes)
+
+    def _bind_late(
+        self, executable: ExecutablePlan, variable: PlanVariable, record: VariableRecord, index: int
+    ) -> bool:
+        residency = executable.residency_at(variable, index)
+        if residency is None or record.exports or not record.seen:
+            return False
+        if self._is_anyone_late(executable, executable.trace.ops[index].start_tick):
+            return False
+        if executable.variable_alive[variable.index]:
+            self._bindings.expel(executable, variable)
+        if record.state is State.RESIDENT:
+            self._manager.evict([record])
+        del self._manager.records[record.address]
+        self._bindings.bury(executable, variable)
+        variable.record = record
+        self._bindings.set_alive(executable, variable, record)
+        start = residency.planned.start
+        started = time.monotonic_ns()
+        if not (isinstance(start, Loaded) and start.before_op == index):
+            self._start_load(residency)
+            self._arrive(record)
+        # Else `before` loads it, after it has released who holds the chunks until this very op.
+        if executable.is_written_from(variable, index):
+            record.stored = False  # the op that was to note the first write may have been another's
+        self._manager.note_stall(started)
+        return True
+
+    def _take_pool(self, executable: ExecutablePlan, workspaces: Sequence[VariableRecord]) -> None:
+        """The plan's chunks are its own from now on; beside workspaces, what is left serves the unplanned."""
+        pool = self._new_pool()
+        pool.take_exactly([(0, executable.num_chunks)] if executable.num_chunks else [])
+        for record in workspaces:
+            pool.take_exactly(record.runs)
+        self._manager.pool = pool
+
+    def guard_away(self) -> None:
+        """The step is over: let stray touches of what is away be served until it is next loaded.
+
+        Until the next step begins (`guards_releases`) the same holds for what goes away meanwhile.
+        """
+        executable = self.active
+        if executable is None:
+            return
+        alive = executable.variable_alive
+        self._manager.guards.guard_away(
+            variable.record
+            for variable in executable.outlasting
+            if variable.record is not None and alive[variable.index] and variable.record.state is not State.RESIDENT
+        )
+
+    def unserve(self) -> None:
+        """In debug mode a step begins: what was served between steps shows nothing again."""
+        for record in self._manager.guards.served_records():
+            if self._manager.records.get(record.address) is record:
+                self._manager.hide(record)
+            elif self.active is not None and record.variable_index >= 0:
+                variable = self.active.variables[record.variable_index]
+                self._bindings.map_first(variable)
+                self._manager.guards.guard_away([record])
+
+    def live_records(self) -> list[VariableRecord]:
+        """Records that play a role now."""
+        return self.active.live_records() if self.active is not None else []
+
+    def record_at(self, address: int) -> VariableRecord | None:
+        """The record that plays a role at this address, if one does."""
+        return next((record for record in self.live_records() if record.address == address), None)
+
+    def _prune(self) -> None:
+        """Forget what has landed well. A failed transfer stays: whoever needs it finds out."""
+        self._writes = [residency for residency in dict.fromkeys(self._writes) if not has_landed(residency)]
+        self._loads = [residency for residency in dict.fromkeys(self._loads) if not has_landed(residency)]

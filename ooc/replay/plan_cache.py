@@ -1,0 +1,169 @@
+"""Plans kept on disk, so that the next run of the same step on the same machine need not plan again.
+
+A plan is right for a trace whatever the times in it, so a kept plan is looked up by the sequence
+and by a coarse description of the machine, and checked by `scheduler.verify` before it is used.
+What is predicted of it is computed anew from the present run's times and rates.
+
+Settings: `OOC_PLAN_CACHE=0` turns it off; it lies in `plans/` of the cache directory (`OOC_CACHE_DIR`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import math
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import scheduler
+from scheduler.cost.bounds import lower_bounds
+from scheduler.cost.simulate import simulate
+from scheduler.plan import Machine, Plan, PlanError
+from scheduler.trace import Trace
+from scheduler.verify import verify
+from vmm.native_build import cache_directory
+
+_log = logging.getLogger(__name__)
+
+LIMIT_NBYTES = 64 << 20
+"""Size of all kept plans; a plan of a step of 5,000 ops takes about 0.5 MB."""
+_PARTIAL_LIFETIME_S = 3600.0
+
+
+class PlanCache:
+    """A directory of plans by key. Trouble with it is logged and costs a plan made anew, nothing else.
+
+    Args:
+        directory: Where; made on first use.
+        limit_nbytes: When all files together are larger, those used least recently go.
+    """
+
+    def __init__(self, directory: Path, *, limit_nbytes: int = LIMIT_NBYTES) -> None:
+        self.directory = directory
+        self.limit_nbytes = limit_nbytes
+        self.num_hits = 0
+
+    def __repr__(self) -> str:
+        return f"<PlanCache in {self.directory}, {self.num_hits} hits>"
+
+    @classmethod
+    def default(cls) -> PlanCache | None:
+        """The user's cache, or None where it is turned off."""
+        if os.environ.get("OOC_PLAN_CACHE", "").strip().lower() in ("0", "off", "no", "false"):
+            return None
+        return cls(cache_directory() / "plans")
+
+    def load(self, trace: Trace, machine: Machine, policy: str, parameters: Mapping[str, Any]) -> Plan | None:
+        """The plan kept for this step, checked, with predictions for `machine`; None if there is none."""
+        path = self._path(trace, machine, policy, parameters)
+        try:
+            text = path.read_text()
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            return self._reject(path, error)
+        try:
+            kept = Plan.from_json(text)
+            if (kept.machine.num_chunks, kept.machine.chunk_nbytes) != (machine.num_chunks, machine.chunk_nbytes):
+                raise PlanError(f"made for {kept.machine.num_chunks} chunks of {kept.machine.chunk_nbytes} bytes")
+            plan = replace(kept, machine=machine)
+            verify(plan, trace)
+            result = simulate(plan, trace, with_timeline=False)
+        except (PlanError, LookupError, TypeError, ValueError, AssertionError) as error:
+            return self._reject(path, error)
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        self.num_hits += 1
+        predicted = {
+            **plan.predicted,
+            "duration_ns": result.duration_ns,
+            "stall_ns": result.stall_ns,
+        }
+        return replace(plan, predicted=predicted, bounds=lower_bounds(trace, machine))
+
+    def save(self, plan: Plan, trace: Trace, parameters: Mapping[str, Any]) -> None:
+        """Keep a plan, in place of what is kept for the same step. `parameters` are those asked for."""
+        path = self._path(trace, plan.machine, plan.policy, parameters)
+        partial = None
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor, partial = tempfile.mkstemp(prefix=".plan-", dir=self.directory)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(plan.to_json())
+            os.replace(partial, path)
+            partial = None
+            self._shrink()
+        except OSError as error:
+            _log.warning("cannot keep a plan in %s: %s", self.directory, error)
+        finally:
+            if partial is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(partial)
+
+    def is_fixed(self, plan: Plan) -> bool:  # noqa: ARG002 - a given plan is (`ooc.replay.given_plan`)
+        """Whether the plan must not be replaced by a better one."""
+        return False
+
+    def _path(self, trace: Trace, machine: Machine, policy: str, parameters: Mapping[str, Any]) -> Path:
+        body = repr(
+            (
+                trace.fingerprint(),
+                machine.chunk_nbytes,
+                machine.num_chunks,
+                [_coarse(rate) for rate in (machine.load_bytes_per_s, machine.evict_bytes_per_s)],
+                _coarse(machine.shared_bytes_per_s) if machine.shared_bytes_per_s else None,
+                platform.machine(),
+                torch.__version__,
+                policy,
+                sorted(parameters.items()),
+                _planner_digest(),
+            )
+        )
+        return self.directory / f"{hashlib.sha256(body.encode()).hexdigest()[:32]}.json"
+
+    def _reject(self, path: Path, error: Exception) -> None:
+        _log.warning("the kept plan %s is of no use and is removed: %s", path, error)
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    def _shrink(self) -> None:
+        """Remove plans used least recently until the rest is within the limit, and what a killed process left."""
+        found = []
+        for entry in os.scandir(self.directory):
+            with contextlib.suppress(OSError):  # another process may have removed it
+                status = entry.stat()
+                if entry.name.endswith(".json"):
+                    found.append((status.st_mtime_ns, status.st_size, entry.path))
+                elif entry.name.startswith(".plan-") and time.time() - status.st_mtime > _PARTIAL_LIFETIME_S:
+                    os.unlink(entry.path)
+        total = sum(nbytes for _, nbytes, _ in found)
+        for _, nbytes, path in sorted(found):
+            if total <= self.limit_nbytes:
+                break
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            total -= nbytes
+
+
+def _coarse(bytes_per_s: float) -> int:
+    """The rate's power of two: a store measured twice differs by tens of percent, a hard disk from flash by more."""
+    return round(math.log2(bytes_per_s))
+
+
+@functools.cache
+def _planner_digest() -> str:
+    """Identity of the planner that made a plan: its sources, since a version number lags behind them."""
+    state = hashlib.sha256()
+    for source in sorted(Path(scheduler.__file__ or "").parent.rglob("*.py")):
+        state.update(source.read_bytes())
+    return state.hexdigest()

@@ -1,0 +1,69 @@
+"""Numbers of a session at this moment: in the manner of `torch.cuda.memory_stats()`, and for plots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ooc.memory.record import State
+
+if TYPE_CHECKING:
+    from ooc.session import Session
+
+
+def session_stats(session: Session) -> dict[str, int]:
+    """As `ooc.memory_stats`, of this session."""
+    chunk_nbytes = session.chunk_nbytes
+    alive = resident = away = chunks = num_alive = num_resident = 0
+    for record in session.live_records():
+        num_alive += 1
+        alive += record.nbytes
+        if record.state is State.AWAY:
+            away += record.nbytes
+        else:
+            num_resident += 1
+            resident += record.nbytes
+            chunks += -(-record.nbytes // chunk_nbytes)
+    counters = session.counters()
+    modes = Counter(row.mode for row in session.steps.rows)
+    return {
+        "allocated_bytes.all.current": alive,
+        "allocated_bytes.all.peak": max(session.steps.in_core_peak_nbytes, alive),
+        "resident_bytes.all.current": chunks * chunk_nbytes,
+        "resident_bytes.all.peak": session.steps.peak_chunks * chunk_nbytes,
+        "away_bytes.all.current": away,
+        "inactive_bytes.all.current": chunks * chunk_nbytes - resident,
+        "reserved_bytes.all.current": session.budget_nbytes,
+        "reserved_bytes.all.peak": session.budget_nbytes,
+        "active.all.current": num_alive,
+        "resident.all.current": num_resident,
+        "loaded_bytes.all.total": counters["loaded_nbytes"],
+        "evicted_bytes.all.total": counters["evicted_nbytes"],
+        "dropped_bytes.all.total": counters["dropped_nbytes"],
+        "stall_ns.all.total": counters["stall_ns"],
+        "num_faults": counters["num_faults"],
+        "num_remapped_chunks": counters["num_remapped_chunks"],
+        **{f"num_steps.{mode}": modes[mode] for mode in ("learning", "planned", "off_plan")},
+    }
+
+
+def step_metrics(session: Session) -> dict[str, float]:
+    """The last step as scalars under the keys that a plot shows, such as `ooc/step_duration_s`."""
+    if not session.steps.rows:
+        return {}
+    row = session.steps.rows[-1]
+    stats = session_stats(session)
+    return {
+        "ooc/step_duration_s": row.duration_s,
+        "ooc/step_stall_s": row.stall_s,
+        "ooc/step_stall_fraction": row.stall_s / row.duration_s if row.duration_s else 0.0,
+        "ooc/step_loaded_bytes": row.loaded_nbytes,
+        "ooc/step_evicted_bytes": row.evicted_nbytes,
+        "ooc/step_dropped_bytes": row.dropped_nbytes,
+        "ooc/step_remapped_chunks": row.num_remapped_chunks,
+        "ooc/step_faults": row.num_faults,
+        "ooc/step_is_planned": float(row.mode == "planned"),
+        "ooc/allocated_bytes": stats["allocated_bytes.all.current"],
+        "ooc/resident_bytes": stats["resident_bytes.all.current"],
+        "ooc/reserved_bytes": stats["reserved_bytes.all.current"],
+    }

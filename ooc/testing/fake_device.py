@@ -1,0 +1,243 @@
+"""A device for tests and rehearsals: torch's CPU tensors live in the fake CUDA driver's device memory.
+
+Every op of torch runs on the host, at once. So before it runs, the fake is told of it as a kernel on the
+compute stream, with what it reads and writes, and brings about what streams and events put before it, and
+no more: whatever the executor forgot to wait for is still late, at random, and shows as wrong bytes and
+as a race in the fake's report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Callable, Container, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ooc.devices.cuda_memory import DeviceMemory
+from ooc.devices.detach import become_ordinary
+from ooc.memory.record import State, VariableRecord
+from ooc.memory.residency import ResidencyManager
+from vmm.device_streams import DeviceStreams
+from vmm.testing.fake_cuda import FakeCuda
+from vmm.torch_cpu import GRANULE_NBYTES, cpu_allocator
+
+if TYPE_CHECKING:
+    from ooc.replay.executable_plan import ExecutablePlan, PlanVariable
+
+
+class FakeCudaDevice:
+    """Opens fakes, one for each session. The last one stays at hand for looking into.
+
+    Args:
+        seed, eagerness: Of the fake's order of execution.
+        host_budget: Bytes of pinned host memory.
+        staging: Bytes of it for transfers to and from the file.
+        uses_file: Whether there is a file behind the host memory.
+        prepare: Called with each fake before anything is done on it.
+
+    Attributes:
+        fake: The last session's.
+        memory: The last session's.
+    """
+
+    granule_nbytes = GRANULE_NBYTES
+    threshold_nbytes = GRANULE_NBYTES
+    memory_type: type[FakeDeviceMemory]
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        eagerness: float = 0.3,
+        host_budget: int = 64 << 20,
+        staging: int = 1 << 20,
+        uses_file: bool = False,
+        prepare: Callable[[FakeCuda], object] = lambda _: None,
+    ) -> None:
+        self._seed = seed
+        self._eagerness = eagerness
+        self._host_budget_nbytes = host_budget
+        self._staging_nbytes = staging
+        self._uses_file = uses_file
+        self._prepare = prepare
+        self.fake: FakeCuda
+        self.memory: FakeDeviceMemory
+
+    def __repr__(self) -> str:
+        return f"<FakeCudaDevice seed={self._seed}>"
+
+    def open(self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None) -> FakeDeviceMemory:
+        """As `Device.open`; the device has just as much memory as the pool."""
+        allocator = cpu_allocator()
+        self.fake = FakeCuda(
+            total_nbytes=num_chunks * chunk_nbytes,
+            granularity=GRANULE_NBYTES,
+            seed=self._seed,
+            eagerness=self._eagerness,
+            arena=allocator.arena,
+            occupied=allocator.survivors,
+        )
+        self._prepare(self.fake)
+        try:
+            self.memory = self.memory_type(
+                self.fake,
+                num_chunks=num_chunks,
+                chunk_nbytes=chunk_nbytes,
+                host_budget_nbytes=self._host_budget_nbytes,
+                file_directory=(store or _file_directory()) if self._uses_file else None,
+                staging_nbytes=self._staging_nbytes,
+            )
+        except BaseException:
+            self.fake.close()
+            raise
+        return self.memory
+
+
+class FakeKernels:
+    """Of a memory over the fake: the program's streams, and its ops as kernels of the fake."""
+
+    fake: FakeCuda
+    streams: DeviceStreams
+    stream = 0
+    """On which the program's next op runs."""
+
+    def watch(self, manager: ResidencyManager) -> FakeOps:
+        """The fake is told of every op."""
+        return FakeOps(self, manager)
+
+    def new_stream(self) -> int:
+        """Another stream for the program to run ops on."""
+        return self.streams.calls.create_stream()
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: int) -> Iterator[None]:
+        """Ops of the block run on this stream, as under `torch.cuda.stream`."""
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def kernel(self, name: str, *, reads: Any = (), writes: Any = ()) -> None:
+        """The host runs this itself right after; the fake brings about what must come before."""
+        self.fake.perform(self.streams.follow(), reads=reads, writes=writes, name=name)
+
+    def host_touches(self, record: VariableRecord) -> None:
+        """What is on a device the host sees by a copy, which waits for the stream."""
+        if record.state is State.RESIDENT:
+            self.kernel("the host's look", reads=[(record.address, record.nbytes)])
+
+
+class FakeDeviceMemory(FakeKernels, DeviceMemory):
+    """Memory of the fake, at addresses that torch's CPU allocator may hand out."""
+
+    def __init__(self, fake: FakeCuda, *, num_chunks: int, chunk_nbytes: int, **options: Any) -> None:
+        self.fake = fake
+        self.allocator = cpu_allocator()
+        self._streams_of_program: list[int] = []
+        arena_nbytes = max(1 << 36, 8 * num_chunks * chunk_nbytes)
+        super().__init__(
+            num_chunks=num_chunks,
+            chunk_nbytes=chunk_nbytes,
+            bindings=fake,
+            current_stream=lambda: self.stream,
+            arena_nbytes=arena_nbytes,
+            **options,
+        )
+
+    def new_stream(self) -> int:
+        """As `FakeKernels.new_stream`; given back with the memory."""
+        self._streams_of_program.append(super().new_stream())
+        return self._streams_of_program[-1]
+
+    def detach_tensors(self, manager: ResidencyManager) -> None:
+        """Survivors become ordinary memory at their addresses, as on the CPU."""
+        super().detach_tensors(manager)
+        kept = [(record.address, self._content(manager, record)) for record in manager.records.values()]
+        self.store.close()
+        self.driver.close()
+        for address, content in kept:
+            fill = functools.partial(_write, content)
+            become_ordinary(self.allocator, address, len(content), fill)
+        manager.records.clear()
+
+    def close(self) -> None:
+        """As `DeviceMemory.close`, and what the fake has of this machine."""
+        try:
+            super().close()
+            while self._streams_of_program:
+                self.streams.calls.destroy_stream(self._streams_of_program.pop())
+        finally:
+            self.fake.close()  # the arena is torch's allocator's: whatever went wrong, nothing may stay mapped there
+
+    def _content(self, manager: ResidencyManager, record: VariableRecord) -> bytes:
+        if record.state is State.RESIDENT:
+            parts = manager.segments(record.runs, record.nbytes)
+        else:
+            slot: Any = record.slot
+            if slot.in_file is not None:
+                return self.store.file_bytes(slot)
+            parts = list(self.store.host_segments(slot))
+        return b"".join(ctypes.string_at(address, nbytes) for address, nbytes in parts)
+
+
+FakeCudaDevice.memory_type = FakeDeviceMemory
+
+
+class FakeOps:
+    """Tells the fake of ops. Each allocation is a kernel of its own: it may take over what its op has freed."""
+
+    def __init__(self, memory: FakeKernels, manager: ResidencyManager) -> None:
+        self._memory = memory
+        self._manager = manager
+
+    def begins(self, func: Any, operands: Iterable[VariableRecord], written: Container[int]) -> None:
+        """As `OpWatch.begins`."""
+        reads, writes = [], []
+        for record in operands:
+            (writes if record.address in written else reads).append((record.address, record.nbytes))
+        self._memory.kernel(str(func), reads=reads, writes=writes)
+
+    def ended(self) -> None:
+        """As `OpWatch.ended`: the host has done it already."""
+
+    def born(self, address: int, nbytes: int) -> None:
+        """As `OpWatch.born`."""
+        self._memory.kernel("an allocation", writes=[(address, nbytes)])
+
+    def calls_of(self, executable: ExecutablePlan) -> list[Any]:
+        """As `OpWatch.calls_of`."""
+        return [functools.partial(self._play, executable, index) for index in range(executable.num_ops)]
+
+    def _play(self, executable: ExecutablePlan, index: int, /, *args: Any, **kwargs: Any) -> Any:
+        name = str(executable.funcs[index])
+        reads, writes, born = [], [], []
+        for use in executable.trace.ops[index].uses:
+            variable = executable.variables[use.variable]
+            if not use.reads:
+                born.append(variable)
+            elif variable.record is not None and executable.variable_alive[variable.index]:
+                (writes if use.writes else reads).append(_range_of(variable))
+        self._memory.kernel(name, reads=reads, writes=writes)
+        for variable in born:
+            if variable.record is not None and variable.record.state is State.RESIDENT:
+                self._memory.kernel(f"{name}, what it allocates", writes=[_range_of(variable)])
+        func = executable.funcs[index]
+        return getattr(func, "_op", func)(*args, **kwargs)
+
+
+def _write(content: bytes, address: int) -> None:
+    ctypes.memmove(address, content, len(content))
+
+
+def _range_of(variable: PlanVariable) -> tuple[int, int]:
+    assert variable.record is not None
+    return variable.record.address, variable.record.nbytes
+
+
+def _file_directory() -> Path:
+    from vmm.files import default_directory
+
+    return default_directory()

@@ -1,0 +1,139 @@
+"""Where in a person's program an op comes from: its module, and the line that called it.
+
+An op that runs on demand looks up the Python stack once (some microseconds); ops of a planned step do not come by
+here, and have the place that was noted when their step was learned. A backward op has no line of its own:
+autograd numbers its nodes as the forward ops make them, so the node that runs says whose gradient it is.
+
+    blocks.0.attention (model.py:41)                an op called in a module's forward
+    backward of blocks.0.attention (model.py:41)    what autograd does for it
+    train.py:30                                     an op outside all modules: a loss, an optimizer's update
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import weakref
+from types import CodeType, FrameType
+
+import torch
+from torch import nn
+from torch.autograd import graph as autograd_graph
+
+import scheduler
+import vmm
+
+_CALL_IMPL = nn.Module._call_impl.__code__
+_RUN_BACKWARD = autograd_graph._engine_run_backward.__code__
+
+_STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OWN_MODELS = os.path.join(_OWN, "models", "")
+_LIBRARIES = tuple(
+    os.path.join(path, "") for path in (_OWN, *(os.path.dirname(m.__file__ or "") for m in (torch, vmm, scheduler)))
+)
+
+_MAX_CODES = 10_000
+"""Code objects remembered from one recording to the next; a program that makes new ones all the time has more."""
+
+_OTHER, _USERS, _CALL, _BACKWARD = range(4)
+
+
+class CallSites:
+    """Finds places, and remembers which forward op made which autograd node.
+
+    One recording's worth: `clear` it when the next begins.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[CodeType, int] = {_CALL_IMPL: _CALL, _RUN_BACKWARD: _BACKWARD}
+        self._lines: dict[tuple[CodeType, int], str] = {}
+        self._texts: dict[tuple[str, str], str] = {}
+        self._forward: dict[int, str] = {}
+        self._paths: dict[int, tuple[weakref.ref[nn.Module], dict[int, str]]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Places of {len(self._forward)} autograd nodes, {len(self._lines)} lines>"
+
+    def clear(self) -> None:
+        """Forget nodes and modules, which may be others from now on."""
+        self._forward.clear()
+        self._paths.clear()
+        if len(self._kinds) > _MAX_CODES:
+            self._kinds = {_CALL_IMPL: _CALL, _RUN_BACKWARD: _BACKWARD}
+            self._lines.clear()
+            self._texts.clear()
+
+    def of_this_op(self) -> str:
+        """The place of the op that is being dispatched on this thread; empty where nobody's code is on the stack."""
+        line, inner, outer, is_backward = self._walk(sys._getframe(1))
+        path = self._path(inner.f_locals["self"], outer.f_locals["self"]) if inner and outer else ""
+        key = path, line
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = f"{path} ({line})" if path and line else path or line
+        node = torch._C._current_autograd_node()
+        if node is None:
+            # The op's own node, if it has one, is the youngest; the first op to come by made it.
+            self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, text)
+        elif is_backward:
+            forward = self._forward.get(node._sequence_nr())
+            return f"backward of {forward}" if forward else f"backward ({text})" if text else "backward"
+        return text
+
+    def _walk(self, frame: FrameType | None) -> tuple[str, FrameType | None, FrameType | None, bool]:
+        """The innermost line of a person's, the innermost and outermost modules' calls; whether autograd called."""
+        line, is_backward = "", False
+        inner: FrameType | None = None
+        outer: FrameType | None = None
+        kinds = self._kinds
+        while frame is not None:
+            code = frame.f_code
+            kind = kinds.get(code)
+            if kind is None:
+                kind = kinds[code] = _USERS if _is_the_users(code.co_filename) else _OTHER
+            if kind == _USERS:
+                line = line or self._line(frame)
+            elif kind == _CALL:
+                inner, outer = inner or frame, frame
+            elif kind == _BACKWARD and not line and inner is None:
+                is_backward = True
+            frame = frame.f_back
+        return line, inner, outer, is_backward
+
+    def _line(self, frame: FrameType) -> str:
+        key = frame.f_code, frame.f_lasti
+        text = self._lines.get(key)
+        if text is None:
+            text = self._lines[key] = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+        return text
+
+    def _path(self, inner: nn.Module, outer: nn.Module) -> str:
+        """The name of `inner` in the model, which is the outermost call so far that has it as a part."""
+        for model, paths in self._paths.values():
+            if id(inner) in paths and model() is not None:
+                return paths[id(inner)] or type(inner).__name__
+        paths = {}
+        with contextlib.suppress(Exception):  # a module may be anything; places are for people
+            paths = {id(module): name for name, module in outer.named_modules()}
+        paths.setdefault(id(inner), "")
+        self._paths[id(outer)] = weakref.ref(outer), paths
+        return paths[id(inner)] or type(inner).__name__
+
+
+def _is_the_users(file_name: str) -> bool:
+    """Whether a line in this file says something to a person: neither torch's, nor ours, nor the standard library's."""
+    if file_name.startswith(_OWN_MODELS):
+        return True
+    if file_name.startswith((*_LIBRARIES, "<frozen ")):
+        return False
+    return not file_name.startswith(_STANDARD_LIBRARY) or any(name in file_name for name in _PACKAGES)
+
+
+def _short(file_name: str) -> str:
+    """A file as it is imported, without the directories that lead to where imports begin."""
+    starts = (os.path.join(os.path.abspath(entry), "") for entry in sys.path)
+    longest = max((start for start in starts if file_name.startswith(start)), key=len, default="")
+    return file_name[len(longest) :]

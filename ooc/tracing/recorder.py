@@ -1,0 +1,296 @@
+"""Recording a step, and turning what was recorded into a `scheduler.Trace`.
+
+While a step runs on demand, the recorder notes each op with the storage addresses of its operands,
+and the allocator's log notes each allocation and free with its position in the step. Only at the
+step's end are the two merged into one sequence of ticks. Addresses are resolved to variables
+during that merge, in order, since one address may belong to several variables in turn.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ooc.memory.record import VariableRecord
+from scheduler.budget import smallest_num_chunks
+from scheduler.plan import Machine
+from scheduler.trace import Op, Trace, Use, Variable
+from vmm.torch_cpu import ALLOC, GRANULE_NBYTES, Event
+
+
+@dataclass(slots=True, kw_only=True)
+class OpRecord:
+    """One op as it ran. Addresses are those of arena storages at the time.
+
+    Attributes:
+        func: The `OpOverload`.
+        occurrences: One address per operand, repeats included, in order.
+        written: Addresses of operands that the op changes.
+        results: Addresses of what it returned.
+    """
+
+    func: Any
+    where: str
+    occurrences: Sequence[int]
+    written: Sequence[int]
+    results: Sequence[int] = ()
+    duration_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """A step as seen once.
+
+    Attributes:
+        trace: Without `becomes`: a single step does not show who carries on as what.
+        funcs: The op of each `trace.ops`.
+        occurrences: Per op, the variable of each operand, repeats included.
+        start_serials, end_serials: Per variable, the serial of its record where it exists at the
+            step's start, or is alive at its end; else None.
+    """
+
+    trace: Trace
+    funcs: tuple[Any, ...]
+    occurrences: tuple[tuple[int, ...], ...]
+    start_serials: tuple[int | None, ...]
+    start_ranks: tuple[int | None, ...]
+    end_serials: tuple[int | None, ...]
+
+
+NEED = "largest_need_nbytes"
+"""In a trace's metadata: what the worst op, in the step or before it, needed at once (`need_nbytes`)."""
+
+
+def need_nbytes(trace: Trace) -> int:
+    """What its worst op needs at once, in chunks of the smallest size: no budget below that will do."""
+    machine = Machine(chunk_nbytes=GRANULE_NBYTES, num_chunks=1, load_bytes_per_s=1e9, evict_bytes_per_s=1e9)
+    return smallest_num_chunks(trace, machine) * GRANULE_NBYTES
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A variable while the trace is being built."""
+
+    nbytes: int
+    birth_tick: int | None
+    death_tick: int | None = None
+    seen: bool = False
+    start_serial: int | None = None
+    kind: str = ""
+    label: str = ""
+
+
+def ranks_by_age(records: Iterable[VariableRecord]) -> dict[int | None, int]:
+    """For each record, by serial, how many of the same size are younger.
+
+    That is what a variable that is another storage in every step is known by: what it was made
+    after and before, with those counted in which the step leaves alone.
+    """
+    counts: dict[int, int] = {}
+    ranks: dict[int | None, int] = {}
+    for record in sorted(records, key=lambda r: -r.serial):
+        ranks[record.serial] = counts.get(record.nbytes, 0)
+        counts[record.nbytes] = ranks[record.serial] + 1
+    return ranks
+
+
+class StepRecorder:
+    """One step's ops and events, in order.
+
+    Attributes:
+        is_cut: Recording began in mid-step: no sequence to learn.
+    """
+
+    def __init__(self, start_records: Mapping[int, VariableRecord], *, is_cut: bool = False) -> None:
+        self.start_records = dict(start_records)
+        self.is_cut = is_cut
+        self.ops: list[OpRecord] = []
+        self.events: list[Event] = []
+
+    def __repr__(self) -> str:
+        return f"<StepRecorder {len(self.ops)} ops, {len(self.events)} events>"
+
+    def build(self, end_records: Mapping[int, VariableRecord]) -> Observed:
+        """The step as a trace. `end_records` are the variables alive now, by address."""
+        return _Builder(dict(self.start_records)).build(self.ops, self.events, end_records)
+
+
+@dataclass(slots=True)
+class _Builder:
+    start_records: dict[int, VariableRecord]
+    tick: int = 1  # tick 0 is the start itself: what is freed first of all has lived until then
+    drafts: list[_Draft] = field(default_factory=list)
+    live: dict[int, int] = field(default_factory=dict)  # address -> draft index
+    ranks: dict[int | None, int] = field(default_factory=dict)  # of records at the start, by serial
+
+    def build(
+        self, ops: Sequence[OpRecord], events: Sequence[Event], end_records: Mapping[int, VariableRecord]
+    ) -> Observed:
+        self.ranks = ranks_by_age(self.start_records.values())
+        made: list[Op] = []
+        occurrences: list[tuple[int, ...]] = []
+        next_event = 0
+
+        def consume(limit: int, label: str) -> list[int]:
+            """Apply events with a position below `limit`; the variables that they allocate."""
+            nonlocal next_event
+            born = []
+            while next_event < len(events) and events[next_event].position < limit:
+                index = self._apply(events[next_event], label)
+                if index is not None:
+                    born.append(index)
+                next_event += 1
+            return born
+
+        for index, op in enumerate(ops):
+            consume(2 * index + 1, "")
+            start_tick = self.tick
+            self.tick += 1
+            operands = tuple(v for v in map(self._operand, op.occurrences) if v is not None)
+            written = {self._operand(address) for address in op.written}
+            name = str(op.func)
+            born = consume(2 * index + 2, f"{name}, {op.where}" if op.where else name)
+            for address in op.results:
+                if address in self.live:
+                    self.drafts[self.live[address]].seen = True
+            uses = [Use(variable=v, reads=True, writes=v in written) for v in dict.fromkeys(operands)]
+            uses += [Use(variable=v, reads=False, writes=True) for v in born]
+            made.append(
+                Op(
+                    name=name,
+                    where=op.where,
+                    start_tick=start_tick,
+                    stop_tick=self.tick,
+                    duration_ns=op.duration_ns,
+                    uses=tuple(uses),
+                )
+            )
+            occurrences.append(operands)
+        consume(2 * len(ops) + 2, "")
+        return self._finish(made, occurrences, ops, end_records)
+
+    def _apply(self, event: Event, label: str) -> int | None:
+        if event.kind == ALLOC:
+            self.drafts.append(_Draft(nbytes=event.nbytes, birth_tick=self.tick, label=label))
+            self.live[event.address] = len(self.drafts) - 1
+            self.tick += 1
+            return len(self.drafts) - 1
+        index = self._operand(event.address, seen=False)
+        if index is not None:
+            self.drafts[index].death_tick = self.tick
+            del self.live[event.address]
+            self.start_records.pop(event.address, None)
+            self.tick += 1
+        return None
+
+    def _operand(self, address: int, *, seen: bool = True) -> int | None:
+        """The variable at this address now; None for memory that is not in the books."""
+        index = self.live.get(address)
+        if index is None:
+            record = self.start_records.get(address)
+            if record is None:
+                return None
+            self.drafts.append(
+                _Draft(
+                    nbytes=record.nbytes,
+                    birth_tick=None,
+                    start_serial=record.serial,
+                    seen=record.seen,
+                    kind=record.kind,
+                    label=record.label,
+                )
+            )
+            index = self.live[address] = len(self.drafts) - 1
+        if seen:
+            self.drafts[index].seen = True
+        return index
+
+    def _finish(
+        self,
+        made: list[Op],
+        occurrences: list[tuple[int, ...]],
+        ops: Sequence[OpRecord],
+        end_records: Mapping[int, VariableRecord],
+    ) -> Observed:
+        ends: dict[int, int] = {
+            index: end_records[address].serial for address, index in self.live.items() if address in end_records
+        }
+        variables = tuple(
+            Variable(
+                nbytes=d.nbytes,
+                birth_tick=d.birth_tick,
+                death_tick=d.death_tick,
+                evictable=d.seen or (d.death_tick is not None and _within_one_op(d, made)),
+                kind=d.kind or ("activation" if d.birth_tick is not None else "other"),
+                label=d.label,
+            )
+            for d in self.drafts
+        )
+        return Observed(
+            trace=Trace(ops=tuple(made), variables=variables, num_ticks=max(self.tick, 1), cyclic=True),
+            funcs=tuple(op.func for op in ops),
+            occurrences=tuple(occurrences),
+            start_serials=tuple(d.start_serial for d in self.drafts),
+            start_ranks=tuple(self.ranks.get(d.start_serial) for d in self.drafts),
+            end_serials=tuple(ends.get(i) for i in range(len(self.drafts))),
+        )
+
+
+def _within_one_op(draft: _Draft, ops: Sequence[Op]) -> bool:
+    """Whether a variable lives inside one op, where nothing is ever moved: any answer would do."""
+
+    if draft.birth_tick is None or draft.death_tick is None:
+        return False
+    index = bisect_right(ops, draft.birth_tick, key=lambda op: op.start_tick) - 1
+    return index >= 0 and draft.death_tick < ops[index].stop_tick
+
+
+def close_cycle(first: Observed, second: Observed) -> Trace:
+    """The trace of a step that repeats, from two observations of it.
+
+    A variable that exists at the start and lives on is *itself* in the next step if both
+    observations found the same storage in its place; otherwise it enters and leaves (a batch from
+    a list). What is born and lives on becomes one that exists at the start: matched by size, in
+    order of allocation, which is how the executor will match them.
+    """
+    trace = second.trace
+    if first.trace.fingerprint() != trace.fingerprint():
+        raise ValueError("two observations of different sequences do not make a cycle")
+    becomes: dict[int, int] = {}
+    successors: dict[int, list[tuple[int, int]]] = {}
+    for index, v in enumerate(trace.variables):
+        serial = second.start_serials[index]
+        if v.birth_tick is not None or serial is None:
+            continue
+        if first.start_serials[index] == serial:
+            if v.death_tick is None:
+                becomes[index] = index
+        elif v.death_tick is not None:
+            successors.setdefault(v.nbytes, []).append((serial, index))
+    leavers: dict[int, list[tuple[int, int]]] = {}
+    for index, v in enumerate(trace.variables):
+        serial = second.end_serials[index]
+        if v.birth_tick is not None and v.death_tick is None and serial is not None and v.evictable:
+            leavers.setdefault(v.nbytes, []).append((serial, index))
+    for nbytes, entering in successors.items():
+        leaving = sorted(leavers.get(nbytes, ()), reverse=True)
+        for (_, successor), (_, index) in zip(sorted(entering, reverse=True), leaving, strict=False):
+            becomes[index] = successor
+    variables = tuple(
+        v if index not in becomes else _with_successor(v, becomes[index]) for index, v in enumerate(trace.variables)
+    )
+    return Trace(ops=trace.ops, variables=variables, num_ticks=trace.num_ticks, cyclic=True, metadata=trace.metadata)
+
+
+def _with_successor(variable: Variable, successor: int) -> Variable:
+    return Variable(
+        nbytes=variable.nbytes,
+        birth_tick=variable.birth_tick,
+        death_tick=variable.death_tick,
+        becomes=successor,
+        evictable=variable.evictable,
+        kind=variable.kind,
+        label=variable.label,
+    )

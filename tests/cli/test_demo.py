@@ -1,0 +1,131 @@
+"""The demo's parts: curves, memory as the kernel counts it, trials in child processes, the whole."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ooc.cli import demo
+from ooc.cli.demo import DemoModel
+from ooc.cli.memory_group import MeasuredProcess, MemoryGroup, MemoryGroupUnavailable, PssWatch
+from ooc.cli.trial import TrialFailed, TrialOptions, follow_trial, run_trial
+from ooc.reporting.memory_curves import live_curve, resident_curve
+from ooc.units import MIB
+from scheduler.plan import Born, Dies, Evicted, Loaded, Machine, Plan, Residency
+from scheduler.trace import Op, Trace, Use, Variable
+
+SMALL_GPT = {"depth": 1, "width": 64, "context": 64, "batch_size": 4}
+
+
+def _trace() -> Trace:
+    """Three ops of 1, 2 and 1 ms; variable 0 (30 bytes) lives from op 0 to the end of op 2."""
+    use = Use(variable=0, reads=True, writes=False)
+    return Trace(
+        ops=(
+            Op(
+                name="make",
+                start_tick=0,
+                stop_tick=2,
+                duration_ns=1_000_000,
+                uses=(Use(variable=0, reads=False, writes=True),),
+            ),
+            Op(name="other", start_tick=2, stop_tick=5, duration_ns=2_000_000, uses=()),
+            Op(name="use", start_tick=5, stop_tick=6, duration_ns=1_000_000, uses=(use,)),
+        ),
+        variables=(
+            Variable(nbytes=30, birth_tick=1, death_tick=6),
+            Variable(nbytes=10, birth_tick=3, death_tick=4),
+        ),
+        num_ticks=7,
+        cyclic=False,
+    )
+
+
+def test_live_curve_places_ticks_in_time() -> None:
+    curve = live_curve(_trace())
+    assert [nbytes for _, nbytes in curve] == [0, 30, 40, 30, 0]
+    times = [seconds for seconds, _ in curve]
+    assert times == pytest.approx([0, 0.0005, 0.001 + 0.002 / 3, 0.001 + 0.004 / 3, 0.004])
+
+
+def test_resident_curve_counts_whole_chunks_while_a_residency_holds_them() -> None:
+    trace = _trace()
+    plan = Plan(
+        trace_fingerprint=trace.fingerprint(),
+        policy="by hand",
+        machine=Machine(chunk_nbytes=16, num_chunks=3),
+        residencies=(
+            Residency(variable=0, start=Born(), stop=Evicted(write_op=0, release_op=1), chunks=((0, 2),)),
+            Residency(variable=1, start=Born(), stop=Dies(), chunks=((2, 1),)),
+            Residency(variable=0, start=Loaded(before_op=2), stop=Dies(), chunks=((0, 2),)),
+        ),
+    )
+    assert [nbytes for _, nbytes in resident_curve(trace, plan)] == [0, 32, 0, 16, 0, 32, 0]
+
+
+def test_pss_of_a_child_is_seen() -> None:
+    code = "b = bytearray(64 << 20); import time; time.sleep(1.5)"
+    with MeasuredProcess([sys.executable, "-c", code]) as child, PssWatch(child.process.pid) as watch:
+        child.process.wait()
+    assert 64 * MIB <= watch.peak_nbytes() < 128 * MIB
+    assert child.process.returncode == 0
+
+
+@pytest.mark.cgroup
+def test_a_group_counts_limits_and_goes_away() -> None:
+    try:
+        group = MemoryGroup()
+    except MemoryGroupUnavailable as reason:
+        pytest.skip(str(reason))
+    group.close()
+    code = "b = bytearray(64 << 20); print(len(b))"
+    with MeasuredProcess([sys.executable, "-c", code]) as child:
+        assert child.source == "cgroup"
+        child.process.wait()
+        assert 64 * MIB <= child.peak_nbytes() < 128 * MIB
+    with MeasuredProcess([sys.executable, "-c", code], limit_nbytes=32 * MIB) as child:
+        assert child.process.wait() == -9
+    assert not group.directory.exists()
+    orphan = group.directory.parent / f"ooc-{2**22 + 1}-0"  # no process has such a number
+    orphan.mkdir()
+    MemoryGroup().close()
+    assert not orphan.exists()
+
+
+def test_a_trial_tells_each_step_and_repeats() -> None:
+    told = []
+    options = TrialOptions(workload="gpt", sizes=SMALL_GPT, num_steps=3)
+    result = run_trial(options, on_step=told.append)
+    assert tuple(told) == result.steps
+    assert [step.index for step in told] == [0, 1, 2]
+    assert result.losses == run_trial(options).losses
+    assert result.peak_nbytes > 50 * MIB
+
+
+def test_a_trial_that_fails_says_why() -> None:
+    with pytest.raises(TrialFailed, match=r"no workload is called 'alexnet'. Options: "):
+        run_trial(TrialOptions(workload="alexnet", num_steps=1))
+    with pytest.raises(TrialFailed, match="exit code 7 after 0 steps"):
+        follow_trial([sys.executable, "-c", "raise SystemExit(7)"])
+
+
+def test_the_demo_ends_with_equal_losses_and_a_picture(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(demo.DEMO_MODELS, "gpt", DemoModel(workload="gpt", num_steps=7, share=0.5, sizes=SMALL_GPT))
+    assert demo.main(model="gpt", budget="2MiB", out=str(tmp_path), store=str(tmp_path)) == 0
+    printed = capsys.readouterr().out
+    assert "7 of 7" in printed
+    assert "2.0 MiB" in printed
+    assert (tmp_path / "memory-gpt.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_demo_refuses_what_it_cannot_show(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert demo.main(model="alexnet", out=str(tmp_path)) == 2
+    assert demo.main(num_steps=2, out=str(tmp_path)) == 2
+    assert demo.main(budget="12G", out=str(tmp_path)) == 1
+    captured = capsys.readouterr()
+    assert "Options: gpt" in captured.out
+    assert "'12GiB'" in captured.err

@@ -1,0 +1,157 @@
+"""Live recordings of programs that have no budget: `ooc.record_fragmentation`, `ooc run --diagnose`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ooc
+from ooc.cli.main import main
+from ooc.fragmentation import BadFile, read_streams
+from tests.cli.test_run import environment
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+TRAIN = str(SCRIPTS / "train.py")
+MIB = 1 << 20
+TIMEOUT_S = 240
+
+CPU = "cpu"
+"""Tests of the profiler's way; on a machine with a GPU the default would be CUDA's."""
+
+
+def train(num_steps: int) -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(num_steps):
+        model(torch.randn(256, 512)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_recording_replays_what_was_allocated() -> None:
+    with ooc.record_fragmentation(device=CPU) as recording:
+        kept = [torch.empty(MIB, dtype=torch.uint8) for _ in range(3)]
+        torch.empty(5 * MIB, dtype=torch.uint8)  # freed at once
+        del kept[0]
+    (stream,) = recording.streams()
+    assert stream.device == "cpu"
+    older = int(stream.nbytes[: stream.num_initial].sum())  # of earlier tests' profiles in this process
+    assert stream.peak_live_nbytes - older == 8 * MIB
+    assert sorted(n for n in stream.nbytes.tolist() if n >= MIB) == [MIB] * 3 + [5 * MIB]
+    report = recording.report(capacity=9 * MIB)
+    verdicts = {s.replay.allocator: s.outcome.value for s in report.summaries}
+    assert verdicts["first-fit-by-size"] == "fits"
+    assert "test_diagnose.py" in " ".join(frame for buffer in range(4) for frame in stream.stack(buffer))
+    recording.close()
+    with pytest.raises(BadFile):
+        recording.streams()
+
+
+def test_without_stacks_no_python_frames_are_recorded() -> None:
+    with ooc.record_fragmentation(device=CPU, stacks=False) as recording:
+        train(1)
+    (stream,) = recording.streams()
+    assert not any(".py(" in frame for buffer in range(stream.num_buffers) for frame in stream.stack(buffer))
+
+
+def test_it_stops_after_some_steps_and_keeps_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    recording = ooc.record_fragmentation(str(path), device=CPU, max_steps=2)
+    with recording:
+        train(2)
+        assert not recording.is_recording
+        torch.empty(64 * MIB, dtype=torch.uint8)
+    assert recording.num_steps == 2
+    recording.close()
+    (stream,) = read_streams(path)
+    assert 3 * MIB < stream.peak_live_nbytes < 64 * MIB
+
+
+def test_it_records_beside_a_session() -> None:
+    with ooc.Session("6MiB", plan_cache=False), ooc.record_fragmentation(device=CPU) as recording:
+        train(2)
+    assert recording.streams()
+
+
+def test_a_recording_that_cannot_be_made_says_why() -> None:
+    with pytest.raises(ValueError, match=r"device='tpu'. Options"):
+        ooc.record_fragmentation(device="tpu")
+    with pytest.raises(ValueError, match="max_steps=0: at least 1"):
+        ooc.record_fragmentation(max_steps=0)
+    recording = ooc.record_fragmentation(device=CPU)
+    with pytest.raises(RuntimeError, match="nothing is recorded yet"):
+        recording.streams()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        with pytest.raises(RuntimeError, match=r"torch.profiler is running already"):
+            recording.start()
+        assert not recording.is_recording
+    with recording:
+        torch.empty(8)
+    with pytest.raises(RuntimeError, match="made once"):
+        recording.start()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_is_refused_where_there_is_none() -> None:
+    with pytest.raises(ValueError, match="torch sees no CUDA device"):
+        ooc.record_fragmentation(device="cuda")
+
+
+@pytest.mark.gpu
+def test_a_recording_on_cuda_replays_to_the_allocators_own_figures() -> None:
+    torch.cuda.empty_cache()
+    with ooc.record_fragmentation(device="cuda") as recording:
+        kept = [torch.empty(3 * MIB, dtype=torch.uint8, device="cuda") for _ in range(4)]
+        peak = torch.cuda.memory_allocated()
+        del kept
+    (stream,) = recording.streams()
+    assert stream.peak_live_nbytes == pytest.approx(peak, rel=0.01)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def test_diagnose_leaves_the_script_alone_and_tells_at_its_end(tmp_path: Path) -> None:
+    report = tmp_path / "found.json"
+    ours = run("-m", "ooc", "run", "--diagnose", "--report", str(report), TRAIN)
+    plain = run(TRAIN)
+    assert (ours.returncode, plain.returncode) == (0, 0)
+    assert ours.stdout.replace(str(report), "") == plain.stdout
+    assert "3 optimizer steps were recorded" in ours.stderr
+    assert "What to do" in ours.stderr
+    document = json.loads(report.read_text())
+    assert document["schema"] == "ooc.fragmentation"
+    assert document["peak_live_nbytes"] > MIB
+
+
+def test_diagnose_tells_also_when_the_script_fails(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("import torch\nx = torch.ones(1 << 20)\ny = x * 2\nraise ValueError('on purpose')\n")
+    done = run("-m", "ooc", "run", "--diagnose", str(script))
+    assert done.returncode == 1
+    assert "most live at once 8.0 MiB" in done.stderr
+    assert "ValueError: on purpose" in done.stderr
+    assert 'runner.py", line' not in done.stderr  # the traceback is the script's own
+
+
+def test_diagnose_of_a_script_that_allocates_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "idle.py"
+    script.write_text("print('hello')\n")
+    done = run("-m", "ooc", "run", "--diagnose", str(script))
+    assert (done.returncode, done.stdout) == (0, "hello\n")
+    assert "nothing to tell" in done.stderr
+
+
+def test_diagnose_has_no_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["run", "--diagnose", "--budget", "1GiB", TRAIN]) == 2
+    assert "--budget is for running within one" in capsys.readouterr().err
+    assert main(["run", "--diagnose", str(tmp_path / "none.py")]) == 2
+    assert "can't open file" in capsys.readouterr().err

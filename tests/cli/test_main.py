@@ -1,0 +1,187 @@
+"""The command line: its flags, who gets which argument, and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ooc.cli.main import main, parser
+from ooc.settings import resolve
+
+FLAGS = {
+    "": ["--help", "--version", "-h"],
+    "run": [
+        "--budget",
+        "--chunk",
+        "--debug",
+        "--device",
+        "--diagnose",
+        "--help",
+        "--host-budget",
+        "--plan",
+        "--policy",
+        "--progress",
+        "--report",
+        "--store",
+        "--threshold",
+        "--window",
+        "-h",
+        "-m",
+    ],
+    "demo": ["--budget", "--help", "--model", "--out", "--steps", "--store", "-h"],
+    "doctor": ["--help", "--json", "--store", "-h"],
+    "fragmentation": [
+        "--alloc-conf",
+        "--allocator",
+        "--capacity",
+        "--device",
+        "--help",
+        "--json",
+        "--png",
+        "-h",
+    ],
+    "trace": ["--budget", "--fake", "--help", "--output", "--profile", "--store", "-h", "-m", "-o"],
+    "plan": [
+        "--budget",
+        "--chunk",
+        "--deadline",
+        "--help",
+        "--json",
+        "--keep-times",
+        "--no-recompute",
+        "--objective",
+        "--output",
+        "--points",
+        "--policy",
+        "--profile",
+        "--sweep",
+        "-h",
+        "-o",
+    ],
+    "fit": [
+        "--budget",
+        "--chunk",
+        "--fake",
+        "--help",
+        "--json",
+        "--keep-times",
+        "--micro-batch",
+        "--most",
+        "--policy",
+        "--profile",
+        "--slowdown",
+        "-h",
+    ],
+    "profile": ["--help", "--name", "--output", "--store", "-h", "-o"],
+    "report": ["--beside", "--endurance", "--help", "--output", "--trace-json", "-h", "-o"],
+}
+
+
+def _sub_parsers(top: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (action,) = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
+    return {"": top, **action.choices}
+
+
+def test_the_flags_are_frozen() -> None:
+    """Scripts depend on them. Add, but do not rename; a removal needs a major version."""
+    found = {name: sorted(p._option_string_actions) for name, p in _sub_parsers(parser()).items()}
+    assert found == FLAGS
+
+
+def test_everything_after_the_script_is_the_scripts_own() -> None:
+    own = ["--budget", "3", "-m", "--help", "--", "-x", "--store=here"]
+    parsed = parser().parse_args(["run", "--budget", "1GiB", "--policy", "window", "train.py", *own])
+    assert (parsed.target, parsed.arguments) == ("train.py", own)
+    assert (parsed.budget, parsed.policy, parsed.store, parsed.is_module) == ("1GiB", "window", None, False)
+
+
+def test_a_module_takes_the_scripts_place() -> None:
+    parsed = parser().parse_args(["run", "--budget=1GiB", "-m", "package.train", "-m", "x"])
+    assert (parsed.target, parsed.arguments, parsed.is_module) == ("package.train", ["-m", "x"], True)
+
+
+def test_flags_are_not_abbreviated() -> None:
+    """An abbreviation would change its meaning when a flag is added."""
+    with pytest.raises(SystemExit) as stopped:
+        parser().parse_args(["run", "--bud", "1GiB", "train.py"])
+    assert stopped.value.code == 2
+
+
+def test_argument_beats_variable_beats_default() -> None:
+    environment = {"OOC_BUDGET": "1GiB", "OOC_STORE": "/var/tmp", "OOC_POLICY": ""}
+    found = resolve({"budget": "2GiB", "store": None}, environment)
+    assert (found["budget"].value, found["budget"].source) == ("2GiB", "argument")
+    assert (found["store"].value, found["store"].source) == ("/var/tmp", "OOC_STORE")
+    assert (found["policy"].value, found["policy"].source) == (None, "default")
+
+
+def test_without_a_budget_run_says_how_to_give_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OOC_BUDGET", raising=False)
+    assert main(["run", "train.py"]) == 2
+    assert "--budget SIZE" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith("ooc ")
+
+
+def test_run_end_to_end(tmp_path: Path) -> None:
+    """A script's output, arguments and exit code; the report where it was asked for."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch\n"
+        "model = torch.nn.Linear(512, 512)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(3):\n"
+        "    model(torch.ones(64, 512)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "print(sys.argv[1:])\n"
+        "sys.exit(5)\n"
+    )
+    command = [sys.executable, "-m", "ooc", "run", "--report", "report.json", str(script), "--budget", "7"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "OOC_BUDGET": "16MiB", "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("['--budget', '7']\n", 5), done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["budget_nbytes"] == 16 << 20
+    assert len(report["steps"]) == 3
+
+
+def test_run_refuses_a_bad_size_before_the_script_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('it ran')")
+    assert main(["run", "--budget", "12G", str(script)]) == 2
+    assert "'12GiB'" in capsys.readouterr().err
+
+
+def test_a_budget_beyond_the_machine_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Readable sizes, what there is, and a budget that would do."""
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('it ran')")
+    assert main(["run", "--budget", "999TiB", str(script)]) == 2
+    told = capsys.readouterr().err
+    assert "a pool of 999.0 TiB (" in told
+    assert re.search(r"into memory: \d+\.\d [MG]iB are available", told)
+    assert re.search(r"Options: a budget of at most \d+MiB;", told)
+    assert main(["run", "--budget", "5kB", str(script)]) == 2
+    assert "budget of 4.9 KiB (5000 bytes): less than one chunk of 64.0 KiB" in capsys.readouterr().err

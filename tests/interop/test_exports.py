@@ -1,0 +1,606 @@
+"""Access from outside the dispatcher: exports, stray touches, other threads, forks.
+
+Each program trains a small model whose parameters are partly away between steps, and does something
+from outside in mid-training; results equal those of the same program without a session, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import gc
+import io
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import ooc
+from ooc.memory.record import State
+
+ROOT = Path(__file__).parents[2]
+WIDTH = 256
+BUDGET = "1MiB"
+NUM_STEPS = 12
+PLANNED_STEP = 6
+"""By then steps are planned, in and after which something is done; in step 1 they still run on demand."""
+
+Act = Callable[[nn.Module, torch.optim.Optimizer], Any]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class InCore:
+    """No session."""
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(5) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, 10))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> float:
+    generator = torch.Generator().manual_seed(index)
+    x = torch.randn(WIDTH, WIDTH, generator=generator)
+    y = torch.randint(0, 10, (WIDTH,), generator=generator)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def contents(model: nn.Module) -> list[bytes]:
+    """Every tensor's bytes, by way of an op each."""
+    return [t.detach().clone().numpy().tobytes() for t in model.state_dict().values()]
+
+
+def run(session: Any, act: Act, *, at: int, inside: bool) -> tuple[list[Any], list[bytes]]:
+    """Train; in or after step `at` call `act`. Losses with what it returned, and the model at the end."""
+    model, optimizer = build()
+    results: list[Any] = []
+    for index in range(NUM_STEPS):
+        with session.step():
+            results.append(train(model, optimizer, index))
+            if inside and index == at:
+                results.append(act(model, optimizer))
+        if not inside and index == at:
+            results.append(act(model, optimizer))
+    return results, contents(model)
+
+
+def compare(act: Act, *, at: int, inside: bool = False, debug: bool = False) -> ooc.Session:
+    """The same in core and out of core. Returns the session, closed."""
+    expected = run(InCore(), act, at=at, inside=inside)
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug) as session:
+        found = run(session, act, at=at, inside=inside)
+        modes = [row.mode for row in session.steps.rows]
+    assert found[0] == expected[0]
+    assert found[1] == expected[1]
+    assert modes[PLANNED_STEP - 1] == "planned"
+    assert modes[-1] == "planned" or act is _saved  # which gives the optimizer another state: a new sequence
+    return session
+
+
+# -- exports
+
+
+def _numpy(model: nn.Module, _: Any) -> list[bytes]:
+    return [p.detach().numpy().tobytes() for p in model.parameters()]
+
+
+def _asarray(model: nn.Module, _: Any) -> list[bytes]:
+    return [np.asarray(p.detach()).tobytes() for p in model.parameters()]
+
+
+def _all_at_once(model: nn.Module, _: Any) -> list[bytes]:
+    """More memory given out at the same time than the budget has."""
+    arrays = [p.detach().numpy() for p in model.parameters()]
+    return [array.tobytes() for array in arrays]
+
+
+def _tolist(model: nn.Module, _: Any) -> list[Any]:
+    return [p.tolist() for p in list(model.parameters())[:2]]
+
+
+def _dlpack(model: nn.Module, _: Any) -> list[bytes]:
+    found = [np.from_dlpack(p.detach()[1:, ::2]).tobytes() for p in model.parameters() if p.dim() == 2]
+    bfloat = next(model.parameters()).detach().bfloat16()
+    again = torch.from_dlpack(torch.utils.dlpack.to_dlpack(bfloat))
+    return [*found, again.float().numpy().tobytes()]
+
+
+def _written_through_numpy(model: nn.Module, _: Any) -> None:
+    for parameter in model.parameters():
+        parameter.detach().numpy()[...] *= 0.5
+
+
+def _data_ptr(model: nn.Module, _: Any) -> list[bytes]:
+    return [ctypes.string_at(p.data_ptr(), 4 * p.numel()) for p in model.parameters()]
+
+
+def _written_through_data_ptr(model: nn.Module, _: Any) -> None:
+    for parameter in model.parameters():
+        ctypes.memset(parameter.data_ptr(), 0, 2 * parameter.numel())
+
+
+def _storages(model: nn.Module, _: Any) -> list[Any]:
+    parameters = list(model.parameters())
+    untyped = parameters[0].untyped_storage()
+    typed = parameters[2].storage()  # type: ignore[no-untyped-call]
+    return [untyped[3], untyped[77], typed[5], untyped.nbytes(), [typed[i] for i in range(9)]]
+
+
+def _saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
+    """A round trip of model and optimizer through torch.save."""
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer)
+    found = [t.numpy().tobytes() for t in loaded["model"].values()]
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    return found
+
+
+def _pickled(model: nn.Module, _: Any) -> list[bytes]:
+    return contents(pickle.loads(pickle.dumps(model)))
+
+
+def _copied(model: nn.Module, _: Any) -> list[bytes]:
+    return contents(copy.deepcopy(model))
+
+
+def _to_file(model: nn.Module, _: Any) -> bytes:
+    path = f"/var/tmp/ooc-test-{os.getpid()}"
+    try:
+        for parameter in model.parameters():
+            with open(path, "ab") as file:
+                parameter.detach().numpy().tofile(file)
+        return Path(path).read_bytes()
+    finally:
+        os.unlink(path)
+
+
+def _shared(model: nn.Module, _: Any) -> list[bytes]:
+    """The storage moves to shared memory, under a tensor that keeps its identity."""
+    copies = [p.detach().clone() for p in model.parameters()]
+    for tensor in copies:
+        tensor.share_memory_()
+        assert tensor.is_shared()
+    return [tensor.numpy().tobytes() for tensor in copies]
+
+
+ACTS = [
+    _numpy,
+    _asarray,
+    _all_at_once,
+    _tolist,
+    _dlpack,
+    _written_through_numpy,
+    _data_ptr,
+    _written_through_data_ptr,
+    _storages,
+    _saved,
+    _pickled,
+    _copied,
+    _to_file,
+    _shared,
+]
+
+
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__.strip("_"))
+@pytest.mark.parametrize(("at", "inside"), [(1, False), (PLANNED_STEP, False), (PLANNED_STEP, True)])
+def test_exports(act: Act, at: int, inside: bool) -> None:
+    compare(act, at=at, inside=inside)
+
+
+@pytest.mark.parametrize("act", [_numpy, _all_at_once, _written_through_numpy, _saved, _copied])
+def test_exports_in_debug_mode(act: Act) -> None:
+    compare(act, at=PLANNED_STEP, debug=True)
+
+
+def _hold(session: Any) -> tuple[list[Any], list[bytes]]:
+    """A numpy view taken early sees every later update, and what is written there counts."""
+    model, optimizer = build()
+    weight = model[4].weight
+    seen = []
+    view = None
+    for index in range(NUM_STEPS + 4):
+        with session.step():
+            seen.append(train(model, optimizer, index))
+        if index == 5:
+            view = weight.detach().numpy()
+        if view is not None:
+            seen.append(view.tobytes())
+            view[index] = index / 100
+            seen.append(weight.detach().clone().numpy().tobytes())
+        if index == 8:
+            view = None
+    return seen, contents(model)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_view_held_over_steps(debug: bool) -> None:
+    expected = _hold(InCore())
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug) as session:
+        found = _hold(session)
+        modes = [row.mode for row in session.steps.rows]
+    assert found == expected
+    assert modes[5] == "planned"
+    assert "planned" not in modes[6:9]  # no plan may move what was given out
+    assert modes[-1] == "planned"
+
+
+def test_functions_are_put_back() -> None:
+    names = [(torch.Tensor, "numpy"), (torch.Tensor, "data_ptr"), (torch, "save"), (torch.UntypedStorage, "data_ptr")]
+    before = [getattr(owner, name) for owner, name in names]
+    kept = [owner.__dict__.get(name) for owner, name in names]
+    with ooc.Session(BUDGET):
+        assert [getattr(owner, name) for owner, name in names] != before
+    assert [getattr(owner, name) for owner, name in names] == before
+    assert [owner.__dict__.get(name) for owner, name in names] == kept
+
+
+def test_an_export_outlives_its_session() -> None:
+    with ooc.Session(BUDGET):
+        tensor = torch.arange(WIDTH * WIDTH, dtype=torch.float32)
+        array = tensor.numpy()
+        others = [torch.randn(WIDTH, WIDTH) for _ in range(8)]
+        del others
+    array[7] = 5
+    assert tensor[7] == 5
+    del tensor
+    gc.collect()
+    assert array[8] == 8
+
+
+def test_resident_keeps_and_says_when_it_cannot() -> None:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session:
+        tensors = [torch.full((WIDTH, WIDTH), float(i)) for i in range(12)]
+        with session.resident(*tensors[:3]):
+            pointers = [session._dispatcher.address(t) for t in tensors[:3]]
+            for other in tensors[3:]:
+                other.add_(0)
+            records = [session._manager.records[p] for p in pointers]
+            assert all(r.state is State.RESIDENT for r in records)
+            ctypes.memset(pointers[0], 0, 4)
+        for other in tensors[3:]:
+            other.add_(0)
+        assert any(r.state is State.AWAY for r in records)
+        assert tensors[0][0, 0] == 0
+        assert tensors[2].sum() == 2 * WIDTH * WIDTH
+        with pytest.raises(ooc.BudgetTooSmall, match="resident"), session.resident(*tensors):
+            pass
+        assert tensors[11].sum() == 11 * WIDTH * WIDTH
+
+
+# -- stray touches
+
+
+def pointers_of(model: nn.Module) -> list[tuple[int, int]]:
+    return [(p.data_ptr(), 4 * p.numel()) for p in model.parameters()]
+
+
+def read_all(pointers: list[tuple[int, int]]) -> list[bytes]:
+    return [ctypes.string_at(address, nbytes) for address, nbytes in pointers]
+
+
+@pytest.mark.parametrize("delay_ns", [0, 3_000_000])
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("boundary", ["explicit", "optimizer"])
+def test_raw_pointers_between_steps(boundary: Any, debug: bool, delay_ns: int) -> None:
+    """Read through addresses alone: after planned steps that needs the fault handler.
+
+    Ops that follow a step (here `loss.item()` and a norm) are played by the plan: loads and evictions
+    go on meanwhile, and with a slow store they are still under way when the addresses are read.
+    """
+    model, optimizer = build()
+    expected = []
+    for index in range(NUM_STEPS + 3):
+        train(model, optimizer, index)
+        expected.append(read_all(pointers_of(model)))
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, step_boundary=boundary) as session:
+        model, optimizer = build()
+        pointers = pointers_of(model)
+        session.store.engine.inject_faults(delay_ns=delay_ns)
+        for index in range(NUM_STEPS + 3):
+            with session.step() if boundary == "explicit" else contextlib.nullcontext():
+                train(model, optimizer, index)
+            model[0].weight.norm()
+            assert read_all(pointers) == expected[index]
+        assert [row.mode for row in session.steps.rows].count("planned") >= 3
+        assert session.steps.rows[-1].num_faults > 0
+        assert session.report()["steps"][-1]["num_faults"] == session.steps.rows[-1].num_faults
+
+
+def test_a_stray_write_to_an_away_variable_is_kept() -> None:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session:
+        model, optimizer = build()
+        pointers = pointers_of(model)
+        for index in range(PLANNED_STEP):
+            with session.step():
+                train(model, optimizer, index)
+        records = {r.address: r for r in session._executor.live_records()}
+        away = next(i for i, (a, _) in enumerate(pointers) if a in records and records[a].state is State.AWAY)
+        ctypes.memset(pointers[away][0] + 8, 0, 4)
+        assert list(model.parameters())[away].flatten()[2] == 0
+        assert session._executor.active is None or session.steps.rows[-1].mode == "planned"
+
+
+def test_threads_read_parameters_between_steps() -> None:
+    """Four threads by raw pointers and by torch's own ops, which they run without the dispatch mode."""
+    model, optimizer = build()
+    expected = []
+    for index in range(NUM_STEPS):
+        train(model, optimizer, index)
+        expected.append(read_all(pointers_of(model)))
+    wrong: list[int] = []
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session:
+        model, optimizer = build()
+        pointers = pointers_of(model)
+
+        def check(index: int) -> None:
+            for _ in range(3):
+                if read_all(pointers) != expected[index]:
+                    wrong.append(index)
+                if [(p.detach() + 0).numpy().tobytes() for p in model.parameters()] != expected[index]:
+                    wrong.append(-index)
+
+        for index in range(NUM_STEPS):
+            with session.step():
+                train(model, optimizer, index)
+            threads = [threading.Thread(target=check, args=(index,)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert not wrong
+
+
+def test_threads_read_on_demand_while_training_goes_on() -> None:
+    """On demand a variable may be read at any time; what is frozen reads the same throughout."""
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session:
+        frozen = [torch.full((WIDTH, WIDTH), float(i)) for i in range(8)]
+        pointers = [(t.data_ptr(), 4 * t.numel()) for t in frozen]
+        expected = [np.full(WIDTH * WIDTH, i, dtype=np.float32).tobytes() for i in range(8)]
+        stop = threading.Event()
+        wrong: list[int] = []
+        rounds = [0]
+
+        def read() -> None:
+            while not stop.is_set():
+                if read_all(pointers) != expected:
+                    wrong.append(1)
+                rounds[0] += 1
+
+        threads = [threading.Thread(target=read) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for turn in range(25):
+                total = sum((t + turn).sum().item() for t in frozen)
+                assert total == WIDTH * WIDTH * (28 + 8 * turn)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        assert not wrong
+        assert rounds[0] > 0
+        assert session._manager.counters.loaded_nbytes > 0
+
+
+def test_another_thread_allocates_during_planned_steps() -> None:
+    """It is served beside the plan, or the step leaves the plan; neither is ever corrupted."""
+    model, optimizer = build()
+    expected = [train(model, optimizer, index) for index in range(14)]
+    final = contents(model)
+    with ooc.Session("2MiB", chunk_nbytes="64KiB") as session:
+        model, optimizer = build()
+        stop = threading.Event()
+        wrong: list[Any] = []
+        rounds = [0]
+
+        def work() -> None:
+            while not stop.is_set():
+                tensor = torch.full((128, 256), float(rounds[0] % 7))
+                time.sleep(0.001)
+                if tensor.sum().item() != 128 * 256 * (rounds[0] % 7):
+                    wrong.append(rounds[0])
+                del tensor
+                rounds[0] += 1
+
+        losses = []
+        thread = threading.Thread(target=work)
+        for index in range(14):
+            if index == 5:
+                thread.start()
+            with session.step():
+                losses.append(train(model, optimizer, index))
+        stop.set()
+        thread.join()
+        assert losses == expected
+        assert contents(model) == final
+    assert not wrong
+    assert rounds[0] > 0
+
+
+# -- forks
+
+
+class Data(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Tensors made inside the session, more than it holds at once."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.blocks = [torch.randn(64, WIDTH, generator=generator) for _ in range(8)]
+        self.inputs = torch.randn(512, WIDTH, generator=generator)
+        self.targets = torch.randint(0, 10, (512,), generator=generator)
+
+    def __len__(self) -> int:
+        return 512
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inputs[index] + self.blocks[index % 8][index % 64], self.targets[index]
+
+
+def _load_and_train(session: Any, num_workers: int, context: str | None, *, persistent: bool) -> tuple[Any, ...]:
+    torch.set_num_threads(1)
+    data = Data()
+    model, optimizer = build()
+    losses = []
+    loader = DataLoader(
+        data,
+        batch_size=WIDTH // 2,
+        num_workers=num_workers,
+        multiprocessing_context=context,
+        persistent_workers=persistent,
+    )
+    for _ in range(3):
+        for x, y in loader:
+            with session.step():
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    del loader
+    return losses, contents(model)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_data_loader_fork(persistent: bool, debug: bool) -> None:
+    expected = _load_and_train(InCore(), 0, None, persistent=False)
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug) as session:
+        assert _load_and_train(session, 2, "fork", persistent=persistent) == expected
+        gc.collect()
+        deadline = time.monotonic() + 20
+        while session._manager.fork_readers.num_held and time.monotonic() < deadline:
+            time.sleep(0.02)
+            session._manager.fork_readers.forget_gone()
+        assert session._manager.fork_readers.num_held == session._manager.fork_readers.num_retired == 0
+        assert [row.mode for row in session.steps.rows][-1] == "planned"
+
+
+def test_data_loader_spawn() -> None:
+    expected = _load_and_train(InCore(), 0, None, persistent=False)
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session:
+        assert _load_and_train(session, 2, "spawn", persistent=True) == expected
+
+
+FORK = """
+import os, signal, sys
+import torch
+torch.set_num_threads(1)
+import ooc
+from tests.test_outside import build, train, contents, pointers_of, read_all
+how, num_steps = sys.argv[1], int(sys.argv[2])
+def wait(pid):
+    status = os.waitpid(pid, 0)[1]
+    assert status == 0, status
+def fork(check):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)
+        code = 1
+        try:
+            check()
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+with ooc.Session("1MiB", chunk_nbytes="64KiB", debug="debug" in how) as session:
+    model, optimizer = build()
+    pointers = pointers_of(model)
+    read_end, write_end = os.pipe()
+    def go():
+        os.read(read_end, 1)
+        assert contents(model) == expected
+        assert read_all(pointers) == expected
+        losses = [train(model, optimizer, i) for i in range(3)]
+        os.write(result[1], repr(losses).encode())
+    for index in range(num_steps):
+        with session.step():
+            train(model, optimizer, index)
+            if "inside" in how and index == num_steps - 1:
+                expected = contents(model)
+                result = os.pipe()
+                pid = fork(go)
+    if "inside" not in how:
+        expected = contents(model)
+        result = os.pipe()
+        pid = fork(go)
+    def grandchild():
+        assert contents(model) == expected
+    losses = []
+    for index in range(3):
+        with session.step():
+            losses.append(train(model, optimizer, index))
+    retired = session._books.children.num_retired
+    assert retired > 0, session._books.children
+    if "twice" in how:
+        expected2, expected = expected, contents(model)
+        pid2 = fork(lambda: wait(fork(grandchild)))
+        wait(pid2)
+        expected = expected2
+    os.write(write_end, b"x")
+    wait(pid)
+    assert eval(os.read(result[0], 1000)) == losses, "training goes on the same way in the child"
+    session._books.children.forget_gone()
+    assert session._books.children.num_held == 0
+    assert session._books.children.num_retired == 0
+    before = session._books.pool.num_free
+with torch.no_grad():
+    assert len(contents(model)) == 12
+print("good")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "num_steps"), [("between", 1), ("between", 7), ("inside", 7), ("debug", 7), ("twice", 7)]
+)
+def test_os_fork(how: str, num_steps: int) -> None:
+    """The child waits until the parent has trained on; it still sees the bytes as at the fork, and can train."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, how, str(num_steps)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "good" in done.stdout
+
+
+def test_a_subprocess_costs_nothing() -> None:
+    with ooc.Session(BUDGET) as session:
+        tensor = torch.randn(WIDTH, WIDTH)
+        assert subprocess.run(["/bin/true"], check=True).returncode == 0
+        assert session._manager.fork_readers.num_held == 0
+        assert tensor.sum().isfinite()

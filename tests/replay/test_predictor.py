@@ -1,0 +1,73 @@
+"""Which sequence of ops is expected next."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ooc.replay.predictor import _MOST_PASTS, SequencePredictor
+
+
+def num_wrong(keys: str, *, after: int = 0) -> int:
+    """Wrong guesses from the step `after` on, when these steps come."""
+    expectation, wrong = SequencePredictor(), 0
+    for index, key in enumerate(keys):
+        if index > after and expectation.next() != key:
+            wrong += 1
+        expectation.note(key)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("pattern", "most_wrong"),
+    [
+        ("A", 0),
+        ("AB", 2),
+        ("AAB", 6),
+        ("AAAAE", 6),  # an evaluation every fifth step
+        ("AABBC", 8),
+        ("AAAAAAAE", 8),
+    ],
+)
+def test_patterns_are_learned_within_a_few_rounds(pattern: str, most_wrong: int) -> None:
+    keys = pattern * 20
+    assert num_wrong(keys) <= most_wrong
+    assert num_wrong(keys, after=6 * len(pattern)) == 0
+
+
+def test_the_common_one_is_expected_when_nothing_else_is_known() -> None:
+    """One step in ten is another one, at random: only those are guessed wrong, or hardly more."""
+    source = random.Random(5)
+    keys = "".join(source.choices("AB", (9, 1), k=1000))
+    assert num_wrong(keys) < 1.5 * keys.count("B")
+
+
+def test_two_rhythms_together() -> None:
+    """Evaluation every fifth step, a checkpoint every sixth: most plain steps are guessed right."""
+    keys = "".join("E" if i % 5 == 4 else "S" if i % 6 == 5 else "A" for i in range(600))
+    assert num_wrong(keys, after=300) < 300 * 0.1
+
+
+def test_the_latest_decides_between_equals() -> None:
+    expectation = SequencePredictor()
+    assert expectation.next() is None
+    for key in "AXAYAZA":
+        expectation.note(key)
+    assert expectation.next() == "Z"
+
+
+def test_an_interruption_ends_the_past() -> None:
+    expectation = SequencePredictor()
+    for key in "ABABABA":
+        expectation.note(key)
+    assert expectation.next() == "B"
+    expectation.interrupt()
+    assert expectation.next() is None
+
+
+def test_steps_that_never_repeat_take_little_memory() -> None:
+    expectation = SequencePredictor()
+    for number in range(3 * _MOST_PASTS):
+        expectation.note(str(number))
+    assert len(expectation) <= _MOST_PASTS

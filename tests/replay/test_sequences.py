@@ -1,0 +1,150 @@
+"""A plan that cannot be made ready to be played costs its sequence the plan, not the user the training run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import ooc
+from ooc.replay.executable_plan import ExecutablePlan
+from scheduler import planning
+from scheduler.plan import Machine, Plan, PlanError
+from scheduler.trace import Trace
+from tests.html_report.cases import net
+from tests.session.continuation import BUDGET, Trainer
+
+FAILURES = pytest.mark.parametrize("failure", [PlanError("not to be played"), RuntimeError("a fault")], ids=type)
+
+
+def train(num_steps: int) -> tuple[list[float], list[str], ooc.Session]:
+    """Losses, how each step ran, and the closed session."""
+    with ooc.Session(BUDGET) as session:
+        trainer = Trainer()
+        losses = []
+        for index in range(num_steps):
+            with session.step():
+                losses.append(trainer.step(index))
+        modes = [row.mode for row in session.steps.rows]
+    return losses, modes, session
+
+
+@FAILURES
+def test_a_sequence_whose_plan_does_not_compile_stays_on_demand(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, modes, _ = train(5)
+    assert "planned" in modes
+
+    def fail(**_: Any) -> ExecutablePlan:
+        raise failure
+
+    monkeypatch.setattr("ooc.replay.sequences.ExecutablePlan", fail)
+    with caplog.at_level(logging.WARNING):
+        losses, modes, session = train(5)
+    assert losses == expected
+    assert "planned" not in modes
+    (reason,) = session._sequences.unplannable.values()
+    assert str(failure) in reason
+    assert "stays on demand" in caplog.text
+
+
+@FAILURES
+def test_a_plan_made_anew_that_does_not_compile_leaves_the_old_one(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _, _ = train(8)
+    monkeypatch.setattr("ooc.replay.sequences._WORTHWHILE_STALL", -1.0)  # plan anew, whatever it is worth
+    monkeypatch.setattr("ooc.replay.sequences._WORTHWHILE", 1e9)
+    num_compiled = 0
+
+    def compile_once(**named: Any) -> ExecutablePlan:
+        nonlocal num_compiled
+        num_compiled += 1
+        if num_compiled > 1:
+            raise failure
+        return ExecutablePlan(**named)
+
+    monkeypatch.setattr("ooc.replay.sequences.ExecutablePlan", compile_once)
+    with caplog.at_level(logging.WARNING):
+        losses, modes, _ = train(8)
+    assert num_compiled > 1
+    assert losses == expected
+    assert modes[-1] == "planned"
+    assert "the plan so far stays" in caplog.text or "cannot plan anew" in caplog.text
+
+
+def test_a_better_plan_pays_for_its_remaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan made anew that stalls less, but whose remaps cost more than that, does not replace the first."""
+    made: list[Plan] = []
+
+    def make_plan(trace: Trace, machine: Machine, **how: Any) -> Plan:
+        plan = planning.make_plan(trace, machine, **how)
+        if made:
+            plan = replace(plan, predicted={**plan.predicted, "duration_ns": 1, "remap_ns": 10**15})
+        made.append(plan)
+        return plan
+
+    monkeypatch.setattr("ooc.replay.sequences.make_plan", make_plan)
+    monkeypatch.setattr("ooc.replay.sequences._WORTHWHILE_STALL", -1)  # always plan anew
+    with ooc.Session(BUDGET, plan_cache=False) as session:
+        trainer = Trainer()
+        for index in range(14):
+            with session.step():
+                trainer.step(index)
+        assert session.plan() is made[0]
+    assert len(made) == 3  # the first, and one for each of `_REFINE_AFTER`
+
+
+def _steps_with_small_ops(session: ooc.Session | None, num_steps: int, small_ops: Callable[[int], bool]) -> list[float]:
+    """Losses of a training loop in which some steps load their batch op by op, in tensors too small to be variables."""
+    torch.manual_seed(4)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    losses = []
+    for index in range(num_steps):
+        with session.step() if session is not None else contextlib.nullcontext():
+            generator = torch.Generator().manual_seed(index)
+            if small_ops(index):
+                rows = [torch.ones(8).clone().mul_(i) for i in range(30)]
+                torch.stack(rows).sum().item()
+            hidden = torch.randn(256, 256, generator=generator)
+            for number, layer in enumerate(model):
+                hidden = layer(hidden)
+                if small_ops(index) and number % 3 == 0:
+                    torch.zeros(3).add(number).tolist()
+            loss = hidden.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        del loss, hidden
+    return losses
+
+
+@pytest.mark.parametrize("learned_with", [True, False])
+def test_ops_that_touch_no_variable_come_and_go_within_one_plan(learned_with: bool) -> None:
+    """Loading a batch, logging: such ops vary from step to step, and the plan has acts around them. It goes on."""
+
+    def small_ops(index: int) -> bool:
+        return learned_with == (index < 5 or index % 3 == 0)
+
+    expected = _steps_with_small_ops(None, 14, small_ops)
+    with ooc.Session("3MiB", plan_cache=False, debug=True) as session:
+        assert _steps_with_small_ops(session, 14, small_ops) == expected
+        modes = [row.mode for row in session.steps.rows]
+        active = session._executor.active
+        assert active is not None
+        acts = [
+            index
+            for index in range(active.num_ops)
+            if active.is_bystander(index) and (active.before[index] or active.after[index])
+        ]
+    assert modes[5:] == ["planned"] * 9, modes
+    assert session._sequences.num_plans == 1
+    assert bool(acts) >= learned_with  # else nothing was tested: a plan with acts where an op did not come
