@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ooc.dispatch.extension import new_dispatcher
+from ooc.dispatch.mode import SessionMode
 from ooc.dispatch.out_of_memory import budget_too_small
 from ooc.dispatch.signals import CriticalLock
 from ooc.errors import BudgetTooSmall, OocError
@@ -23,8 +25,9 @@ from ooc.memory.residency import NoRoom, ResidencyManager
 from ooc.replay.executor import Executor
 from ooc.replay.op_watch import OpWatch
 from ooc.tracing import op_semantics as ops
-from ooc.tracing.call_sites import CallSites
-from ooc.tracing.recorder import OpRecord, StepRecorder
+from ooc.tracing.recorder import OpRecord
+from ooc.tracing.recording import Recording
+from vmm.chunks import ChunkPool
 from vmm.nvtx_ranges import marked, names_ops
 from vmm.torch_cpu import AllocatorTable
 
@@ -44,10 +47,14 @@ _Call = tuple[Any, Sequence[Any], Mapping[str, Any]]
 
 
 class OpRunner:
-    """Runs ops and serves allocations for one session. Owns the recording of the present step.
+    """Runs ops and serves allocations for one session: the Python half of the native dispatcher, which it makes.
 
     Attributes:
-        recorder: The step's ops while it runs on demand; None while a plan is played.
+        dispatcher: The native half.
+        lock: The session's lock.
+        executor: Replays plans.
+        recording: Of the present step, while it runs on demand.
+        mode: Through which ops come here, while it is on.
     """
 
     def __init__(
@@ -58,7 +65,7 @@ class OpRunner:
         budget_nbytes: int,
         threshold_nbytes: int,
         is_open: Callable[[], bool],
-        is_mode_on: Callable[[], bool],
+        new_pool: Callable[[], ChunkPool],
         watch: OpWatch | None = None,
     ) -> None:
         self._manager = manager
@@ -66,28 +73,35 @@ class OpRunner:
         self._threshold_nbytes = threshold_nbytes
         self.set_budget(budget_nbytes)
         self._is_open = is_open
-        self._is_mode_on = is_mode_on
         self._watch = watch
         self._names_ops = names_ops()
         self._thread = threading.get_ident()
         self._pending: BaseException | None = None
         self._largest_refused_nbytes = 0
         self._has_served = False  # an allocation since somebody last looked
-        self._call_sites = CallSites()
-        self.recorder: StepRecorder | None = StepRecorder({})
-        self._dispatcher: Any = None
-        self._lock: CriticalLock
-        self._executor: Executor
+        self.recording = Recording()
+        self._call_sites = self.recording.call_sites
+        self.dispatcher = self._dispatcher = new_dispatcher(
+            allocator,
+            dispatch=self.dispatch,
+            before=self.before,
+            after=self.after,
+            finish=self.finish,
+            failed=self.failed,
+        )
+        self.lock = self._lock = CriticalLock(self.dispatcher)
+        self.mode = SessionMode(self.dispatcher)
+        self.executor = self._executor = Executor(
+            manager=manager,
+            allocator=allocator,
+            dispatcher=self.dispatcher,
+            recording=self.recording,
+            new_pool=new_pool,
+            watch=watch,
+        )
 
     def __repr__(self) -> str:
-        return f"<OpRunner recording {self.recorder!r}>"
-
-    def attach(self, *, dispatcher: Any, lock: CriticalLock, executor: Executor) -> None:
-        """Meet those who call back here, and so are made after."""
-        self._dispatcher = dispatcher
-        self._lock = lock
-        self._executor = executor
-        executor.on_bailout = self.note_bailout
+        return f"<OpRunner, {self.recording!r}>"
 
     def set_budget(self, budget_nbytes: int) -> None:
         """Ops are run in parts by this budget from now on."""
@@ -95,16 +109,12 @@ class OpRunner:
 
     def start_recording(self) -> None:
         """A period begins on demand."""
-        self.recorder = StepRecorder(self._manager.records)
-        self._call_sites.clear()
+        self.recording.begin(self._manager.records)
         self._allocator.state.position = 0
 
     def bail_out(self, reason: str) -> None:
+        """Leave the plan that is being replayed (see `Executor.bail_out`)."""
         self._executor.bail_out(reason)
-
-    def note_bailout(self, recorder: StepRecorder) -> None:
-        self.recorder = recorder
-        self._call_sites.clear()
 
     # -- ops; called by the native dispatcher
 
@@ -163,7 +173,7 @@ class OpRunner:
         return self._run(func, args, kwargs)
 
     def run_opaque(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if threading.get_ident() != self._thread or not self._is_mode_on():
+        if threading.get_ident() != self._thread or not self.mode.is_on:
             return op(*args, **kwargs)  # another thread, or within an op: as its other ops there
         return self._run(op, args, kwargs)
 
@@ -215,7 +225,7 @@ class OpRunner:
         with self._lock:
             self._executor.finish()  # another thread may have left the plan for an op that never began
             self.absorb()
-            recorder = self.recorder
+            recorder = self.recording.recorder
             assert recorder is not None
             occurrences = self._dispatcher.occurrences(args, kwargs)
             records = self._records_at(occurrences)
@@ -271,7 +281,7 @@ class OpRunner:
         return result
 
     def _complete(self, op: OpRecord, result: Any) -> None:
-        recorder = self.recorder
+        recorder = self.recording.recorder
         assert recorder is not None
         op.results = self._dispatcher.operands(result)
         for address in op.results:
@@ -293,16 +303,15 @@ class OpRunner:
 
         What follows, up to the next boundary, is the rest of something and is not learned.
         """
-        if self.recorder is not None and not self.recorder.is_cut:
+        if self.recording.recorder is not None and not self.recording.recorder.is_cut:
             _log.warning("no step ended in %d ops: they are not planned (is there an optimizer?)", MAX_PERIOD_OPS)
-        self.recorder = StepRecorder(self._manager.records, is_cut=True)
-        self._call_sites.clear()
+        self.recording.begin(self._manager.records, is_cut=True)
         self._allocator.state.position = 0
 
     def _note_failed_op(self, func: Any) -> None:
-        if self.recorder is not None:
-            self.recorder.ops.append(OpRecord(func=func, where="", occurrences=(), written=()))
-            self._allocator.state.position = 2 * len(self.recorder.ops)
+        if self.recording.recorder is not None:
+            self.recording.recorder.ops.append(OpRecord(func=func, where="", occurrences=(), written=()))
+            self._allocator.state.position = 2 * len(self.recording.recorder.ops)
 
     def _records_at(self, addresses: Any) -> list[VariableRecord]:
         found = self._manager.records
@@ -356,8 +365,8 @@ class OpRunner:
         for event in events:
             if event.kind != 0:
                 self._manager.free(event.address)
-        if self.recorder is not None:
-            self.recorder.events.extend(events)
+        if self.recording.recorder is not None:
+            self.recording.recorder.events.extend(events)
 
     def _raise_if_refused(self, call: _Call, records: list[VariableRecord]) -> None:
         """An op that was refused memory has ended well all the same: by another algorithm, with other bits."""
@@ -392,7 +401,7 @@ class OpRunner:
             no_room=no_room,
             new_nbytes=nbytes,
             manager=self._manager,
-            earlier_ops=self.recorder.ops if self.recorder is not None else (),
+            earlier_ops=self.recording.recorder.ops if self.recording.recorder is not None else (),
             address_of=self._dispatcher.address,
             threshold_nbytes=self._threshold_nbytes,
             place=active.trace.ops[cursor].where

@@ -151,3 +151,10 @@ def run_convolution_backward(
     _, weight, bias = run(func, (*args[:10], [False, mask[1], mask[2]], *args[11:]), kwargs)
     derivative, _, _ = run(func, (*args[:10], [True, False, False], *args[11:]), kwargs)
     return derivative, weight, bias
+
+
+class Intercepts:
+    """The ops that Python looks at before they are replayed, as a container: those that may run in parts."""
+
+    def __contains__(self, func: object) -> bool:
+        return hasattr(func, "_schema") and (is_list_op(func) or is_convolution_backward(func))
