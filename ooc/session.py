@@ -289,7 +289,7 @@ class Session:
                 f"Options: at least {format_nbytes(self.chunk_nbytes)}."
             )
         with self._lock:
-            if self._allocator.state.position % 2:
+            if self._allocator.state.is_inside_op:
                 raise SessionError("set_budget within an op: what it uses must stay. Options: call it between ops.")
             if num_chunks == self._memory.num_chunks:
                 self.budget_nbytes = nbytes

@@ -86,7 +86,7 @@ class ResidencyManager:
         guards: Guards | None = None,
         is_host: bool = True,
     ) -> None:
-        self.pool = pool
+        self._pool = pool
         self.space = space
         self.store = store
         self.debug = debug
@@ -104,13 +104,18 @@ class ResidencyManager:
 
     def __repr__(self) -> str:
         return (
-            f"<Books of {len(self.records)} variables, {len(self._by_use)} resident, {self.pool.num_free} chunks free>"
+            f"<Books of {len(self.records)} variables, {len(self._by_use)} resident, {self._pool.num_free} chunks free>"
         )
 
     def close(self) -> None:
         """End the guards, and watch forked children no more. Idempotent."""
         self.guards.close()
         self.fork_readers.close()
+
+    @property
+    def pool(self) -> ChunkPool:
+        """Which chunks are free. Another object after `retake_pool` and `share_pool`: do not keep it."""
+        return self._pool
 
     @property
     def chunk_nbytes(self) -> int:
@@ -157,13 +162,16 @@ class ResidencyManager:
         """A new resident variable; evicts others as needed. Raises `NoRoom`, `StoreFailed`."""
         self.make_room(self.chunks_of(nbytes))
         record = self.new_record(nbytes)
-        runs = self.pool.take(self.chunks_of(nbytes))
+        runs = self._pool.take(self.chunks_of(nbytes))
         try:
-            self.give_chunks(record, runs)
+            self.guards.lift(record)
+            self.space.map(record.reservation, runs)
         except BaseException:
-            self.pool.give(runs)
+            self._pool.give(runs)
             self.space.release(record.reservation)
             raise
+        record.born(runs)
+        self._note_peak()
         self.enter(record)
         return record
 
@@ -187,7 +195,7 @@ class ResidencyManager:
         with contextlib.suppress(StoreFailed):  # nobody needs its bytes any more
             self.settle(record)
         if record.state is State.RESIDENT:
-            self.pool.give(record.runs)
+            self._pool.give(record.runs)
         self.dispose(record)
         return record
 
@@ -203,9 +211,7 @@ class ResidencyManager:
         """Forget pointers that the outside has let go of (`ended_exports`, filled on any thread)."""
         while self.ended_exports:
             record = self.ended_exports.popleft()
-            record.exports -= 1
-            if record.state is not State.AWAY:  # else what was written is in the store's file
-                record.stored = False
+            record.end_export()
 
     def touch(self, record: VariableRecord) -> None:
         """Note a use, for the order of eviction."""
@@ -214,21 +220,13 @@ class ResidencyManager:
 
     # -- moving
 
-    def give_chunks(self, record: VariableRecord, runs: Runs) -> None:
-        """Map chunks (already taken from the pool) for a record, which is resident from now on."""
-        self.guards.lift(record)
-        self.space.map(record.reservation, runs)
-        record.runs = runs
-        record.state = State.RESIDENT
-        self.peak_chunks = max(self.peak_chunks, self.pool.num_chunks - self.pool.num_free)
-
     def may_be_evicted(self, record: VariableRecord) -> bool:
         """Whether a resident record may go away, for all that is known of who uses it."""
         return not record.pins and record.seen and (self._is_host or not record.exports)
 
     def make_room(self, num_chunks: int) -> None:
         """Evict least recently used variables until so many chunks are free. Raises `NoRoom`."""
-        missing = num_chunks - self.pool.num_free
+        missing = num_chunks - self._pool.num_free
         if missing <= 0:
             return
         self.end_exports()
@@ -242,7 +240,7 @@ class ResidencyManager:
         else:
             movable_chunks = sum(self.chunks_of(r.nbytes) for r in movable)
             pinned = sum(self.chunks_of(r.nbytes) for r in self._by_use.values()) - movable_chunks
-            raise NoRoom(num_needed=num_chunks, num_free=self.pool.num_free, num_pinned=pinned)
+            raise NoRoom(num_needed=num_chunks, num_free=self._pool.num_free, num_pinned=pinned)
         self.evict(victims)
 
     def evict(self, records: Sequence[VariableRecord]) -> None:
@@ -277,8 +275,9 @@ class ResidencyManager:
                 failure = error
                 continue
             self._by_use.pop(record.address, None)
-            self.pool.give(record.runs)
-            self.hide(record)
+            self._pool.give(record.runs)
+            record.released()
+            self.guards.hide(record)
         self.note_stall(started)
         if failure is not None:
             raise failure
@@ -303,12 +302,6 @@ class ResidencyManager:
             total = zlib.crc32((ctypes.c_char * nbytes).from_address(address), total)
         return total
 
-    def hide(self, record: VariableRecord) -> None:
-        """A record's chunks were given away: from now on its bytes are in the store only."""
-        record.runs = ()
-        record.state = State.AWAY
-        self.guards.hide(record)
-
     def load(self, records: Iterable[VariableRecord]) -> None:
         """Bring records in and wait for them. The caller has pinned them, so that none evicts another.
 
@@ -327,11 +320,11 @@ class ResidencyManager:
         failure: StoreFailed | MemoryFault | None = None
         loading = []
         for record in missing:
-            runs = self.pool.take(self.chunks_of(record.nbytes))
+            runs = self._pool.take(self.chunks_of(record.nbytes))
             try:
                 self.start_load(record, runs)
             except MemoryFault as fault:  # a device's
-                self.pool.give(runs)
+                self._pool.give(runs)
                 failure = fault
                 continue
             loading.append(record)
@@ -342,12 +335,13 @@ class ResidencyManager:
                 self.guards.lift(record)
                 self.space.map(record.reservation, runs)
             except (StoreFailed, MemoryFault) as error:
-                record.runs, record.state = (), State.AWAY
-                self.pool.give(runs)
+                if record.state is State.RESIDENT:  # it has arrived, and cannot be mapped
+                    record.load_undone()
+                self._pool.give(runs)
                 failure = error
                 continue
             self._by_use[record.address] = record
-        self.peak_chunks = max(self.peak_chunks, self.pool.num_chunks - self.pool.num_free)
+        self._note_peak()
         self.note_stall(started)
         if failure is not None:
             raise failure
@@ -363,13 +357,13 @@ class ResidencyManager:
             record.slot = slot
         if segments is None:
             segments = self.segments(record.runs, record.nbytes)
-        record.transfer = self.store.write(record.slot, segments)
-        self.moves.append((record.transfer.ticket, record.address, record.nbytes))
-        record.stored = True
+        transfer: Transfer = self.store.write(record.slot, segments)
+        record.write_started(transfer)
+        self.moves.append((transfer.ticket, record.address, record.nbytes))
         if self.debug and self._is_host:
             record.checksum = self._checksum(record)
         self.counters.evicted_nbytes += record.nbytes
-        return record.transfer
+        return transfer
 
     def start_load(
         self,
@@ -384,14 +378,13 @@ class ResidencyManager:
             after = (*after, record.transfer)
         if segments is None:
             segments = self.segments(runs, record.nbytes)
-        record.transfer = self.store.read(record.slot, segments, after=after)
+        transfer = self.store.read(record.slot, segments, after=after)
         if not self._is_host:
-            self.space.note_unused(record.reservation, record.transfer.fence)
-        self.moves.append((record.transfer.ticket, record.address, record.nbytes))
-        record.runs = runs
-        record.state = State.LOADING
+            self.space.note_unused(record.reservation, transfer.fence)
+        record.load_started(runs, transfer)
+        self.moves.append((transfer.ticket, record.address, record.nbytes))
         self.counters.loaded_nbytes += record.nbytes
-        return record.transfer
+        return transfer
 
     def settle_load(self, record: VariableRecord, runs: Runs) -> None:
         """Read an away record into these chunks, and wait."""
@@ -406,7 +399,6 @@ class ResidencyManager:
         transfer = record.transfer
         if transfer is None:
             return
-        record.transfer = None
         loading = record.state is State.LOADING
         try:
             if for_ops:
@@ -415,10 +407,9 @@ class ResidencyManager:
                 transfer.wait()
         except OSError as error:
             if loading:
-                record.state = State.AWAY
-                record.runs = ()
+                record.load_failed()
             else:
-                record.stored = False
+                record.write_failed()
             act = "load" if loading else "evict"
             raise StoreFailed(
                 f"cannot {act} {record.label or 'variable'} ({format_nbytes(record.nbytes)}): {error}. "
@@ -427,7 +418,9 @@ class ResidencyManager:
                 errno=error.errno,
             ) from error
         if loading:
-            record.state = State.RESIDENT
+            record.loaded()
+        else:
+            record.write_ended()
 
     # -- for the executor
 
@@ -436,13 +429,26 @@ class ResidencyManager:
         return sum(self.chunks_of(r.nbytes) for r in self.records.values() if r.state is not State.AWAY)
 
     def retake_pool(self, pool: ChunkPool) -> None:
-        """Start over with a fresh pool that agrees with the records, after a plan was left."""
-        self.pool = pool
+        """Go on with a fresh pool, in which resident records have their chunks: no plan is active any more."""
+        self._pool = pool
         self._by_use.clear()
         for record in sorted(self.records.values(), key=lambda r: r.serial):
             if record.state is State.RESIDENT:
-                self.pool.take_exactly(record.runs)
+                pool.take_exactly(record.runs)
                 self._by_use[record.address] = record
+
+    def share_pool(self, pool: ChunkPool, num_chunks: int, workspaces: Sequence[VariableRecord]) -> None:
+        """Go on with a fresh pool of which a plan has the first `num_chunks` chunks for itself.
+
+        Beside the workspaces, which keep theirs, what is left serves allocations that the plan does not have.
+        """
+        pool.take_exactly([(0, num_chunks)] if num_chunks else [])
+        for record in workspaces:
+            pool.take_exactly(record.runs)
+        self._pool = pool
+
+    def _note_peak(self) -> None:
+        self.peak_chunks = max(self.peak_chunks, self._pool.num_chunks - self._pool.num_free)
 
 
 def _is_exported(record: VariableRecord) -> bool:

@@ -44,9 +44,7 @@ def land_transfers(
                 failure.__cause__ = error
             if is_write and record is not None and record.state is State.AWAY:
                 # Released but not written, so nobody was let into its chunks: it is still there.
-                record.state = State.RESIDENT
-                record.runs = residency.runs
-                record.stored = False
+                record.restored(residency.runs)
     return failure
 
 
@@ -98,19 +96,20 @@ def return_records(
             continue
         allocator.bind(record.address, -1)
         record.variable_index = -1
-        record.seen = record.seen or variable.evictable
+        if variable.evictable:
+            record.note_seen()
         if variable.is_born:
             record.serial = manager.next_serial()
         manager.records[record.address] = record
         if record.state is State.RESIDENT and manager.guards.was_served(record):
-            record.state = State.AWAY  # it came in while somebody may have written to the store's copy
+            record.load_undone()  # it came in while somebody may have written to the store's copy
         if record.state is State.AWAY:
-            manager.hide(record)
+            manager.guards.hide(record)
         else:
             manager.guards.lift(record)
             manager.space.map(record.reservation, record.runs)
         if variable.index in pinned:
-            record.pins += 1
+            record.pin()
             found.append(record)
     for variable in executable.variables:
         if variable.record is not None and variable.record.address in manager.records:

@@ -138,7 +138,7 @@ class Bindings:
         bound = [(r, r.record) for r in executable.variables if not r.is_born and r.record is not None]
         for _, record in bound:
             if record.state is State.AWAY and self._manager.records.get(record.address) is record:
-                self._manager.hide(record)
+                self._manager.guards.hide(record)
         for record in executable.give_up_records():
             if record.address not in self._manager.records:
                 self._manager.dispose(record)
@@ -215,7 +215,8 @@ class Bindings:
                 variable.record = successor.record  # one reservation serves both: the one dies before the other is born
                 return
             variable.record = self._manager.new_record(variable.nbytes)
-            variable.record.seen = variable.evictable
+            if variable.evictable:
+                variable.record.note_seen()
 
     def map_first(self, variable: PlanVariable) -> None:
         if variable.record is None or not variable.residencies:
@@ -248,7 +249,9 @@ class Bindings:
         self._allocator.bind(record.address, -1)
         record.variable_index = -1
         record.serial = manager.next_serial()
-        manager.hide(record)
+        if record.state is State.RESIDENT:
+            record.released()
+        manager.guards.hide(record)
         manager.records[record.address] = record
         for other in (variable, variable.successor, variable.predecessor):
             if other is not None and other.record is record:

@@ -122,7 +122,8 @@ class Executor:
             manager.load([r for r in workspaces if r.state is State.AWAY])
             return False
         try:
-            self._take_pool(executable, [r for r in workspaces if r.state is State.RESIDENT])
+            resident = [r for r in workspaces if r.state is State.RESIDENT]
+            manager.share_pool(self._new_pool(), executable.num_chunks, resident)
             manager.load([r for r in workspaces if r.state is State.AWAY])  # beside the plan's chunks
             if not self._bindings.map_all(executable, others):
                 self.bailout_reason = self._bindings.refusal
@@ -131,7 +132,7 @@ class Executor:
             manager.retake_pool(self._new_pool())
         for _, record in bound:
             manager.forget(record)
-        self._take_pool(executable, workspaces)
+        manager.share_pool(self._new_pool(), executable.num_chunks, workspaces)
         missing = [
             (targets[variable.index], r)
             for variable, r in bound
@@ -184,7 +185,7 @@ class Executor:
             if variable.record is not None and executable.variable_alive[variable.index]
         ]
         self._start_foreign = dict(self._manager.records)
-        self._allocator.state.position = 0
+        self._allocator.state.set_between(0)
         self._dispatcher.start(0)
 
     def is_complete(self) -> bool:
@@ -302,7 +303,7 @@ class Executor:
         alive = executable.variable_alive
         for variable in acts.dirties:
             if variable.record is not None:
-                variable.record.stored = False
+                variable.record.written()
         for residency in acts.writes:
             record = residency.variable.record
             if record is None or not alive[residency.variable.index]:
@@ -330,7 +331,7 @@ class Executor:
         for use in self.active.trace.ops[index].uses:
             record = self.active.variables[use.variable].record
             if use.writes and record is not None:
-                record.stored = False
+                record.written()
 
     def mid_op_records(self) -> list[VariableRecord]:
         """Operands, and what was allocated so far, of the op in which the step left its plan."""
@@ -339,7 +340,7 @@ class Executor:
     def finish(self) -> None:
         """The op in which the step left its plan has ended: its operands need not stay any more."""
         for record in self._mid_op_pins:
-            record.pins -= 1
+            record.unpin()
         self._mid_op_pins.clear()
 
     # -- allocations that the table did not serve
@@ -395,11 +396,10 @@ class Executor:
         self._allocator.state.mode = MODE_DEMAND
         self._allocator.state.plan = None
         self.active = None
-        position = self._allocator.state.position
-        cursor = position // 2
+        cursor = self._allocator.state.op_index
         # Another thread cannot tell whether the session's is just about to run the op: as if it were.
         is_foreign = threading.get_ident() != self._thread and cursor < executable.num_ops
-        inside = position % 2 == 1 or is_foreign
+        inside = self._allocator.state.is_inside_op or is_foreign
         failure = land_transfers(self._manager, executable, writes=self._writes, loads=self._loads)
         self._writes.clear()
         self._loads.clear()
@@ -447,7 +447,8 @@ class Executor:
             self._manager.settle(record, for_ops=True)
             if self._manager.guards.lift(record):
                 # Touched on its way in: what was read may be older than what the store's file holds now.
-                runs, record.state = record.runs, State.AWAY
+                runs = record.runs
+                record.load_undone()
                 self._manager.settle_load(record, runs)
         except StoreFailed as error:
             self._abandon(error)
@@ -490,9 +491,7 @@ class Executor:
         if residency.transfer is not None and residency.transfer.done():
             self._await(residency)
         self._manager.check_clean(record)
-        record.state = State.AWAY
-        record.runs = ()
-        record.transfer = residency.transfer
+        record.released(residency.transfer)
         if self._manager.debug or (self.guards_releases and not residency.variable.dies_within):
             try:
                 self._manager.guards.guard_away([record])
@@ -509,10 +508,7 @@ class Executor:
             with contextlib.suppress(OSError):
                 residency.transfer.order()
         self._manager.guards.lift(record)
-        record.state = State.RESIDENT
-        record.runs = residency.runs
-        record.stored = False
-        record.transfer = None
+        record.born(residency.runs)
         self._space.map(record.reservation, residency.runs)
 
     # -- roles
@@ -530,7 +526,7 @@ class Executor:
         if index == cursor or index == executable.num_ops or executable.funcs[index] is not func:
             return False
         for skipped in range(cursor, index):
-            self._allocator.state.position = 2 * skipped
+            self._allocator.state.set_between(skipped)
             executable.op_start_ns[skipped] = executable.op_stop_ns[skipped] = time.monotonic_ns()
             if executable.before[skipped] is not None and not self.before(skipped):
                 return False
@@ -538,7 +534,7 @@ class Executor:
                 self.after(skipped)
             if self.active is None:
                 return False
-        self._allocator.state.position = 2 * index
+        self._allocator.state.set_between(index)
         self._dispatcher.start(index)
         return True
 
@@ -592,17 +588,9 @@ class Executor:
             self._arrive(record)
         # Else `before` loads it, after it has released who holds the chunks until this very op.
         if executable.is_written_from(variable, index):
-            record.stored = False  # the op that was to note the first write may have been another's
+            record.written()  # the op that was to note the first write may have been another's
         self._manager.note_stall(started)
         return True
-
-    def _take_pool(self, executable: ExecutablePlan, workspaces: Sequence[VariableRecord]) -> None:
-        """The plan's chunks are its own from now on; beside workspaces, what is left serves the unplanned."""
-        pool = self._new_pool()
-        pool.take_exactly([(0, executable.num_chunks)] if executable.num_chunks else [])
-        for record in workspaces:
-            pool.take_exactly(record.runs)
-        self._manager.pool = pool
 
     def guard_away(self) -> None:
         """The step is over: let stray touches of what is away be served until it is next loaded.
@@ -623,7 +611,7 @@ class Executor:
         """In debug mode a step begins: what was served between steps shows nothing again."""
         for record in self._manager.guards.served_records():
             if self._manager.records.get(record.address) is record:
-                self._manager.hide(record)
+                self._manager.guards.hide(record)
             elif self.active is not None and record.variable_index >= 0:
                 variable = self.active.variables[record.variable_index]
                 self._bindings.map_first(variable)

@@ -29,6 +29,7 @@ from ooc.tracing.call_sites import CallSites
 from ooc.tracing.recorder import NEED, Observed, OpRecord, StepRecorder, close_cycle, need_nbytes
 from scheduler.profiles import Profile
 from scheduler.trace import Trace
+from vmm.table import between_ops, inside_op
 from vmm.torch_cpu import ALLOC, FREE, GRANULE_NBYTES, Event
 
 _log = logging.getLogger(__name__)
@@ -242,7 +243,8 @@ class FakeRecording:
     def _note(self, storage: _Storage, kind: int) -> None:
         recorder = self._recorder
         if recorder is not None:
-            position = 2 * len(recorder.ops) + self._is_in_op
+            index = len(recorder.ops)
+            position = inside_op(index) if self._is_in_op else between_ops(index)
             recorder.events.append(Event(storage.address, storage.nbytes, kind, position))
 
     def _name_storages(self, optimizer: torch.optim.Optimizer | None, model: torch.nn.Module | None) -> None:

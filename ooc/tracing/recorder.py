@@ -17,6 +17,7 @@ from ooc.memory.record import VariableRecord
 from scheduler.budget import smallest_num_chunks
 from scheduler.plan import Machine
 from scheduler.trace import Op, Trace, Use, Variable
+from vmm.table import between_ops, inside_op
 from vmm.torch_cpu import ALLOC, GRANULE_NBYTES, Event
 
 
@@ -145,13 +146,13 @@ class _Builder:
             return born
 
         for index, op in enumerate(ops):
-            consume(2 * index + 1, "")
+            consume(inside_op(index), "")
             start_tick = self.tick
             self.tick += 1
             operands = tuple(v for v in map(self._operand, op.occurrences) if v is not None)
             written = {self._operand(address) for address in op.written}
             name = str(op.func)
-            born = consume(2 * index + 2, f"{name}, {op.where}" if op.where else name)
+            born = consume(between_ops(index + 1), f"{name}, {op.where}" if op.where else name)
             for address in op.results:
                 if address in self.live:
                     self.drafts[self.live[address]].seen = True
@@ -168,7 +169,7 @@ class _Builder:
                 )
             )
             occurrences.append(operands)
-        consume(2 * len(ops) + 2, "")
+        consume(between_ops(len(ops) + 1), "")
         return self._finish(made, occurrences, ops, end_records)
 
     def _apply(self, event: Event, label: str) -> int | None:
