@@ -79,7 +79,7 @@ with ooc.Session("256MiB", device="cuda", host_budget="512MiB", plan_cache=False
     record = session.record_at(session.addresses()(x))
     assert record.exports == 1, record
     del seen
-    session._books.end_exports()
+    session._manager.end_exports()
     assert record.exports == 0, record
     del a, t, others, x
     cupy.cuda.set_allocator(None)

@@ -561,8 +561,8 @@ with ooc.Session("1MiB", chunk_nbytes="64KiB", debug="debug" in how) as session:
     for index in range(3):
         with session.step():
             losses.append(train(model, optimizer, index))
-    retired = session._books.children.num_retired
-    assert retired > 0, session._books.children
+    retired = session._manager.fork_readers.num_retired
+    assert retired > 0, session._manager.fork_readers
     if "twice" in how:
         expected2, expected = expected, contents(model)
         pid2 = fork(lambda: wait(fork(grandchild)))
@@ -571,10 +571,10 @@ with ooc.Session("1MiB", chunk_nbytes="64KiB", debug="debug" in how) as session:
     os.write(write_end, b"x")
     wait(pid)
     assert eval(os.read(result[0], 1000)) == losses, "training goes on the same way in the child"
-    session._books.children.forget_gone()
-    assert session._books.children.num_held == 0
-    assert session._books.children.num_retired == 0
-    before = session._books.pool.num_free
+    session._manager.fork_readers.forget_gone()
+    assert session._manager.fork_readers.num_held == 0
+    assert session._manager.fork_readers.num_retired == 0
+    before = session._manager.pool.num_free
 with torch.no_grad():
     assert len(contents(model)) == 12
 print("good")

@@ -109,7 +109,7 @@ def assert_books_true(session: ooc.Session) -> None:
         assert record.address == address
         assert record.pins == 0, record
         assert record.state is not State.LOADING, record
-        assert record.role == -1, record
+        assert record.variable_index == -1, record
         if record.state is State.RESIDENT:
             chunks = [c for first, count in record.runs for c in range(first, first + count)]
             assert len(chunks) == manager.chunks_of(record.nbytes), record
