@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ooc.memory.record import VariableRecord
 from vmm.addresses import Reservation
 from vmm.driver import Driver
 from vmm.store import StoreSpeed
@@ -39,10 +40,53 @@ class Space(Protocol):
         """Nothing uses what it shows after `event`, until it is mapped again."""
 
 
+class AddressGuards(Protocol):
+    """What the addresses of away variables show: `ooc.memory.guards.Guards`, or a device's `DeviceGuards`."""
+
+    @property
+    def num_served(self) -> int:
+        """Stray touches served so far."""
+
+    @property
+    def num_calls(self) -> int:
+        """System calls made so far to protect ranges and to make them accessible again."""
+
+    def open(self) -> None:
+        """Install what serves touches. Raises OSError."""
+
+    def hide(self, record: VariableRecord) -> None:
+        """An on-demand record is away, and its addresses show it no longer."""
+
+    def guard_away(self, records: Iterable[VariableRecord]) -> None:
+        """Guard records that are away, or on their way in, while their addresses show other bytes."""
+
+    def check_room(self, num_records: int) -> None:
+        """Raise `MapCountExceeded` if so many more cannot be guarded."""
+
+    def lift(self, record: VariableRecord) -> bool:
+        """Make its range accessible again. Whether a touch was served meanwhile."""
+
+    def was_served(self, record: VariableRecord) -> bool:
+        """Whether a guarded record's range shows the store's file now."""
+
+    def serve(self, is_on: bool) -> None:
+        """Whether touches are served from now on."""
+
+    def served_records(self) -> list[VariableRecord]:
+        """Guarded records whose ranges show the store's file now."""
+
+    def become_inherited(self) -> None:
+        """In a forked child: the guards are the parent's."""
+
+    def close(self) -> None:
+        """Take every guard away. Idempotent."""
+
+
 class Store(Protocol):
     """Where evicted bytes live: `vmm.store.FileStore`, or a device's `vmm.device_store.DeviceStore`.
 
-    Slots are the store's own kind; transfers have `done`, `order` (ops come after it) and `wait` (the host does).
+    Slots and transfers are the store's own kind, each good for its own store alone, hence `Any`. All transfers have a
+    `ticket`, `done`, `order` (ops come after it) and `wait` (the host does); a device's also a `fence`.
     """
 
     @property

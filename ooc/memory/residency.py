@@ -16,11 +16,10 @@ import time
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ooc.errors import HiddenWrite, StoreFailed
 from ooc.memory.fork_readers import ForkReaders
-from ooc.memory.guards import Guards
 from ooc.memory.record import Runs, Segments, State, VariableRecord
 from ooc.units import format_nbytes
 from vmm.chunks import ChunkPool
@@ -28,7 +27,7 @@ from vmm.driver import MemoryFault
 from vmm.store import Transfer
 
 if TYPE_CHECKING:
-    from ooc.memory.protocols import Space, Store
+    from ooc.memory.protocols import AddressGuards, Space, Store
 
 Move = tuple[int, int, int]
 """A transfer begun: its ticket, and its variable's address and bytes."""
@@ -82,8 +81,8 @@ class ResidencyManager:
         pool: ChunkPool,
         space: Space,
         store: Store,
+        guards: AddressGuards,
         debug: bool = False,
-        guards: Guards | None = None,
         is_host: bool = True,
     ) -> None:
         self._pool = pool
@@ -92,7 +91,7 @@ class ResidencyManager:
         self.debug = debug
         self.records: dict[int, VariableRecord] = {}
         self.counters = Counters()
-        self.guards = guards if guards is not None else Guards(space=space, store=store, debug=debug)
+        self.guards = guards
         self._is_host = is_host
         self.fork_readers = ForkReaders(store)
         self.ended_exports: deque[VariableRecord] = deque()
@@ -320,11 +319,11 @@ class ResidencyManager:
         failure: StoreFailed | MemoryFault | None = None
         loading = []
         for record in missing:
-            runs = self._pool.take(self.chunks_of(record.nbytes))
+            taken = self._pool.take(self.chunks_of(record.nbytes))
             try:
-                self.start_load(record, runs)
+                self.start_load(record, taken)
             except MemoryFault as fault:  # a device's
-                self._pool.give(runs)
+                self._pool.give(taken)
                 failure = fault
                 continue
             loading.append(record)
@@ -371,20 +370,19 @@ class ResidencyManager:
         runs: Runs,
         after: Sequence[Transfer] = (),
         segments: Segments | None = None,
-    ) -> Transfer:
+    ) -> None:
         """Start reading a record into these chunks, after its own write and `after` are done."""
         assert record.slot is not None, record
         if record.transfer is not None:
             after = (*after, record.transfer)
         if segments is None:
             segments = self.segments(runs, record.nbytes)
-        transfer = self.store.read(record.slot, segments, after=after)
+        transfer: Any = self.store.read(record.slot, segments, after=after)
         if not self._is_host:
             self.space.note_unused(record.reservation, transfer.fence)
         record.load_started(runs, transfer)
         self.moves.append((transfer.ticket, record.address, record.nbytes))
         self.counters.loaded_nbytes += record.nbytes
-        return transfer
 
     def settle_load(self, record: VariableRecord, runs: Runs) -> None:
         """Read an away record into these chunks, and wait."""

@@ -54,7 +54,7 @@ class Bindings:
                 variable.record = record
                 bound.append((variable, record))
                 taken.add(record.serial)
-        by_rank = {}
+        by_rank: dict[tuple[int, int | None], VariableRecord] = {}
         for record in records.values():
             by_rank[record.nbytes, ranks[record.serial]] = record
         for variable in executable.variables:

@@ -436,10 +436,8 @@ class Executor:
             else:
                 after.append(other.transfer)
         # Its addresses show what they showed until it has arrived: a guarded variable stays guarded.
-        residency.transfer, residency.moved = (
-            self._manager.start_load(record, residency.runs, after, residency.segments),
-            record,
-        )
+        self._manager.start_load(record, residency.runs, after, residency.segments)
+        residency.transfer, residency.moved = record.transfer, record
         self._loads.append(residency)
 
     def _arrive(self, record: VariableRecord) -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from ooc.memory.protocols import Store
 from scheduler.plan import Machine
 from scheduler.trace import Trace
-from vmm.store import FileStore
 
 
 class OpTimings:
@@ -27,7 +27,7 @@ class OpTimings:
     def __repr__(self) -> str:
         return f"<PlayLog of {self.num_played} steps>"
 
-    def note(self, op_ns: npt.NDArray[np.int64], store: FileStore) -> None:
+    def note(self, op_ns: npt.NDArray[np.int64], store: Store) -> None:
         """A step was played; each op took so long. The first one does not count: it touches memory
         for the first time."""
         self.num_played += 1
@@ -47,7 +47,7 @@ class OpTimings:
             trace, ops=tuple(replace(op, duration_ns=max(ns, 0)) for op, ns in zip(trace.ops, times, strict=False))
         )
 
-    def machine(self, before: Machine, store: FileStore) -> Machine:
+    def machine(self, before: Machine, store: Store) -> Machine:
         """The machine with the rates seen since the first step, each way while it was busy.
 
         They were had under the load that matters (ops computing, both ways busy), so no further
@@ -68,6 +68,6 @@ class OpTimings:
         )
 
 
-def _odometer(store: FileStore) -> tuple[int, int, int, int]:
+def _odometer(store: Store) -> tuple[int, int, int, int]:
     reads, writes = store.statistics("read"), store.statistics("write")
     return reads.nbytes, reads.busy_ns, writes.nbytes, writes.busy_ns

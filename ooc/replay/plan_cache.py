@@ -71,7 +71,8 @@ class PlanCache:
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as error:
-            return self._reject(path, error)
+            self._reject(path, error)
+            return None
         try:
             kept = Plan.from_json(text)
             if (kept.machine.num_chunks, kept.machine.chunk_nbytes) != (machine.num_chunks, machine.chunk_nbytes):
@@ -80,7 +81,8 @@ class PlanCache:
             verify(plan, trace)
             result = simulate(plan, trace, with_timeline=False)
         except (PlanError, LookupError, TypeError, ValueError, AssertionError) as error:
-            return self._reject(path, error)
+            self._reject(path, error)
+            return None
         with contextlib.suppress(OSError):
             os.utime(path)
         self.num_hits += 1

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from ooc.memory.protocols import Store
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.plan_cache import PlanCache
 from ooc.replay.predictor import SequencePredictor
@@ -19,7 +20,6 @@ from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
 from scheduler.policies import POLICIES
 from scheduler.trace import Trace
-from vmm.store import FileStore
 
 _log = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class Sequences:
         self._unplannable.clear()
         self.active_key = None
 
-    def refine(self, executable: ExecutablePlan, store: FileStore) -> ExecutablePlan:
+    def refine(self, executable: ExecutablePlan, store: Store) -> ExecutablePlan:
         """A step was played whole from this plan: plan anew with the times and rates it really had.
 
         The first plan rests on steps that ran on demand and on a store measured while nothing

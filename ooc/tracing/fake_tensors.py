@@ -265,7 +265,7 @@ class FakeRecording:
                 known[1].kind, known[1].label = kind, label
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(TorchDispatchMode):  # type: ignore[misc]  # to mypy all of torch is Any
     """Sees each op above the fake tensors."""
 
     def __init__(self, recording: FakeRecording) -> None:

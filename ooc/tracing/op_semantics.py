@@ -64,7 +64,7 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 def is_list_op(func: Any) -> bool:
     """Whether an op works on lists of tensors index by index."""
-    name = func._schema.name
+    name: str = func._schema.name
     return name.startswith(("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")) or (
         name == "aten::_amp_foreach_non_finite_check_and_unscale_"
     )
