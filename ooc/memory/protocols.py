@@ -1,4 +1,4 @@
-"""What the residency manager needs of a device: addresses that show chunks, and a store for evicted bytes."""
+"""Protocols of what the residency manager needs of a device: an address space, page guards, a backing store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from vmm.transfers import Direction, TransferRecord, TransferStatistics
 
 
 class Space(Protocol):
-    """Reservations and what they show: `vmm.addresses.AddressSpace`, or a device's `vmm.device_space.DeviceSpace`."""
+    """An address space whose reservations show chunks.
+
+    It is `vmm.addresses.AddressSpace`, or a device's `vmm.device_space.DeviceSpace`.
+    """
 
     @property
     def driver(self) -> Driver:
@@ -22,7 +25,7 @@ class Space(Protocol):
 
     @property
     def num_remapped_chunks(self) -> int:
-        """Places, so far, that were changed from one chunk to another."""
+        """Chunk-sized places that were remapped from one chunk to another so far."""
 
     def reserve(self, nbytes: int) -> Reservation:
         """Addresses for so many bytes, mapped to nothing."""
@@ -76,14 +79,14 @@ class AddressGuards(Protocol):
         """Guarded records whose ranges show the store's file now."""
 
     def become_inherited(self) -> None:
-        """In a forked child: the guards are the parent's."""
+        """In a forked process: the guards are the parent's."""
 
     def close(self) -> None:
         """Take every guard away. Idempotent."""
 
 
 class Store(Protocol):
-    """Where evicted bytes live: `vmm.store.FileStore`, or a device's `vmm.device_store.DeviceStore`.
+    """The backing store of evicted variables: `vmm.store.FileStore`, or a device's `vmm.device_store.DeviceStore`.
 
     Slots and transfers are the store's own kind, each good for its own store alone, hence `Any`. All transfers have a
     `ticket`, `done`, `order` (ops come after it) and `wait` (the host does); a device's also a `fence`.

@@ -1,4 +1,4 @@
-"""What playing a plan showed: how long its ops really take, and what the store really does meanwhile."""
+"""Measured op durations and store rates of a plan's replays, for planning the same step again."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from scheduler.trace import Trace
 
 
 class OpTimings:
-    """Measurements over the steps played from one plan.
+    """Op durations and store rates, measured over the steps that were replayed from one plan.
 
     Attributes:
-        num_played: Steps played whole.
+        num_played: Steps replayed from the first op to the last.
     """
 
     def __init__(self) -> None:
@@ -25,11 +25,11 @@ class OpTimings:
         self._start: tuple[int, int, int, int] | None = None
 
     def __repr__(self) -> str:
-        return f"<PlayLog of {self.num_played} steps>"
+        return f"<OpTimings of {self.num_played} steps>"
 
     def note(self, op_ns: npt.NDArray[np.int64], store: Store) -> None:
-        """A step was played; each op took so long. The first one does not count: it touches memory
-        for the first time."""
+        """Note the op durations of a step that was replayed whole. The first one does not count: it touches
+        memory for the first time."""
         self.num_played += 1
         if self.num_played == 1:
             self._start = _odometer(store)

@@ -1,4 +1,4 @@
-"""What we must know of ops beyond what the dispatcher says: what they write, and which to run in parts.
+"""Semantics of ops that the dispatcher does not tell: what they write, and which can run in parts.
 
 * **Writes** come from the op's schema. Some ops write what their schema hides; those are listed.
   Custom ops are taken to write every operand.
