@@ -30,6 +30,7 @@ from ooc.replay.bailout import has_landed, land_transfers, pinned_by, recorder_s
 from ooc.replay.bindings import Bindings
 from ooc.replay.executable_plan import ExecutablePlan, ExecutableResidency, PlanVariable
 from ooc.replay.op_watch import OpWatch, named_calls
+from ooc.replay.protocols import PlanDispatcher
 from ooc.tracing.recorder import StepRecorder
 from scheduler.plan import Loaded, occupied_ticks
 from vmm.chunks import ChunkPool
@@ -49,7 +50,7 @@ class Executor:
         *,
         manager: ResidencyManager,
         allocator: AllocatorTable,
-        dispatcher: Any,
+        dispatcher: PlanDispatcher,
         new_pool: Callable[[], ChunkPool],
         watch: OpWatch | None = None,
     ) -> None:
@@ -452,7 +453,7 @@ class Executor:
         self._space.map(record.reservation, record.runs)
 
     def _await(self, residency: ExecutableResidency) -> None:
-        """Let ops wait for the residency's transfer. One that has ended, too, may have failed: only here that is seen."""
+        """Let ops wait for the residency's transfer. One that has ended may have failed: it is seen only here."""
         assert residency.transfer is not None
         try:
             residency.transfer.order()
