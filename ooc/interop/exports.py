@@ -120,16 +120,16 @@ class Exports:
             record = self._find(address)
             if record is None:
                 return None
-            record.exports += 1
+            record.export()
             if record.state is not State.RESIDENT:
-                record.pins += 1
+                record.pin()
                 try:
                     self._load_to_export(record)
                 except BaseException:
-                    record.exports -= 1
+                    record.cancel_export()
                     raise
                 finally:
-                    record.pins -= 1
+                    record.unpin()
             self._memory.host_touches(record)
             return record
 
@@ -146,7 +146,7 @@ class Exports:
         with self._lock:
             record = self._find(address)
             if record is not None and record not in self._until_boundary:
-                record.exports += 1
+                record.export()
                 self._until_boundary.append(record)
 
     def announce_uncompiled(self) -> None:
@@ -200,8 +200,8 @@ class Exports:
         with self._lock:
             records = [r for a in dict.fromkeys(addresses) if (r := self._find(a)) is not None]
             for record in records:
-                record.pins += 1
-                record.exports += 1
+                record.pin()
+                record.export()
             try:
                 self._manager.load(records)
             except BaseException as error:
@@ -240,7 +240,7 @@ class Exports:
 
     def _let_go(self, records: list[VariableRecord]) -> None:
         for record in records:
-            record.pins -= 1
+            record.unpin()
             self.end(record)
         self._manager.end_exports()
 

@@ -1,4 +1,4 @@
-"""What we must know of ops beyond what the dispatcher says: what they write, and which to run in parts.
+"""Semantics of ops that the dispatcher does not tell: what they write, and which can run in parts.
 
 * **Writes** come from the op's schema. Some ops write what their schema hides; those are listed.
   Custom ops are taken to write every operand.
@@ -64,7 +64,7 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 def is_list_op(func: Any) -> bool:
     """Whether an op works on lists of tensors index by index."""
-    name = func._schema.name
+    name: str = func._schema.name
     return name.startswith(("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")) or (
         name == "aten::_amp_foreach_non_finite_check_and_unscale_"
     )

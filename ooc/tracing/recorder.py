@@ -1,4 +1,4 @@
-"""Recording a step, and turning what was recorded into a `scheduler.Trace`.
+"""Records a step's ops and allocations, and turns them into a `scheduler.Trace`.
 
 While a step runs on demand, the recorder notes each op with the storage addresses of its operands,
 and the allocator's log notes each allocation and free with its position in the step. Only at the
@@ -17,12 +17,13 @@ from ooc.memory.record import VariableRecord
 from scheduler.budget import smallest_num_chunks
 from scheduler.plan import Machine
 from scheduler.trace import Op, Trace, Use, Variable
+from vmm.table import between_ops, inside_op
 from vmm.torch_cpu import ALLOC, GRANULE_NBYTES, Event
 
 
 @dataclass(slots=True, kw_only=True)
 class OpRecord:
-    """One op as it ran. Addresses are those of arena storages at the time.
+    """One op of a recording. Addresses are those that its storages had at the time.
 
     Attributes:
         func: The `OpOverload`.
@@ -41,14 +42,15 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """A step as seen once.
+    """One observation of a step.
 
     Attributes:
-        trace: Without `becomes`: a single step does not show who carries on as what.
+        trace: Without `becomes`: a single step does not show which variable is which in the next.
         funcs: The op of each `trace.ops`.
         occurrences: Per op, the variable of each operand, repeats included.
         start_serials, end_serials: Per variable, the serial of its record where it exists at the
             step's start, or is alive at its end; else None.
+        start_ranks: Per variable that exists at the step's start, its record's rank (`ranks_by_age`).
     """
 
     trace: Trace
@@ -85,8 +87,8 @@ class _Draft:
 def ranks_by_age(records: Iterable[VariableRecord]) -> dict[int | None, int]:
     """For each record, by serial, how many of the same size are younger.
 
-    That is what a variable that is another storage in every step is known by: what it was made
-    after and before, with those counted in which the step leaves alone.
+    A variable that is another storage in every step is identified by its size and this rank: its place in the order
+    of allocation. Records that the step does not use are counted, too.
     """
     counts: dict[int, int] = {}
     ranks: dict[int | None, int] = {}
@@ -97,7 +99,7 @@ def ranks_by_age(records: Iterable[VariableRecord]) -> dict[int | None, int]:
 
 
 class StepRecorder:
-    """One step's ops and events, in order.
+    """The ops and allocator events of one step, in order.
 
     Attributes:
         is_cut: Recording began in mid-step: no sequence to learn.
@@ -113,7 +115,7 @@ class StepRecorder:
         return f"<StepRecorder {len(self.ops)} ops, {len(self.events)} events>"
 
     def build(self, end_records: Mapping[int, VariableRecord]) -> Observed:
-        """The step as a trace. `end_records` are the variables alive now, by address."""
+        """Build the step's trace. `end_records` are the variables alive now, by address."""
         return _Builder(dict(self.start_records)).build(self.ops, self.events, end_records)
 
 
@@ -145,13 +147,13 @@ class _Builder:
             return born
 
         for index, op in enumerate(ops):
-            consume(2 * index + 1, "")
+            consume(inside_op(index), "")
             start_tick = self.tick
             self.tick += 1
             operands = tuple(v for v in map(self._operand, op.occurrences) if v is not None)
             written = {self._operand(address) for address in op.written}
             name = str(op.func)
-            born = consume(2 * index + 2, f"{name}, {op.where}" if op.where else name)
+            born = consume(between_ops(index + 1), f"{name}, {op.where}" if op.where else name)
             for address in op.results:
                 if address in self.live:
                     self.drafts[self.live[address]].seen = True
@@ -168,7 +170,7 @@ class _Builder:
                 )
             )
             occurrences.append(operands)
-        consume(2 * len(ops) + 2, "")
+        consume(between_ops(len(ops) + 1), "")
         return self._finish(made, occurrences, ops, end_records)
 
     def _apply(self, event: Event, label: str) -> int | None:
@@ -186,7 +188,7 @@ class _Builder:
         return None
 
     def _operand(self, address: int, *, seen: bool = True) -> int | None:
-        """The variable at this address now; None for memory that is not in the books."""
+        """Index of the variable at this address now; None for memory that is no variable's."""
         index = self.live.get(address)
         if index is None:
             record = self.start_records.get(address)
@@ -248,7 +250,7 @@ def _within_one_op(draft: _Draft, ops: Sequence[Op]) -> bool:
 
 
 def close_cycle(first: Observed, second: Observed) -> Trace:
-    """The trace of a step that repeats, from two observations of it.
+    """Make the cyclic trace of a repeating step from two observations of it.
 
     A variable that exists at the start and lives on is *itself* in the next step if both
     observations found the same storage in its place; otherwise it enters and leaves (a batch from
