@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ooc.output_files import write_output
 from ooc.units import GIB, KIB, MIB, TIB, format_duration, format_nbytes, parse_nbytes
 from scheduler.plan import Machine, PlanError
 from scheduler.policies import POLICIES
@@ -218,9 +219,9 @@ def write_text(name: str, text: str) -> None:
     """Write a file, compressed if its name ends in .gz. Raises `UsageError` where that fails."""
     try:
         if name.endswith(".gz"):
-            Path(name).write_bytes(gzip.compress(text.encode(), mtime=0))
+            write_output(name, gzip.compress(text.encode(), mtime=0))
         else:
-            Path(name).write_text(text)
+            write_output(name, text)
     except OSError as error:
         raise UsageError(f"cannot write {name}: {error}") from error
 

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ooc.output_files import write_picture
 from ooc.units import MIB, format_duration, format_nbytes
 from scheduler.compare import Outcome
 
@@ -117,7 +118,7 @@ def draw_sweep(points: Points, *, chunk_nbytes: int, path: Path, title: str) -> 
         axes[0][0].plot(*zip(*bound, strict=True), color="black", linestyle=":", label="bound")
     axes[0][0].legend(fontsize="small")
     figure.suptitle(title)
-    figure.savefig(path, dpi=110)
+    write_picture(figure, path, dpi=110)
     pyplot.close(figure)
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import ooc.session
 from ooc.errors import OocError
 from ooc.given_plan import read_plan
+from ooc.output_files import is_special
 from ooc.progress import rank
 from ooc.report import summary, write_json
 from vmm.driver import MemoryFault
@@ -343,7 +344,9 @@ def _report_path(text: str | None) -> Path | None:
 
 def _of_this_rank(path: Path) -> Path:
     """Every rank's own file: they are told apart only when the script has joined its group."""
-    return path if rank() == 0 else path.with_name(f"{path.stem}.rank{rank()}{path.suffix}")
+    if rank() == 0 or is_special(path):
+        return path
+    return path.with_name(f"{path.stem}.rank{rank()}{path.suffix}")
 
 
 # -- tracebacks

@@ -40,6 +40,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Run the command as parsed. Returns the exit code."""
     from ooc.documents import BadDocument, read_documents
     from ooc.html_report.facts import DEFAULT_ENDURANCE_NBYTES
+    from ooc.output_files import write_output
     from ooc.units import parse_nbytes
 
     if parsed.trace_json is not None and parsed.output is not None:
@@ -63,7 +64,7 @@ def run(parsed: argparse.Namespace) -> int:
 
             target = Path(parsed.output) if parsed.output is not None else Path(parsed.files[0]).with_suffix(".html")
             page = make_page(documents, endurance_nbytes=endurance)
-            target.write_text(page, encoding="ascii", errors="xmlcharrefreplace")
+            write_output(target, page.encode("ascii", errors="xmlcharrefreplace"))
     except BadDocument as error:
         return _complain(str(error))
     except ValueError as error:
