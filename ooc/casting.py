@@ -16,6 +16,7 @@ from ooc.compiled import Compiled, Role, Stay
 from ooc.recorder import ranks_by_age
 from scheduler.plan import Dropped, Evicted, Kept
 from vmm.driver import MemoryFault
+from vmm.files import BLOCK_NBYTES
 from vmm.store import StoreFull
 from vmm.torch_cpu import AllocatorTable
 
@@ -127,8 +128,7 @@ class Casting:
             and role.record.slot is None
             and any(isinstance(stay.residency.stop, Evicted | Dropped) for stay in role.stays)
         }
-        block_nbytes = 4096
-        self._books.store.reserve(sum(-(-nbytes // block_nbytes) * block_nbytes for nbytes in new.values()))
+        self._books.store.reserve(sum(-(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES for nbytes in new.values()))
 
     def give_up(self, compiled: Compiled, *, keep_bound: bool = False) -> None:
         """Unmap what a plan that is not being played keeps mapped."""

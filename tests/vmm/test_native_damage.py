@@ -51,7 +51,7 @@ WAYS = (
 
 @needs_compiler
 @pytest.mark.parametrize("way", WAYS)
-def test_a_damaged_library_is_built_again(way: str, cache: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_damaged_library_is_built_again(way: str, cache: Path, tmp_path: Path) -> None:
     source = write_source(tmp_path, 17)
     library = build("answer", [source])
     good = library.read_bytes()
@@ -68,7 +68,7 @@ def test_a_damaged_library_is_built_again(way: str, cache: Path, tmp_path: Path)
 
 
 @needs_compiler
-def test_two_processes_that_find_it_damaged_mend_it_once(cache: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_two_processes_that_find_it_damaged_mend_it_once(cache: Path, tmp_path: Path) -> None:
     counter, compiler = tmp_path / "compilations", tmp_path / "counting-compiler"
     compiler.write_text(
         f'#!/bin/sh\ncase "$*" in *--version*) ;; *) echo x >> {counter}; sleep 0.5;; esac\nexec g++ "$@"\n'
@@ -103,7 +103,9 @@ def test_two_processes_that_find_it_damaged_mend_it_once(cache: Path, tmp_path: 
         ("/no/such/g++", "'/no/such/g++' is not a program"),
     ],
 )
-def test_a_cxx_that_is_no_command_says_so(value: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cxx_that_is_no_command_says_so(
+    value: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OOC_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", value)
     with pytest.raises(CompilerMissing) as raised:
@@ -117,7 +119,7 @@ def test_a_cxx_that_is_no_command_says_so(value: str, said: str, tmp_path: Path,
 @pytest.mark.parametrize("value", ["", "  "])
 def test_an_empty_cxx_counts_as_not_set(
     value: str,
-    cache: Path,  # noqa: F811
+    cache: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
