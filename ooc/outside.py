@@ -139,8 +139,8 @@ class Outside:
             self._has_announced = True
             warnings.warn(
                 "torch.compile does nothing under an ooc session: dynamo does not compile under a dispatch mode, "
-                "so what is marked to be compiled is left as it is, and what was compiled before runs op by op (with the "
-                "results of eager execution). "
+                "so what is marked to be compiled is left as it is, and what was compiled before runs op by op (with "
+                "the results of eager execution). "
                 "Options: leave torch.compile away; compile outside the session.",
                 RuntimeWarning,
                 stacklevel=_users_stacklevel(),
