@@ -15,6 +15,7 @@ from ooc import planning_cli
 from ooc.fragmentation import cli as fragmentation
 from ooc.html_report import cli as html_report
 from ooc.settings import SETTINGS, BadSetting, Resolved, check, check_environment, resolve
+from vmm.printable import printable
 
 FAILURE_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
@@ -194,7 +195,7 @@ def _run(parsed: argparse.Namespace) -> int:
             is_module=parsed.is_module,
         )
     except RunError as error:
-        print(f"ooc run: {error}", file=sys.stderr)
+        print(f"ooc run: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     return 0
 
@@ -229,7 +230,7 @@ def _diagnose(parsed: argparse.Namespace) -> int:
     try:
         diagnose(parsed.target, parsed.arguments, is_module=parsed.is_module, report=report.value)
     except RunError as error:
-        print(f"ooc run: {error}", file=sys.stderr)
+        print(f"ooc run: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     return 0
 

@@ -31,6 +31,7 @@ from ooc.report import summary, write_json
 from vmm.driver import MemoryFault
 from vmm.machine import memory_room
 from vmm.native_build import NativeBuildError
+from vmm.printable import printable
 from vmm.store import StoreError
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def _tell_diagnosis(recording: Recording, name: str, report_path: Path | None) -
         if report_path is not None:
             write_json(_of_this_rank(report_path), to_document(found))
     except BadFile as error:
-        print(f"ooc run --diagnose: nothing to tell: {error.reason}", file=sys.stderr)
+        print(f"ooc run --diagnose: nothing to tell: {printable(error.reason)}", file=sys.stderr)
         return
     except OSError as error:
         print(f"ooc run --diagnose: cannot write {report_path}: {error}", file=sys.stderr)

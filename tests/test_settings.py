@@ -66,9 +66,9 @@ def test_a_bad_value_is_told_with_its_place(
 
 def test_switches_are_checked_and_slips_of_the_pen_are_named() -> None:
     assert check_environment({"OOC_PLAN_CACHE": "off", "OOC_NVTX": "1", "OOC_CACHE_DIR": "/x", "OOCYTE": "1"}) == []
-    with pytest.raises(BadSetting, match="OOC_PLAN_CACHE: 'perhaps' is neither on nor off. Options: 0, 1, off"):
+    with pytest.raises(BadSetting, match=r"OOC_PLAN_CACHE: 'perhaps' is neither on nor off. Options: 0, 1, off"):
         check_environment({"OOC_PLAN_CACHE": "perhaps"})
-    with pytest.raises(BadSetting, match="OOC_NVTX: 'on' is neither on nor off. Options: 0, 1"):
+    with pytest.raises(BadSetting, match=r"OOC_NVTX: 'on' is neither on nor off. Options: 0, 1"):
         check_environment({"OOC_NVTX": "on"})
     assert check_environment({"OOC_BUGDET": "1GiB"}) == [
         "OOC_BUGDET is set, and means nothing to ooc. Did you mean OOC_BUDGET?"
@@ -117,7 +117,7 @@ def test_progress_with_and_without_a_value(words: list[str], progress: str | Non
     assert parsed.arguments == words[after:]  # the script's own, as they were
 
 
-def test_progress_always_speaks_off_a_terminal(tmp_path: Path) -> None:
+def test_progress_always_speaks_off_a_terminal() -> None:
     script = Path(__file__).parent / "scripts" / "small_net.py"
     command = [sys.executable, "-m", "ooc.cli", "run", "--budget", "64MiB", "--progress=always", str(script)]
     done = subprocess.run([*command, "--steps", "2"], capture_output=True, text=True, check=False)

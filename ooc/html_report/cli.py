@@ -9,6 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from vmm.printable import printable
+
 FINE, BAD = 0, 2
 
 
@@ -76,5 +78,5 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _complain(message: str) -> int:
-    print(f"ooc report: {message}", file=sys.stderr)
+    print(f"ooc report: {printable(message)}", file=sys.stderr)
     return BAD
