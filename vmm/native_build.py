@@ -18,8 +18,10 @@ import logging
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -33,6 +35,8 @@ _CANDIDATES = ("g++", "c++", "clang++")
 _BASE_FLAGS = ("-std=c++17", "-O2", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread")
 _HEADER_SUFFIXES = frozenset({".h", ".hh", ".hpp", ".inc"})
 _NUM_OUTPUT_LINES = 30
+_MOST_LOOKS, _LOOK_S = 20, 0.01
+"""How often, and how far apart, a killed compiler is looked for; as a zombie it may stay for ever."""
 
 _fallback_directory: Path | None = None
 """Private directory of this process, used when no cache can be written; removed at exit."""
@@ -249,13 +253,13 @@ def _seal_of(library: Path) -> str:
 
 def _compile(command: tuple[str, ...], result: Path) -> None:
     _log.info("compiling: %s", shlex.join(command))
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace", check=False)
-    if done.returncode == 0 and result.exists() and result.stat().st_size > 0:
+    code, output = _run_compiler(command)
+    if code == 0 and result.exists() and result.stat().st_size > 0:
         return
-    output = printable(done.stdout)
+    output = printable(output)
     lines = output.splitlines()
     shown = "\n".join(f"    {line}" for line in lines[-_NUM_OUTPUT_LINES:])
-    what = f"failed with exit code {done.returncode}" if done.returncode else "said that all is well, and wrote nothing"
+    what = f"failed with exit code {code}" if code else "said that all is well, and wrote nothing"
     raise BuildFailed(
         f"the C++ compiler {what}.\n"
         f"  command: {shlex.join(command)}\n"
@@ -265,6 +269,36 @@ def _compile(command: tuple[str, ...], result: Path) -> None:
         command=command,
         output=output,
     )
+
+
+def _run_compiler(command: tuple[str, ...]) -> tuple[int, str]:
+    """The compiler's exit code and output. Interrupted, it takes its own children and files with it."""
+    with tempfile.TemporaryDirectory(prefix="ooc-compiling-", ignore_cleanup_errors=True) as scratch:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            errors="replace",
+            env={**os.environ, "TMPDIR": scratch},
+            process_group=0,
+        )
+        try:
+            output, _ = process.communicate()
+        except BaseException:
+            _kill_group(process.pid)
+            process.wait()
+            raise
+        return process.returncode, output
+
+
+def _kill_group(group: int) -> None:
+    """End a process and its children, and wait a moment for them: they write files until they are gone."""
+    for _ in range(_MOST_LOOKS):
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        time.sleep(_LOOK_S)
 
 
 @contextlib.contextmanager

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -152,6 +154,53 @@ def test_a_compilers_colours_and_noise_do_not_reach_the_terminal(
         build("answer", [write_source(tmp_path, 1)])
     assert r"\x1b]0;title\x07\x1b[31merror\x1b[m" in str(raised.value)
     assert "\x1b" not in str(raised.value)
+
+
+def test_an_interrupted_compiler_takes_its_children_and_files_with_it(tmp_path: Path) -> None:
+    temporary, pids = tmp_path / "temporary", tmp_path / "pids"
+    temporary.mkdir()
+    compiler = tmp_path / "slow"
+    # As g++ does: a child that works, and temporary files.
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *--version*) exit 0;; esac\n'
+        f'sleep 600 &\necho x > "$TMPDIR/cc.s"\necho $$ $! > {pids}.partial\nmv {pids}.partial {pids}\nwait\n'
+    )
+    compiler.chmod(0o755)
+    script = (
+        "import signal, sys\nfrom pathlib import Path\nfrom vmm.native_build import build\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "build('answer', [Path(sys.argv[1])])\n"
+    )
+    environment = {
+        **os.environ,
+        "CXX": str(compiler),
+        "TMPDIR": str(temporary),
+        "OOC_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(write_source(tmp_path, 1))],
+        env=environment,
+        cwd=repository(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not pids.exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == -signal.SIGINT, errors
+    assert list(temporary.iterdir()) == []
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"]
+    for pid in pids.read_text().split():
+        assert not _is_running(int(pid))
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.parametrize(
