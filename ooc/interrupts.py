@@ -6,7 +6,8 @@ session is open, every Python handler is reached through a gate: inside a critic
 under the dispatch mode, an allocation, a step boundary) the signal is noted, and native code lets
 it arrive again as soon as the section ends. Then the handler runs in the user's code, as it would
 have without us. A section that waits for a disk waits on: SIGQUIT and SIGTERM, which have no
-Python handler by default, still end the process.
+Python handler by default, still end the process. Planning, which can take seconds, is given up for
+a Ctrl-C: it has touched nothing (`stoppable`).
 
 Not covered: exceptions set from other threads (`PyThreadState_SetAsyncExc`), and modules that took
 a reference to `signal.signal` before the session was opened and install a handler during it.
@@ -19,9 +20,27 @@ import signal
 import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+_Result = TypeVar("_Result")
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
+
+
+class Stopped(BaseException):
+    """SIGINT arrived within `stoppable`. Its handler runs at the end of the critical section, as ever."""
+
+
+class _Stop:
+    is_allowed = False
+
+
+def stoppable(function: Callable[[], _Result]) -> _Result:
+    """Call a function that touches nothing, in a critical section, and let SIGINT end it. Raises `Stopped`."""
+    try:
+        _Stop.is_allowed = True
+        return function()
+    finally:
+        _Stop.is_allowed = False
 
 
 class CriticalLock:
@@ -106,6 +125,9 @@ class Interrupts:
         """The gate: what the interpreter calls as the handler of every signal."""
         is_closing = frame is not None and frame.f_code in self._closing and self._is_open()
         if self._dispatcher.postpone(number, is_closing):
+            if number == signal.SIGINT and _Stop.is_allowed:
+                _Stop.is_allowed = False  # first: what is raised may arrive in the `finally` that would do it
+                raise Stopped
             return
         self._handlers[number](number, frame)
 
