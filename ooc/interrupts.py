@@ -31,6 +31,8 @@ class Stopped(BaseException):
 
 
 class _Stop:
+    """Whether SIGINT may end what runs now. One for the process, as its signal handlers are."""
+
     is_allowed = False
 
 

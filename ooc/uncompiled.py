@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -79,4 +79,5 @@ def _put_back(owner: Any, name: str, ours: Any, before: Any) -> None:
 
 def _give_back(stance: Any, eval_frame: Any) -> None:
     if getattr(eval_frame, "_stance", stance.stance) is stance.stance:  # else the user has set another since
-        stance.__exit__(None, None, None)
+        with suppress(RuntimeError):  # a session that is closed by compiled code: as when it was opened
+            stance.__exit__(None, None, None)
