@@ -86,7 +86,7 @@ class Slot:
         self.nbytes = nbytes
         """Bytes asked for."""
         self.capacity_nbytes = capacity_nbytes
-        """Bytes that it has: `nbytes` rounded up to 4096."""
+        """Bytes that it has: `nbytes` rounded up to `BLOCK_NBYTES`."""
         self._last_write: int | None = None
         self._reads: list[int] = []  # tickets of reads since the last write
         self._is_freed = False
@@ -111,7 +111,7 @@ class Transfer:
         self.ticket = ticket
         """Its number: later transfers have larger ones."""
         self.nbytes = nbytes
-        """Bytes moved, rounded up to 4096."""
+        """Bytes moved, rounded up to `BLOCK_NBYTES`."""
 
     def __repr__(self) -> str:
         return f"<Transfer {self.ticket} of {self.nbytes} bytes>"
@@ -273,7 +273,7 @@ class FileStore:
     def segments(self, segments: Sequence[tuple[int, int]]) -> Segments:
         """Prepare memory for many transfers.
 
-        All lengths but the last must be multiples of 4096; the last is rounded up to one, so the
+        All lengths but the last must be multiples of `BLOCK_NBYTES`; the last is rounded up to one, so the
         memory behind it must reach that far. (Chunks are multiples of the page.)
         """
         *whole, (address, nbytes) = segments

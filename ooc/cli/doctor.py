@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ooc.settings import Resolved, resolve
+from ooc.settings import BadSetting, Resolved, check, check_environment, resolve
 from ooc.units import GIB, MIB, format_duration, format_nbytes, format_rate
 from vmm.files import default_directory, directory_facts
 from vmm.huge_pages import open_huge_file
@@ -28,7 +28,7 @@ from vmm.machine import MachineFacts, machine_facts
 from vmm.native_build import cache_directory, find_compiler
 from vmm.store import FileStore
 
-_OLDEST_TORCH, _FIRST_UNTESTED_TORCH = (2, 11), (2, 14)
+_OLDEST_TORCH, _FIRST_UNTESTED_TORCH = (2, 11), (2, 15)
 _OLDEST_PYTHON = (3, 11)
 _GRANULE_NBYTES = 64 * 1024
 """Our smallest chunk: a page may not be larger."""
@@ -62,13 +62,28 @@ class Finding:
 def main(*, store: str | None = None, as_json: bool = False) -> int:
     """Print all findings and settings. Returns 1 if something would stop us, else 0."""
     settings = resolve({"store": store})
-    findings = examine(settings["store"].value)
+    findings = [*examine(settings["store"].value), *_settings(settings)]
     stopped = any(f.verdict is Verdict.STOP for f in findings)
     if as_json:
         print(json.dumps(_document(findings, settings, stopped), indent=2))
     else:
         _print_tables(findings, settings, stopped)
     return 1 if stopped else 0
+
+
+def _settings(settings: Mapping[str, Resolved]) -> Iterator[Finding]:
+    """Variables that `ooc run` would refuse; nothing where all is well. The store is looked at by itself."""
+    for name, found in settings.items():
+        try:
+            if name != "store":
+                check({name: found})
+        except BadSetting as error:
+            yield Finding(name=error.place, value=found.value or "", verdict=Verdict.STOP, remedy=error.reason)
+    try:
+        for slip in check_environment():
+            yield Finding(name="variables", value=slip, verdict=Verdict.NOTE)
+    except BadSetting as error:
+        yield Finding(name=error.place, value=os.environ[error.place], verdict=Verdict.STOP, remedy=error.reason)
 
 
 def examine(store: str | None) -> list[Finding]:
@@ -114,10 +129,10 @@ def torch_finding(version: str) -> Finding:
     """What a version of torch, such as "2.13.0+cpu", means for us."""
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if release < _OLDEST_TORCH:
-        return Finding(name="torch", value=version, verdict=Verdict.STOP, remedy="ooc needs torch 2.11, 2.12 or 2.13.")
+        return Finding(name="torch", value=version, verdict=Verdict.STOP, remedy="ooc needs torch 2.11 to 2.14.")
     if release >= _FIRST_UNTESTED_TORCH:
         return Finding(
-            name="torch", value=version, verdict=Verdict.NOTE, remedy="Newer than what ooc was tested with (2.13)."
+            name="torch", value=version, verdict=Verdict.NOTE, remedy="Newer than what ooc was tested with (2.14)."
         )
     return Finding(name="torch", value=f"{version}, {torch.get_num_threads()} threads")
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from ooc.cli import plan as planning_cli
 from ooc.fragmentation import cli as fragmentation
 from ooc.html_report import cli as html_report
-from ooc.settings import SETTINGS, resolve
+from ooc.settings import SETTINGS, BadSetting, Resolved, check, check_environment, resolve
+from vmm.printable import printable
 
 FAILURE_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `ooc run` does not return what the script raises: it goes on to the interpreter, as without us.
     """
-    parsed = parser().parse_args(arguments)
+    parsed = parser().parse_args(_spelled_out(sys.argv[1:] if arguments is None else arguments))
     if parsed.command == "run":
         return _run(parsed)
     try:
@@ -69,6 +70,21 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _spelled_out(arguments: Sequence[str]) -> list[str]:
+    """`ooc run`'s bare `--progress` as `--progress=auto`. An optional value of argparse's would swallow SCRIPT."""
+    if not arguments or arguments[0] != "run":
+        return list(arguments)
+    with_value = {setting.option for setting in SETTINGS} - {"--progress"}
+    done, rest = [arguments[0]], iter(arguments[1:])
+    for word in rest:
+        done.append("--progress=auto" if word == "--progress" else word)
+        if word in with_value:
+            done.extend(value for value in [next(rest, None)] if value is not None)
+        elif word == "--" or not word.startswith("-"):  # SCRIPT: what follows is its own
+            done.extend(rest)
+    return done
+
+
 def own_version() -> str:
     """The installed version; "unknown" from a source tree that was never installed."""
     try:
@@ -88,12 +104,12 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         allow_abbrev=False,
     )
     for setting in SETTINGS:
-        if setting.name == "progress":  # a bare flag: an optional value would swallow SCRIPT
+        if setting.name == "progress":  # the bare flag is spelled out by `_spelled_out`
             run.add_argument(
                 "--progress",
-                action="store_const",
-                const="auto",
-                help="one line a step to stderr, on a terminal (OOC_PROGRESS=always: anywhere)",
+                metavar="[=WHEN]",
+                help="one line a step to stderr: --progress or --progress=auto on a terminal, =always anywhere, =never "
+                "(default: never)",
             )
             continue
         metavars = {"device": "NAME", "store": "DIR", "policy": "NAME", "report": "FILE", "plan": "FILE"}
@@ -161,7 +177,10 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _run(parsed: argparse.Namespace) -> int:
     if parsed.diagnose:
         return _diagnose(parsed)
-    settings = {name: found.value for name, found in resolve(vars(parsed)).items()}
+    found = resolve(vars(parsed))
+    if not _settings_are_fine(found):
+        return USAGE_EXIT_CODE
+    settings = {name: resolved.value for name, resolved in found.items()}
     budget = settings.pop("budget")
     if budget is None and settings["plan"] is None:
         print("ooc run: no budget. Options: --budget SIZE, such as --budget 2GiB; OOC_BUDGET.", file=sys.stderr)
@@ -176,9 +195,21 @@ def _run(parsed: argparse.Namespace) -> int:
             is_module=parsed.is_module,
         )
     except RunError as error:
-        print(f"ooc run: {error}", file=sys.stderr)
+        print(f"ooc run: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _settings_are_fine(found: Mapping[str, Resolved]) -> bool:
+    """Whether all that was given can be meant; else it was said."""
+    try:
+        check(found)
+        for slip in check_environment():
+            print(f"ooc run: {slip}", file=sys.stderr)
+    except BadSetting as error:
+        print(f"ooc run: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _diagnose(parsed: argparse.Namespace) -> int:
@@ -193,10 +224,13 @@ def _diagnose(parsed: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return USAGE_EXIT_CODE
+    report = resolve(vars(parsed))["report"]
+    if not _settings_are_fine({"report": report}):
+        return USAGE_EXIT_CODE
     try:
-        diagnose(parsed.target, parsed.arguments, is_module=parsed.is_module, report=parsed.report)
+        diagnose(parsed.target, parsed.arguments, is_module=parsed.is_module, report=report.value)
     except RunError as error:
-        print(f"ooc run: {error}", file=sys.stderr)
+        print(f"ooc run: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     return 0
 

@@ -17,6 +17,7 @@ from ooc.replay.executable_plan import ExecutablePlan, ExecutableResidency, Plan
 from ooc.tracing.recorder import ranks_by_age
 from scheduler.plan import Dropped, Evicted, Kept
 from vmm.driver import MemoryFault
+from vmm.files import BLOCK_NBYTES
 from vmm.store import StoreFull
 from vmm.torch_cpu import AllocatorTable
 
@@ -130,8 +131,7 @@ class Bindings:
             and variable.record.slot is None
             and any(isinstance(residency.planned.stop, Evicted | Dropped) for residency in variable.residencies)
         }
-        block_nbytes = 4096
-        self._manager.store.reserve(sum(-(-nbytes // block_nbytes) * block_nbytes for nbytes in new.values()))
+        self._manager.store.reserve(sum(-(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES for nbytes in new.values()))
 
     def give_up(self, executable: ExecutablePlan, *, keep_bound: bool = False) -> None:
         """Unmap what an inactive plan keeps mapped."""

@@ -32,6 +32,7 @@ from scheduler.plan import Machine, Plan, PlanError
 from scheduler.trace import Trace
 from scheduler.verify import verify
 from vmm.native_build import cache_directory
+from vmm.printable import printable
 
 _log = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class PlanCache:
         return self.directory / f"{hashlib.sha256(body.encode()).hexdigest()[:32]}.json"
 
     def _reject(self, path: Path, error: Exception) -> None:
-        _log.warning("the kept plan %s is of no use and is removed: %s", path, error)
+        _log.warning("the kept plan %s is of no use and is removed: %s", path, printable(str(error)))
         with contextlib.suppress(OSError):
             path.unlink()
 

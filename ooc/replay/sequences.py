@@ -13,6 +13,7 @@ from ooc.memory.protocols import Store
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.plan_cache import PlanCache
 from ooc.replay.predictor import SequencePredictor
+from ooc.replay.stoppable import Stopped, stoppable
 from ooc.tracing.recorder import Observed, close_cycle, need_nbytes
 from ooc.units import format_nbytes
 from scheduler.cost.simulate import simulate
@@ -117,6 +118,9 @@ class Sequences:
             with self._planning(len(trace.ops)):
                 plan = self._plan(trace, machine)
             executable = self._make_executable(trace, plan, observed)
+        except Stopped:
+            _log.info("planning was interrupted; it is tried again when this sequence comes again")
+            return key
         except PlanError as error:
             self._unplannable[key] = str(error)
             _log.warning("this sequence stays on demand: %s", error)
@@ -139,10 +143,13 @@ class Sequences:
             if kept is not None:
                 _log.info("this step was planned in an earlier run")
                 return kept
-        plan = make_plan(trace, machine, policy=self._policy, **self._parameters)
+        plan = self._make_plan(trace, machine)
         if self._cache is not None:
             self._cache.save(plan, trace, self._parameters)
         return plan
+
+    def _make_plan(self, trace: Trace, machine: Machine) -> Plan:
+        return stoppable(lambda: make_plan(trace, machine, policy=self._policy, **self._parameters))
 
     def _make_executable(self, trace: Trace, plan: Plan, observed: Observed) -> ExecutablePlan:
         return ExecutablePlan(
@@ -183,12 +190,14 @@ class Sequences:
             return executable
         try:
             with self._planning(len(trace.ops)):
-                plan = make_plan(trace, machine, policy=self._policy, **self._parameters)
+                plan = self._make_plan(trace, machine)
             old_ns = old.duration_ns + executable.plan.predicted.get("remap_ns", 0)
             _log.info("planned anew: %.4f s a step instead of %.4f s", plan.step_ns / 1e9, old_ns / 1e9)
             if plan.step_ns > old_ns * _WORTHWHILE:
                 return executable
             better = self._make_executable(trace, plan, self._seen[key])
+        except Stopped:
+            return executable
         except PlanError as error:
             _log.warning("cannot plan anew: %s", error)
             return executable

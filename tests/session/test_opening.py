@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import ooc
 import ooc._current
-from tests.harness import Recipe, assert_equal, SessionLike, run_in_core, run_out_of_core
+from tests.harness import Recipe, assert_equal, run_in_core, run_out_of_core
 from vmm.torch_cpu import MODE_OFF, cpu_allocator
 
 BUDGET = "2MiB"
