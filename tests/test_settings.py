@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ooc.cli.main import _spelled_out, doctor, main, parser
+from ooc.cli import doctor
+from ooc.cli.main import _spelled_out, main, parser
 from ooc.settings import PROGRESS, SETTINGS, BadSetting, check, check_environment, resolve
 from ooc.telemetry.progress import When
 

@@ -162,23 +162,23 @@ class FileStore:
             raise ValueError(f"growth_nbytes={growth_nbytes}: must be a positive multiple of {BLOCK_NBYTES}")
         self._directory = Path(directory) if directory is not None else default_directory(allow_memory=allow_memory)
         check_directory(self._directory, allow_memory=allow_memory)
-        self._descriptor, self._is_direct = open_file(self._directory, direct=direct)
-        if direct and not self._is_direct:
-            _log.warning(
-                "O_DIRECT does not work in %s (%s): transfers sync and drop their pages instead, which is slower",
-                self._directory,
-                file_system_name(self._directory),
-            )
-        try:
-            self._engine = TransferEngine(num_writers=num_threads, num_readers=num_threads)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
         self._growth_nbytes = growth_nbytes
         self._free = FreeRanges(0, 0)
         self._slots: dict[int, Slot] = {}
         self._limbo: list[tuple[Slot, list[int]]] = []  # freed, but transfers on them are not over
-        self._finalizer = weakref.finalize(self, _shut, self._engine, self._descriptor)
+        with contextlib.ExitStack() as undo:
+            self._descriptor, self._is_direct = open_file(self._directory, direct=direct)
+            undo.callback(os.close, self._descriptor)
+            if direct and not self._is_direct:
+                _log.warning(
+                    "O_DIRECT does not work in %s (%s): transfers sync and drop their pages instead, which is slower",
+                    self._directory,
+                    file_system_name(self._directory),
+                )
+            self._engine = TransferEngine(num_writers=num_threads, num_readers=num_threads)
+            undo.callback(self._engine.close)
+            self._finalizer = weakref.finalize(self, _shut, self._engine, self._descriptor)
+            undo.pop_all()
 
     def __repr__(self) -> str:
         state = f"{self.used_nbytes} of {self.file_nbytes} bytes in {len(self._slots)} slots"

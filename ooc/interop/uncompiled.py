@@ -64,8 +64,8 @@ class Uncompiled:
 
     def _replace(self, owner: Any, name: str, ours: Any) -> None:
         before = getattr(owner, name)
-        setattr(owner, name, ours)
         self._undo.callback(_put_back, owner, name, ours, before)
+        setattr(owner, name, ours)
 
 
 def _itself(model: Any) -> Any:

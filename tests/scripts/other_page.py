@@ -88,10 +88,10 @@ for debug in (False, True):
     assert modes[-2:] == ["planned", "planned"], modes
 # What is reserved for a plan must be what its slots will take.
 record = SimpleNamespace(address=1 << 32, nbytes=70_000, slot=None)
-stay = SimpleNamespace(residency=SimpleNamespace(stop=Evicted.__new__(Evicted)))
+residency = SimpleNamespace(planned=SimpleNamespace(stop=Evicted.__new__(Evicted)))
 with FileStore() as store:
     wanted = SimpleNamespace(reserve=lambda nbytes: check("reserved", nbytes))
-    casting = Bindings(SimpleNamespace(store=wanted, space=None), None)
-    casting._reserve_store(SimpleNamespace(roles=[SimpleNamespace(record=record, stays=[stay])]))
+    bindings = Bindings(SimpleNamespace(store=wanted, space=None), None)
+    bindings._reserve_store(SimpleNamespace(variables=[SimpleNamespace(record=record, residencies=[residency])]))
     check("reserved", store.allocate(record.nbytes).capacity_nbytes)
 print(json.dumps(seen))
