@@ -35,6 +35,8 @@ results garbage."""
 _ALIASED_NBYTES = 16 << 30
 _PINNED_SHARE = 0.88
 """At most this part of the host's available memory is pinned; batches and the process itself need the rest."""
+_FAKE_HOST_NBYTES = 256 << 20
+"""The fake pins memory that this machine really has, and trains small models."""
 _NUM_BATCHES = 2
 """Batches made beforehand and taken in turns where bits are not compared: making one of 1,000 images takes seconds."""
 STOPPING_CALLS = (
@@ -236,7 +238,7 @@ def _open_session(order: Order, stack: contextlib.ExitStack) -> tuple[ooc.Sessio
         from ooc.fake_device import FakeCudaDevice
 
         fake_type = ablations.RemappingFakeDevice if is_remapped else FakeCudaDevice
-        fake = fake_type(host_budget=order.host_budget_nbytes or 1 << 30)
+        fake = fake_type(host_budget=min(order.host_budget_nbytes or _FAKE_HOST_NBYTES, _FAKE_HOST_NBYTES))
         session = stack.enter_context(ooc.Session(order.budget_nbytes, device=fake, **options))
         return session, fake.fake.num_calls
     from ooc.cuda_device import CudaDevice

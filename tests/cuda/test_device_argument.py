@@ -139,7 +139,7 @@ def test_a_budget_above_the_free_memory_and_two_processes_on_one_card() -> None:
 
 def test_host_memory_that_cannot_be_pinned() -> None:
     fake = FakeCuda()
-    fake.cuMemHostAlloc = lambda nbytes, flags: (CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)  # type: ignore[method-assign]
+    fake.cuMemHostRegister = lambda *_: (CUresult.CUDA_ERROR_OUT_OF_MEMORY,)  # type: ignore[method-assign]
     with pytest.raises(MemoryFault, match=r"cannot pin(.|\n)*ulimit -l"):
         _memory(fake, 4)
     assert fake.left() == []
