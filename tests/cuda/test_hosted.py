@@ -200,3 +200,81 @@ del after
 assert cuda_table().numbers()["unmanaged"]["num_blocks"]["current"] == 0
 assert device.fake.races == ()
 """)
+
+
+def test_threads_without_a_context_allocate_and_free() -> None:
+    """As autograd's thread of a device does: in a session, after it, and for what outlived it."""
+    run("""
+import threading
+
+def in_thread(function):
+    \"\"\"What it returns, on a thread of its own, on which no context is current.\"\"\"
+    found = []
+    def work():
+        try:
+            assert device.torch.current() == 0
+            found.append(function())
+        except BaseException as error:
+            found.append(error)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+device = HostedDevice(num_chunks=64)
+with ooc.Session(64 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+    full = [torch.full((20 * CHUNK_NBYTES // 4,), float(i)) for i in range(2)]
+    made = in_thread(lambda: torch.full((30 * CHUNK_NBYTES // 4,), 7.0))  # drives one of them out
+    address = session._dispatcher.address(made)
+    assert [bool((t == i).all()) for i, t in enumerate(full)] == [True, True]
+    assert bool((made == 7).all())
+    del full
+kept = [made]
+del made
+assert device.unmapped == []
+in_thread(kept.clear)
+assert [at for at, _ in device.unmapped] == [address], device.unmapped
+later = [in_thread(lambda: torch.ones(CHUNK_NBYTES))]  # no session: from the driver
+assert later[0].sum() == CHUNK_NBYTES
+before = device.torch.library.host_memory_num_freed()
+in_thread(later.clear)
+assert device.torch.library.host_memory_num_freed() == before + 1
+""")
+
+
+def test_a_child_forked_while_another_thread_frees_can_free() -> None:
+    """A DataLoader's worker inherits tensors: no mutex may be locked in it for ever."""
+    run("""
+import ctypes, os, signal, threading, time
+from tests.cuda.hosted import HostedTorch
+from vmm.cuda_table import DriverPointers
+
+library = HostedTorch().library
+names = "memory_allocate memory_free wait_for_fork unmap_nothing context_get context_set".split()
+pointers = [ctypes.cast(getattr(library, f"host_{name}"), ctypes.c_void_p).value for name in names]
+table = cuda_table()
+table.install(DriverPointers(*pointers))
+table.begin((1 << 40, (1 << 40) + (1 << 21)), (1 << 41, (1 << 41) + 4096), 0)
+block = table.take(512)
+assert table.end()  # the block outlives its session: what it is in is unmapped when it is freed
+thread = threading.Thread(target=table.give, args=(block,))
+thread.start()
+while not library.host_is_waiting():
+    time.sleep(0.001)
+child = os.fork()
+if child == 0:
+    table.take(512)
+    os._exit(0)
+thread.join()
+for _ in range(600):
+    done, status = os.waitpid(child, os.WNOHANG)
+    if done:
+        break
+    time.sleep(0.05)
+else:
+    os.kill(child, signal.SIGKILL)
+    raise AssertionError("the child hangs")
+assert status == 0, status
+""")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 from vmm.fake_cuda import names
+from vmm.fake_cuda.contexts import CONTEXT, Contexts, ThreadContexts
 from vmm.fake_cuda.memory import FakeMemory, HostMemory
 from vmm.fake_cuda.names import CUresult, Refused
 from vmm.fake_cuda.races import Access, Clock, Interval, Race, RaceDetector
@@ -40,6 +41,8 @@ def _call(
                 return (injected, *([None] * _NUM_VALUES.get(body.__name__, 0)))
             self._work.progress()
             try:
+                if body.__name__ not in _WITHOUT_CONTEXT and not self._contexts.current():
+                    raise Refused(CUresult.CUDA_ERROR_INVALID_CONTEXT)
                 value = body(self, *arguments, **options)
             except Refused as refused:
                 return (refused.result, *([None] * _NUM_VALUES.get(body.__name__, 0)))
@@ -61,8 +64,20 @@ _NUM_VALUES = {
     "cuDeviceGet": 1,
     "cuDeviceGetAttribute": 1,
     "cuDriverGetVersion": 1,
+    "cuCtxGetCurrent": 1,
 }
 """Values beside the result. The bindings answer a failed call with None for each of them."""
+_WITHOUT_CONTEXT = frozenset(
+    {
+        "cuInit",
+        "cuDriverGetVersion",
+        "cuDeviceGet",
+        "cuDeviceGetAttribute",
+        "cuCtxGetCurrent",
+        "cuCtxSetCurrent",
+    }
+)
+"""What a thread without a current context may call. The real driver lets it call more; nothing of ours needs that."""
 
 
 class FakeCuda:
@@ -85,6 +100,7 @@ class FakeCuda:
         has_vmm: Whether the device says that it can map memory.
         arena: `[start, stop)` of addresses to hand out, mapped to nothing by their owner; by default fresh ones.
         occupied: Ranges of it, address to bytes, that are somebody's already.
+        contexts: Which threads have the context current; by default the one that makes this, until others ask.
     """
 
     CUresult = CUresult
@@ -108,7 +124,9 @@ class FakeCuda:
         has_vmm: bool = True,
         arena: _Range | None = None,
         occupied: Mapping[int, int] | None = None,
+        contexts: Contexts | None = None,
     ) -> None:
+        self._contexts: Contexts = contexts if contexts is not None else ThreadContexts()
         self._lock = threading.RLock()
         self._memory = FakeMemory(total_nbytes=total_nbytes, granularity=granularity, arena=arena, occupied=occupied)
         self._host = HostMemory()
@@ -231,6 +249,18 @@ class FakeCuda:
         self._check_device(device)
         _require(attribute == names.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED)
         return int(self._has_vmm)
+
+    @_call
+    def cuCtxGetCurrent(self) -> object:
+        """The calling thread's context; 0: none."""
+        return names.CUhandle(self._contexts.current())
+
+    @_call
+    def cuCtxSetCurrent(self, context: Any) -> None:
+        """Make it the calling thread's; 0: none."""
+        if int(context) not in (0, CONTEXT):
+            raise Refused(CUresult.CUDA_ERROR_INVALID_CONTEXT)
+        self._contexts.make_current(int(context))
 
     @_call
     def cuMemGetAllocationGranularity(self, properties: Any, option: int) -> object:
