@@ -186,8 +186,9 @@ def test_a_driver_that_fails_in_the_making_says_what_it_could_not_give_back(case
     assert len(case.fake.left()) == 1
 
 
-def test_fewer_addresses_are_taken_where_there_are_few(case: CudaCase) -> None:
-    case.fake.fail(22, CUresult.CUDA_ERROR_OUT_OF_MEMORY, times=3)  # after 5 questions and 16 chunks
+@pytest.mark.parametrize("result", ["OUT_OF_MEMORY", "INVALID_VALUE", "NOT_SUPPORTED"])
+def test_fewer_addresses_are_taken_where_there_are_few(case: CudaCase, result: str) -> None:
+    case.fake.fail(22, CUresult[f"CUDA_ERROR_{result}"], times=3)  # after 5 questions and 16 chunks
     with case.make() as driver:
         start, stop = driver.arena
         assert stop - start == 1 << 37
