@@ -156,6 +156,16 @@ with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, pl
     torch.cuda.reset_accumulated_memory_stats()
     assert torch.cuda.max_memory_allocated() == 400
     assert torch.cuda.memory_reserved() == torch.cuda.max_memory_reserved() == 96 * CHUNK_NBYTES
+    accelerator = torch.accelerator.memory
+    assert accelerator.memory_allocated(0) == 400 and accelerator.memory_reserved(0) == 96 * CHUNK_NBYTES
+    more = torch.ones(2 * CHUNK_NBYTES // 4)
+    del more
+    assert accelerator.max_memory_allocated(0) == 2 * CHUNK_NBYTES + 400
+    accelerator.reset_peak_memory_stats(0)
+    accelerator.reset_accumulated_memory_stats(0)
+    accelerator.empty_cache()
+    assert accelerator.max_memory_allocated(0) == 400
+    assert accelerator.memory_stats(0)["allocated.small_pool.current"] == 1
     stats = torch.cuda.memory_stats()
     assert stats["allocation.small_pool.current"] == 1 and stats["num_ooms"] == 0
     torch.cuda.empty_cache()
