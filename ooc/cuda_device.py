@@ -14,6 +14,7 @@ import torch
 from ooc.books import Books, State, VariableRecord
 from ooc.device_memory import DeviceMemory
 from ooc.errors import DeviceUnavailable, SessionError
+from ooc.host_memory import host_memory_nbytes
 from ooc.torch_cuda import Refusals, TorchCuda, check_environment, replace_figures
 from ooc.units import format_exactly, format_nbytes
 from vmm.cuda_calls import CudaCalls, CudaFault, load_bindings
@@ -42,7 +43,7 @@ class CudaDevice:
 
     Args:
         index: Which, as CUDA counts those that are visible.
-        host_budget_nbytes: Host memory to pin; None: half of what is available.
+        host_budget_nbytes: Host memory to pin; None: half of what is available, or of OOC_HOST_NBYTES.
         bindings: `cuda.bindings.driver` or its like; imported by default.
         torch_cuda: torch's CUDA half; replaced in tests.
         pointers: The driver's calls for the native table; the real ones by default.
@@ -81,7 +82,7 @@ class CudaDevice:
         """
         host_nbytes = self._host_budget_nbytes
         if host_nbytes is None:
-            host_nbytes = memory_room().available_nbytes // _HOST_SHARE
+            host_nbytes = host_memory_nbytes(memory_room().available_nbytes) // _HOST_SHARE
         if host_nbytes < _LEAST_HOST_NBYTES:
             raise ValueError(
                 f"host budget of {format_exactly(host_nbytes)}: at least {format_exactly(_LEAST_HOST_NBYTES)} are "

@@ -16,6 +16,7 @@ from ooc.cli import main
 from ooc.cuda_device import CudaDevice, CudaMemory
 from ooc.errors import DeviceUnavailable, Refused, SessionError
 from ooc.fake_device import FakeCudaDevice
+from ooc.session import _choose_chunk
 from tests.cuda.cases import CudaSession as FakeSession
 from vmm.cuda_table import cuda_table
 from vmm.driver import MemoryFault
@@ -162,6 +163,34 @@ def test_a_host_without_memory_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CudaDevice(bindings=FakeCuda(), torch_cuda=FakeTorch())
     with pytest.raises(ValueError, match=r"host budget of 2\.0 KiB .*at least 64\.0 KiB"):
         ooc.Session("64MiB", device=device)
+
+
+def test_host_memory_that_is_said_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For hosts that are given memory as they use it: half of what is said, not of what the kernel has available."""
+    monkeypatch.setenv("OOC_HOST_NBYTES", "96KiB")
+    device = CudaDevice(bindings=FakeCuda(), torch_cuda=FakeTorch())
+    with pytest.raises(ValueError, match=r"host budget of 48\.0 KiB .*at least 64\.0 KiB"):
+        ooc.Session("64MiB", device=device)
+    monkeypatch.setenv("OOC_HOST_NBYTES", "96G")
+    with pytest.raises(ValueError, match="OOC_HOST_NBYTES"):
+        ooc.Session("64MiB", device=device)
+
+
+@pytest.mark.parametrize(
+    ("budget_nbytes", "granule_nbytes", "chunk_nbytes"),
+    [
+        (16 << 30, 2 << 20, 2 << 20),
+        (32 << 30, 2 << 20, 2 << 20),
+        (40 << 30, 2 << 20, 4 << 20),
+        (128 << 30, 2 << 20, 8 << 20),
+        (1 << 40, 2 << 20, 16 << 20),
+        (128 << 30, 64 << 10, 2 << 20),
+        (256 << 20, 64 << 10, 64 << 10),
+    ],
+)
+def test_large_pools_have_larger_chunks(budget_nbytes: int, granule_nbytes: int, chunk_nbytes: int) -> None:
+    """On a device each costs driver calls of its own when the pool is made; on the host only their number is kept."""
+    assert _choose_chunk(budget_nbytes, None, granule_nbytes) == chunk_nbytes
 
 
 def test_chunks_that_the_device_does_not_map() -> None:
