@@ -56,7 +56,7 @@ class CudaDriver:
     - Files cannot be mapped (`map_file`, `note_file`, `note_guards` raise MemoryFault).
     - In a forked child every call raises, and `close` does nothing: CUDA does not survive a fork.
 
-    The calling thread must have the device's context current, for every call.
+    The thread that makes it must have the device's context current; other threads get it when they have none.
 
     Args:
         num_chunks: Chunks of the pool, created at once.
@@ -111,6 +111,7 @@ class CudaDriver:
             )
             self._layout = Layout(0, self._num_places, None)
             self._change([Piece(0, num_chunks, _Shown(0, Access.READ_WRITE))], "the linear view")
+            self._calls.note_context()
         except BaseException as error:
             try:
                 self.close()

@@ -13,6 +13,7 @@ import hashlib
 import json
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ import ooc
 from benchmarks.gpu.aliased import open_aliased
 from benchmarks.rivals import checkpointed
 from ooc import models
+from ooc.host_memory import host_memory_nbytes
 from scheduler.placement import in_chunks, lower_bound, problem_from_plan
 from vmm.machine import memory_room
 
@@ -110,6 +112,7 @@ def main() -> int:
     try:
         answer = run(order)
     except (RuntimeError, ValueError, OSError) as error:
+        traceback.print_exc()  # the gate keeps it
         answer = {"error": f"{type(error).__name__}: {error}", "is_too_small": isinstance(error, ooc.BudgetTooSmall)}
     print(json.dumps(answer))
     return 0
@@ -255,7 +258,7 @@ def _host_nbytes(order: Order) -> int | None:
     """What was asked for, as far as this machine has it: the rest goes to the file."""
     if order.host_budget_nbytes is None:
         return None
-    return min(order.host_budget_nbytes, int(memory_room().available_nbytes * _PINNED_SHARE))
+    return min(order.host_budget_nbytes, int(host_memory_nbytes(memory_room().available_nbytes) * _PINNED_SHARE))
 
 
 def _planning(session: ooc.Session) -> dict[str, Any]:

@@ -90,10 +90,21 @@ class HostedDevice(CudaDevice):
     threshold_nbytes = CHUNK_NBYTES // 2
     memory_type = HostedMemory
 
-    def __init__(self, *, num_chunks: int, host_budget_nbytes: int = 64 << 20, seed: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        num_chunks: int,
+        host_budget_nbytes: int | None = 64 << 20,
+        seed: int = 0,
+        is_integrated: bool = False,
+    ) -> None:
         self.torch = torch_ = HostedTorch()
         self.fake = FakeCuda(
-            total_nbytes=num_chunks * CHUNK_NBYTES, granularity=CHUNK_NBYTES, seed=seed, contexts=torch_
+            total_nbytes=num_chunks * CHUNK_NBYTES,
+            granularity=CHUNK_NBYTES,
+            seed=seed,
+            is_integrated=is_integrated,
+            contexts=torch_,
         )
         self.unmapped: list[tuple[int, int]] = []
         self._callbacks = (_SYNCHRONIZE(self._synchronize), _UNMAP(self._unmap))

@@ -288,3 +288,27 @@ else:
     raise AssertionError("the child hangs")
 assert status == 0, status
 """)
+
+
+def test_a_device_that_shares_the_hosts_memory_evicts_to_the_file() -> None:
+    """Pinned host memory would be the same memory: only what transfers pass through is pinned."""
+    run("""
+import logging
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("ooc").addHandler(handler)
+device = HostedDevice(num_chunks=96, host_budget_nbytes=None, is_integrated=True)
+with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+    assert train(7, session) == expected
+    assert session.steps.rows[-1].evicted_nbytes > 0
+    assert session.store.used_host_nbytes == 0 and session.store.file is not None
+    pinned = [int(it.split()[0]) for it in device.fake.left() if "pinned" in it]
+    assert 0 < sum(pinned) <= 64 << 20, pinned
+assert device.fake.races == ()
+assert said == [], said
+asked = HostedDevice(num_chunks=96, host_budget_nbytes=8 << 20, is_integrated=True)
+with ooc.Session(96 * CHUNK_NBYTES, device=asked, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+    assert "shares the host's memory" in said[0], said
+    assert session.store._blocks.num_blocks > 0
+""")

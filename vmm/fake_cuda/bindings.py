@@ -63,6 +63,8 @@ _NUM_VALUES = {
     "cuEventCreate": 1,
     "cuDeviceGet": 1,
     "cuDeviceGetAttribute": 1,
+    "cuDeviceGetCount": 1,
+    "cuDeviceGetName": 1,
     "cuDriverGetVersion": 1,
     "cuCtxGetCurrent": 1,
 }
@@ -73,6 +75,8 @@ _WITHOUT_CONTEXT = frozenset(
         "cuDriverGetVersion",
         "cuDeviceGet",
         "cuDeviceGetAttribute",
+        "cuDeviceGetCount",
+        "cuDeviceGetName",
         "cuCtxGetCurrent",
         "cuCtxSetCurrent",
     }
@@ -98,6 +102,8 @@ class FakeCuda:
         eagerness: Chance, at each call, that one more step of queued work runs; 0: none does before
             it is asked for.
         has_vmm: Whether the device says that it can map memory.
+        is_integrated: Whether it says that its memory is the host's.
+        compute_mode: Who may use it: 0 everybody, 2 nobody, 3 one process.
         arena: `[start, stop)` of addresses to hand out, mapped to nothing by their owner; by default fresh ones.
         occupied: Ranges of it, address to bytes, that are somebody's already.
         contexts: Which threads have the context current; by default the one that makes this, until others ask.
@@ -122,6 +128,8 @@ class FakeCuda:
         seed: int = 0,
         eagerness: float = 0.3,
         has_vmm: bool = True,
+        is_integrated: bool = False,
+        compute_mode: int = 0,
         arena: _Range | None = None,
         occupied: Mapping[int, int] | None = None,
         contexts: Contexts | None = None,
@@ -132,7 +140,14 @@ class FakeCuda:
         self._host = HostMemory()
         self._work = Work(seed=seed, eagerness=eagerness)
         self._detector = RaceDetector(block_nbytes=granularity)
-        self._has_vmm = has_vmm
+        attribute = names.CUdevice_attribute
+        self._attributes = {
+            attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED: int(is_integrated),
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE: compute_mode,
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: 9,
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: 0,
+            attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED: int(has_vmm),
+        }
         self._is_initialized = False
         self._countdown = 0
         self._num_failures = 0
@@ -247,8 +262,20 @@ class FakeCuda:
     def cuDeviceGetAttribute(self, attribute: int, device: Any) -> object:
         """What the device can do."""
         self._check_device(device)
-        _require(attribute == names.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED)
-        return int(self._has_vmm)
+        _require(attribute in set(self._attributes))
+        return self._attributes[names.CUdevice_attribute(attribute)]
+
+    @_call
+    def cuDeviceGetCount(self) -> object:
+        """One."""
+        self._check_initialized()
+        return 1
+
+    @_call
+    def cuDeviceGetName(self, nbytes: int, device: Any) -> object:
+        """As a string of C in a buffer."""
+        self._check_device(device)
+        return b"the fake driver".ljust(nbytes, b"\0")
 
     @_call
     def cuCtxGetCurrent(self) -> object:
