@@ -214,6 +214,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _train_in_core(options: TrialOptions) -> None:
+    if options.tensors_on.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"--device {options.device}: torch ({torch.__version__}) sees no CUDA device.\n"
+            "  Options: ooc doctor --device cuda says what is missing; --device cpu."
+        )
     used = _DeviceUse(options.tensors_on)
     for step in train(_workload(options), **_how(options)):
         used.look()
