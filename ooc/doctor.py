@@ -234,11 +234,11 @@ def _document(findings: list[Finding], settings: dict[str, Resolved], stopped: b
         "schema": "ooc.doctor",
         "schema_version": 1,
         "is_fine": not stopped,
-        "findings": [asdict(f) | {"verdict": f.verdict.value} for f in findings],
         "settings": {
             name: {"value": found.value, "source": found.source, "default": found.setting.default}
             for name, found in settings.items()
         },
+        "findings": [asdict(f) | {"verdict": f.verdict.value} for f in findings],
     }
 
 

@@ -81,12 +81,10 @@ class Processes:
 
     def command(self, arguments: Sequence[str]) -> tuple[int, str]:
         """As `Shell.command`. "compute-sanitizer ... child ORDER" is run where there is one."""
-        if self._fake and arguments[-1] in (
-            "benchmarks.gpu.calls",
-            "benchmarks.gpu.preflight",
-            "benchmarks.gpu.doctor",
-        ):
+        if self._fake and arguments[-1] in ("benchmarks.gpu.calls", "benchmarks.gpu.preflight"):
             arguments = [*arguments, "fake"]
+        if self._fake and "ooc" in arguments:
+            arguments = ["fake" if argument == "cuda" else argument for argument in arguments]
         environment = dict(os.environ)
         if arguments[0] != "compute-sanitizer":
             # Plug-ins of pytest that an image happens to have are none of ours.

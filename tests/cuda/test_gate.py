@@ -372,6 +372,23 @@ def test_driver_calls_over_the_fake() -> None:
     assert all(figure.value is not None and figure.value > 0 for figure in figures)
 
 
+def test_the_doctor_and_the_demo_are_figures() -> None:
+    (doctor,) = (item for item in FAKE_ITEMS if item.name == "doctor")
+    figures = {figure.variant: figure for figure in doctor.measure(gate.Processes(limit_s=200, fake=True))}
+    assert figures["session on the device"].is_good and "came back whole" in figures["session on the device"].note
+    assert not [f for f in figures.values() if f.is_good is False]
+
+    class Told(Scripted):
+        def command(self, arguments: Sequence[str]) -> tuple[int, str]:
+            assert list(arguments) == ["-m", "ooc", "demo", "--device", "cuda"]
+            return 1, "in core, step 0: loss 1.0\nlosses equal to the last bit: 11 of 12\n"
+
+    (demo,) = (item for item in ITEMS if item.name == "demo")
+    code, equal = demo.measure(Told(_answer()))
+    assert (code.value, code.is_good) == (1, False)
+    assert (equal.metric, equal.note) == ("losses equal to the last bit", "11 of 12")
+
+
 def test_a_child_needs_torch_and_numpy_alone() -> None:
     """An image for GPUs has no more: what ooc's command line needs is not imported."""
     script = """
