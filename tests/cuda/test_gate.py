@@ -229,7 +229,7 @@ def test_an_item_whose_time_is_up_is_neither_right_nor_wrong(
     assert not gate.is_wrong(results)
     assert "as far as this" in capsys.readouterr().out
     lines = gate.table(items, results).splitlines()
-    assert "| hangs | v | m | 1 s | |" in lines
+    assert "| hangs | v | m | 1 s |  |" in lines
     (overran,) = (line for line in lines if "overran" in line)
     assert "not measured" in overran and "8 s were used up" in overran and "WRONG" not in overran
     assert "| fast | v | m | 2 s | good |" in lines
@@ -352,7 +352,7 @@ def test_an_item_over_the_fake_driver(tmp_path: Path) -> None:
             return super().train(order) if kept else {"error": "left out", "is_too_small": True}
 
     budget = 0
-    shell = Fewer(limit_s=120, fake=True)
+    shell = Fewer(limit_s=400, fake=True)
     order = Order(workload="conv_stack", preset="small", digests=True)
     expected = shell.train(order)
     budget = expected["peak_nbytes"] // 2 // (64 << 10) * (64 << 10)
