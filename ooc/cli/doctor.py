@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +18,6 @@ from enum import Enum
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from ooc.settings import BadSetting, Resolved, check, check_environment, resolve
 from ooc.units import GIB, MIB, format_duration, format_nbytes, format_rate
@@ -59,10 +58,19 @@ class Finding:
     remedy: str = ""
 
 
-def main(*, store: str | None = None, as_json: bool = False) -> int:
-    """Print all findings and settings. Returns 1 if something would stop us, else 0."""
-    settings = resolve({"store": store})
-    findings = [*examine(settings["store"].value), *_settings(settings)]
+def main(*, store: str | None = None, as_json: bool = False, device: str = "cpu") -> int:
+    """Print all findings and settings. Returns 1 if something would stop us, else 0, and 2 for no such device."""
+    found = re.fullmatch(r"cpu|cuda(?::(\d+))?|fake", device)
+    if found is None:
+        print(f"ooc doctor: no device is called {device!r}. Options: cpu, cuda, cuda:1.", file=sys.stderr)
+        return 2
+    settings = resolve({"store": store, "device": device if device != "cpu" else None})
+    findings = [*examine(settings["store"].value, has_session=device == "cpu"), *_settings(settings)]
+    if device != "cpu":
+        from ooc.cli import doctor_cuda
+
+        probe = doctor_cuda.fake_probe() if device == "fake" else doctor_cuda.real_probe(int(found[1] or 0))
+        findings += doctor_cuda.examine(probe, settings["store"].value)
     stopped = any(f.verdict is Verdict.STOP for f in findings)
     if as_json:
         print(json.dumps(_document(findings, settings, stopped), indent=2))
@@ -86,14 +94,14 @@ def _settings(settings: Mapping[str, Resolved]) -> Iterator[Finding]:
         yield Finding(name=error.place, value=os.environ[error.place], verdict=Verdict.STOP, remedy=error.reason)
 
 
-def examine(store: str | None) -> list[Finding]:
+def examine(store: str | None, *, has_session: bool = True) -> list[Finding]:
     """Look at everything. `store` is the directory to measure; None: where a session would put it."""
     sections: dict[str, Callable[[], Iterator[Finding]]] = {
         "software": _software,
         "compiler": _compiler,
         "machine": lambda: _machine(machine_facts()),
         "store": lambda: _store(store),
-        "session": lambda: _session(store),
+        **({"session": lambda: _session(store)} if has_session else {}),
     }
     findings: list[Finding] = []
     for name, look in sections.items():
@@ -241,15 +249,21 @@ def _document(findings: list[Finding], settings: dict[str, Resolved], stopped: b
         "schema": "ooc.doctor",
         "schema_version": 1,
         "is_fine": not stopped,
-        "findings": [asdict(f) | {"verdict": f.verdict.value} for f in findings],
         "settings": {
             name: {"value": found.value, "source": found.source, "default": found.setting.default}
             for name, found in settings.items()
         },
+        "findings": [asdict(f) | {"verdict": f.verdict.value} for f in findings],
     }
 
 
 def _print_tables(findings: list[Finding], settings: dict[str, Resolved], stopped: bool) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:  # an image for GPUs may have no more than torch
+        _print_lines(findings, settings)
+        return
     colours = {Verdict.FINE: "green", Verdict.NOTE: "yellow", Verdict.STOP: "bold red"}
     console = Console()
     table = Table(title="This machine", title_justify="left")
@@ -269,3 +283,10 @@ def _print_tables(findings: list[Finding], settings: dict[str, Resolved], stoppe
         console.print(f"[bold red]Stopped by:[/] {names}")
     else:
         console.print("[green]Nothing would stop us.[/]")
+
+
+def _print_lines(findings: list[Finding], settings: dict[str, Resolved]) -> None:
+    for f in findings:
+        print(f"{f.verdict.value:5} {f.name}: {f.value}" + (f" -- {f.remedy}" if f.remedy else ""))
+    for found in settings.values():
+        print(f"{found.setting.option} = {found.value or found.setting.default} ({found.source})")

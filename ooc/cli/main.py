@@ -35,13 +35,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.command == "doctor":
             from ooc.cli import doctor
 
-            return doctor.main(store=parsed.store, as_json=parsed.json)
+            return doctor.main(store=parsed.store, as_json=parsed.json, device=parsed.device)
         if parsed.command == "fragmentation":
             return fragmentation.run(parsed)
         if parsed.command == "report":
             return html_report.run(parsed)
         if parsed.command in planning_cli.COMMANDS:
             return planning_cli.run(parsed)
+        if parsed.device != "cpu":
+            from ooc.cli import demo_cuda
+
+            return demo_cuda.main(
+                model=parsed.model,
+                budget=parsed.budget,
+                num_steps=parsed.steps,
+                store=parsed.store,
+                device=parsed.device,
+            )
         from ooc.cli import demo
 
         return demo.main(
@@ -135,6 +145,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         allow_abbrev=False,
     )
     demo.add_argument("--model", default="gpt", metavar="NAME", help="gpt, resnet50, vgg16, lstm, bert (default: gpt)")
+    demo.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default: cpu); cuda makes no plot")
     demo.add_argument("--budget", metavar="SIZE", help="default: a fifth of the in-core step's memory")
     demo.add_argument("--steps", type=int, metavar="N", help="steps of each run (default: by model)")
     demo.add_argument("--out", default="demo-out", metavar="DIR", help="where the plot goes (default: demo-out)")
@@ -148,6 +159,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Say what this machine offers, and what would stop us. Exit code 1 if something would.",
         allow_abbrev=False,
     )
+    doctor.add_argument("--device", default="cpu", metavar="NAME", help="cpu, cuda or cuda:1 (default: cpu)")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of tables")
     doctor.add_argument("--store", metavar="DIR", help="directory to measure (default: where a session would put it)")
 

@@ -9,7 +9,7 @@
   procedures, ICSE'24 section 4).
 
 On the CPU list ops have one route (a loop over the tensors), so parts take the same route as the
-whole.
+whole; on CUDA `list_routes` sees to that.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from ooc.tracing.list_routes import same_route
 
 _HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
     # Running statistics, updated without an alias mark or a version bump (seen with torch 2.13).
@@ -100,6 +102,8 @@ def run_list_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, lim
     cuts = list(_cuts([sum(_nbytes(v[i]) for v in tensors) for i in range(length)], limit_nbytes))
     if len(cuts) <= 1:
         return run(func, args, kwargs)
+    if func._schema.name.startswith("aten::_foreach_"):
+        func = same_route(func, tensors)
     names = [argument.name for argument in func._schema.arguments]
     results: list[Any] = []
     returns_list = False
