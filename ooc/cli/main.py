@@ -44,7 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ooc.cli import demo
 
         return demo.main(
-            model=parsed.model, budget=parsed.budget, num_steps=parsed.steps, out=parsed.out, store=parsed.store
+            model=parsed.model,
+            budget=parsed.budget,
+            num_steps=parsed.steps,
+            out=parsed.out,
+            store=parsed.store,
+            picture=parsed.picture,
         )
     except KeyboardInterrupt:
         print("\nooc: interrupted", file=sys.stderr)
@@ -121,7 +126,12 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.add_argument("--model", default="gpt", metavar="NAME", help="gpt, resnet50, vgg16, lstm, bert (default: gpt)")
     demo.add_argument("--budget", metavar="SIZE", help="default: a fifth of the in-core step's memory")
     demo.add_argument("--steps", type=int, metavar="N", help="steps of each run (default: by model)")
-    demo.add_argument("--out", default="demo-out", metavar="DIR", help="where the plot goes (default: demo-out)")
+    demo.add_argument("--out", default="demo-out", metavar="DIR", help="where the picture goes (default: demo-out)")
+    demo.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="draw memory over a step into this file, .png or .svg (default: memory-NAME.png in DIR)",
+    )
     demo.add_argument("--store", metavar="DIR", help="directory for the file of evicted bytes")
 
 

@@ -35,7 +35,7 @@ FLAGS = {
         "-h",
         "-m",
     ],
-    "demo": ["--budget", "--help", "--model", "--out", "--steps", "--store", "-h"],
+    "demo": ["--budget", "--help", "--model", "--out", "--picture", "--steps", "--store", "-h"],
     "doctor": ["--help", "--json", "--store", "-h"],
     "fragmentation": [
         "--alloc-conf",
