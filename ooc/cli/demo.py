@@ -139,6 +139,8 @@ def _progress(console: Console) -> Progress:
 
 def _show(progress: Progress, name: str, options: TrialOptions) -> TrialResult:
     task = progress.add_task(name, total=options.num_steps, told="")
+    if not progress.console.is_terminal:  # the bars are drawn once, at the end
+        progress.console.print(f"{name}: {options.num_steps} steps ...")
 
     def on_step(step: TrialStep) -> None:
         told = f"loss {float.fromhex(step.loss):.4f}, {format_duration(step.duration_s)} a step"

@@ -159,6 +159,7 @@ def test_the_demo_ends_with_equal_losses_and_a_picture(
     assert demo.main(model="gpt", budget="2MiB", out=str(tmp_path), store=str(tmp_path), picture=str(picture)) == 0
     printed = capsys.readouterr().out
     assert "7 of 7" in printed
+    assert printed.index("in core: 7 steps ...") < printed.index("out of core, 2.0 MiB: 7 steps ...")
     assert "2.0 MiB" in printed
     assert str(picture) in printed
     svg = picture.read_text()
