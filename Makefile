@@ -39,12 +39,26 @@ format: $(READY)
 
 # torch first, by its exact version: a build with a local version (+cpu) that is installed or offered
 # nearby then counts as that version, instead of being replaced while the rest is resolved.
+# Each phase says beforehand what it does; pip's own lines follow, unbuffered, with bars on a terminal.
+PIP := PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --disable-pip-version-check
+TORCH := $(shell grep '^torch==' constraints.txt)
+
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("ooc needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Options: make PYTHON=python3.12 ...")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("ooc needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Options: make PYTHON=python3.12 ...")'
+	@echo 'Setting up $(VENV), once. What pip has not cached is downloaded:'
+	@echo '  $(TORCH): by far the largest. About 200 MB as a build for the CPU; several GB where pip takes'
+	@echo '    a build for CUDA with its libraries, as from PyPI on x86-64. For the CPU build, stop here and type'
+	@echo '    PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ...'
+	@echo '  numpy, scipy, matplotlib and the tools for tests and checks: about 120 MB.'
+	@echo 'With the CPU build and a fast line this takes one to three minutes.'
+	@echo '1 of 3: a virtual environment in $(VENV)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo '2 of 3: $(TORCH), the long one'
+	@$(PIP) "$(TORCH)"
+	@echo '3 of 3: everything else, and this package itself'
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+	@echo 'Set up. The first run also compiles the C++ parts with g++, and keeps them.'
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -55,7 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ooc.cli import demo
 
         return demo.main(
-            model=parsed.model, budget=parsed.budget, num_steps=parsed.steps, out=parsed.out, store=parsed.store
+            model=parsed.model,
+            budget=parsed.budget,
+            num_steps=parsed.steps,
+            out=parsed.out,
+            store=parsed.store,
+            picture=parsed.picture,
         )
     except KeyboardInterrupt:
         print("\nooc: interrupted", file=sys.stderr)
@@ -148,7 +153,12 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default: cpu); cuda makes no plot")
     demo.add_argument("--budget", metavar="SIZE", help="default: a fifth of the in-core step's memory")
     demo.add_argument("--steps", type=int, metavar="N", help="steps of each run (default: by model)")
-    demo.add_argument("--out", default="demo-out", metavar="DIR", help="where the plot goes (default: demo-out)")
+    demo.add_argument("--out", default="demo-out", metavar="DIR", help="where the picture goes (default: demo-out)")
+    demo.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="draw memory over a step into this file, .png or .svg (default: memory-NAME.png in DIR)",
+    )
     demo.add_argument("--store", metavar="DIR", help="directory for the file of evicted bytes")
 
 
