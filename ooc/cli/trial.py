@@ -120,16 +120,17 @@ def train(
     for index in range(num_steps):
         started = time.perf_counter()
         with step_context():
-            batch = workload.make_batch(index)
-            if device is not None:
-                batch = tuple(tensor.to(device) for tensor in batch)
-            loss = workload.loss(model, batch)
+            loss = workload.loss(model, _moved(workload.make_batch(index), device))
             loss.backward()
             stepper.step()
             stepper.zero_grad(set_to_none=True)
             bits = loss.item().hex()
-            del loss, batch
+            del loss
         yield TrialStep(index=index, loss=bits, duration_s=time.perf_counter() - started)
+
+
+def _moved(batch: models.Batch, device: torch.device | None) -> models.Batch:
+    return batch if device is None else tuple(tensor.to(device) for tensor in batch)
 
 
 def run_trial(
