@@ -32,7 +32,7 @@ MIB = 1 << 20
 SCRIPT = """
 import os, signal, sys
 import ooc
-from tests.continuation import BUDGET, Trainer
+from tests.session.continuation import BUDGET, Trainer
 with ooc.Session(BUDGET, store=sys.argv[1]) as session:
     trainer = Trainer()
     for index in range(5):
