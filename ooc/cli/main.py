@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from ooc.cli import plan as planning_cli
 from ooc.fragmentation import cli as fragmentation
@@ -202,7 +203,7 @@ def _run(parsed: argparse.Namespace) -> int:
     found = resolve(vars(parsed))
     if not _settings_are_fine(found):
         return USAGE_EXIT_CODE
-    settings = {name: resolved.value for name, resolved in found.items()}
+    settings: dict[str, Any] = {name: resolved.value for name, resolved in found.items()}
     budget = settings.pop("budget")
     if budget is None and settings["plan"] is None:
         print("ooc run: no budget. Options: --budget SIZE, such as --budget 2GiB; OOC_BUDGET.", file=sys.stderr)
