@@ -48,6 +48,7 @@ from scheduler.policies import (
 )
 from scheduler.policies._placement import Placement
 from scheduler.policies._recompute import exchanged, with_reruns
+from scheduler.policies._remat_search import fewest_reruns
 from scheduler.scratch import schedule_that_colours
 from scheduler.selection import Selection
 from scheduler.trace import Trace
@@ -84,6 +85,9 @@ _RECOMPUTING = (
     (sublinear, 2_000),
     (checkmate, 2_500),
 )
+
+# The most ops of a step for which the least recomputation is looked for: 6 to 10 seconds.
+_MOST_OPS_FOR_FEWEST = 10_000
 
 # Of so many of the fastest candidates the choice of gaps is taken over, and placed in time by our own rules.
 _MOST_ADOPTED = 6
@@ -168,6 +172,9 @@ def schedule(
             search.consider(smaller.best.proposal)
     search.try_others(_OTHERS, {"wrap": wrap, "recompute": False})
     if recompute:
+        if len(trace.ops) <= _MOST_OPS_FOR_FEWEST and not search.is_perfect:
+            for proposal in fewest_reruns(trace, machine, wrap=wrap):
+                search.consider(proposal)
         search.try_others(_RECOMPUTING, {"wrap": wrap, "exact": exact})
     search.adopt_choices()
     if recompute:
