@@ -5,9 +5,9 @@
 A log (`*.log`, lines of JSON) is a step of a real network on a GPU: calls with their times, results with their sizes,
 releases. It becomes a trace by the simulator's rules: constants are always in memory and count, an in-place op
 makes a new result, views cost nothing, what nobody released is needed at the end. The budget is a share of the trace's
-peak. The overhead is the time of all ops that are run, again or not, over that of the ops once. The columns: `dtr`
-rule ("-": it alone finds nothing, or is the best), the fewest re-runs found, their processor seconds, and with `--auto` the whole of `auto` for a store
-that is no use (plans made, coloured and verified).
+peak. The overhead is the time of all ops that are run, again or not, over that of the ops once. The columns:
+`dtr`'s rule ("-": it alone finds nothing, or is the best), the fewest re-runs found, their processor seconds, and with
+`--auto` the whole of `auto` for a store that is no use (plans made, coloured and verified).
 """
 
 from __future__ import annotations

@@ -356,7 +356,8 @@ class RematWalk(Walk):
         sources = [v for v in back.guarded if v in self.recent and self.trace.variables[v].evictable]
         sources = [v for v in sources if self.may_discard(v, zone)]
         if not sources:
-            raise Stuck(zone, self.recent, back.lost)
+            excess = self._excess_of(zone, pinned, back)
+            raise Stuck(zone, self.recent, back.lost, num_missing_chunks=excess)
         least = min(sources, key=lambda v: (self._worth(v, zone), v))
         self._release(Victim(least, True), zone)
         back.refused.add(least)

@@ -47,12 +47,16 @@ class Stuck(Exception):
         op_index: The op.
         held: Variables in memory.
         remade: Variables that were to be made again there.
+        num_missing_chunks: Chunks over the budget, with what must stay and what is made again.
     """
 
-    def __init__(self, op_index: int, held: Iterable[int], remade: Iterable[int]) -> None:
+    def __init__(
+        self, op_index: int, held: Iterable[int], remade: Iterable[int], *, num_missing_chunks: int = 0
+    ) -> None:
         self.op_index = op_index
         self.held = tuple(held)
         self.remade = tuple(remade)
+        self.num_missing_chunks = num_missing_chunks
         super().__init__(f"op {op_index}: nothing left to release beside {len(self.held)} variables")
 
 
@@ -342,7 +346,7 @@ class Walk:
                 if released >= excess:
                     break
             if not released:
-                raise Stuck(zone, self.recent, lost)
+                raise Stuck(zone, self.recent, lost, num_missing_chunks=excess)
             excess -= released
 
     def _candidates(self, pinned: dict[int, Pin], guarded: set[int]) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 from recompute_traces import SHAPES, recurrent, residual, tree
 from test_recompute import MACHINE, changes, makes, op, plan_of, reads, stay
 
+from scheduler.budget import BudgetTooSmall
 from scheduler.plan import Born, Dies, Discarded, Kept, Machine, Recomputed, Residency, occupied_ticks
 from scheduler.planning import make_plan
 from scheduler.policies import melon
@@ -159,3 +160,14 @@ def test_a_changed_variable_is_no_ghost_in_an_earlier_state() -> None:
     trace = replace(trace, ops=(*trace.ops[:2], op(2, changes(A), makes(C)), *trace.ops[3:]))
     with pytest.raises(IllegalPlan, match="does not make the present state of variable 1"):
         verify(plan_of(trace, *GHOST), trace)
+
+
+def test_a_refusal_names_more_than_the_budget() -> None:
+    """It used to say that an op "needs 106.9 MiB at once; the budget is 108.0 MiB", and to list all that was held."""
+    trace = replace(residual(blocks=3), ops=tuple(replace(o, replayable=False) for o in residual(blocks=3).ops))
+    machine = machine_of(trace, 0.6)
+    with pytest.raises(BudgetTooSmall, match="not to be released by this policy: ") as refused:
+        make_plan(trace, machine, "dtr")
+    assert refused.value.needed_nbytes > machine.budget_nbytes
+    assert "operands: " not in str(refused.value)
+    assert str(refused.value).count("activation") <= 4
