@@ -32,7 +32,7 @@ _RULES = (
     Rule(neighbours=1, stale=0.5, ahead=0.5),
 )
 
-# Bounds on the search, in ops walked: four to six seconds for a step of 8,000 ops, under one for a few hundred.
+# Bounds on the search, in ops walked: about ten seconds of a core for a step of 8,000 ops, one for a few hundred.
 _MOST_OPS_BY_RULES = 40_000
 _MOST_OPS_CLIMBED = 12_000
 
