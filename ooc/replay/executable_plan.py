@@ -384,9 +384,9 @@ class ExecutablePlan:
         self.tables = PlanTables(
             allocs=self._allocs.ctypes.data,
             must_be_dead=self._must_be_dead.ctypes.data,
-            role_address=self.variable_address.ctypes.data,
-            role_alive=self.variable_alive.ctypes.data,
-            num_roles=len(self.variables),
+            variable_address=self.variable_address.ctypes.data,
+            variable_alive=self.variable_alive.ctypes.data,
+            num_variables=len(self.variables),
         )
 
     # -- replaying it
