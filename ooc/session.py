@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from ooc.dispatch import extension as _native
 from ooc.dispatch.op_runner import OpRunner
 from ooc.dispatch.signals import CriticalLock, SignalGate
 from ooc.errors import SessionError
-from ooc.interop import opaque_ops
+from ooc.interop import collectives, opaque_ops
 from ooc.interop.exports import Exports
 from ooc.interop.forks import DeviceForks, Forks
 from ooc.memory.record import VariableRecord
@@ -59,6 +60,9 @@ from vmm.nvtx_ranges import NamedRange
 from vmm.store import FileStore
 
 _log = logging.getLogger(__name__)
+
+_LAST_WAIT_S = 5.0
+"""For collectives under way when the process exits: another rank may have died."""
 
 _STEP_BOUNDARIES = "explicit", "optimizer"
 
@@ -162,7 +166,9 @@ class Session:
             is_open=lambda: self._is_open,
             is_mode_on=lambda: self._mode in _get_current_dispatch_mode_stack(),
             watch=watch,
+            collectives=collectives,
         )
+        self._wait_hooks = collectives.WaitHooks(note_end=self._runner.note_waited, is_ours=self._runner.is_in_flight)
         self._dispatcher = _native.dispatcher_type()(
             self._allocator.state_address,
             self._allocator.this_thread_function,
@@ -218,6 +224,7 @@ class Session:
             self._manager.guards.open()
             self._exports = Exports(self)
             opaque_ops.run_in_session = self._runner.run_opaque
+            self._wait_hooks.open()
             self._forks = (Forks if self._memory.is_host else DeviceForks)(self)
             self._mode.__enter__()
         if step_boundary == "optimizer":
@@ -297,6 +304,11 @@ class Session:
             self._memory.check_resize(num_chunks)
             if self._executor.active is not None:
                 self._runner.bail_out("the budget changes")
+            if not self._manager.flights.settle():
+                raise SessionError(
+                    f"set_budget: {', '.join(self._manager.flights.names())} not over: its operands must stay. "
+                    "Options: call it after the program has waited for them."
+                )
             self._runner.absorb()
             self._sequences.forget_plans()
             self._give_up_retired()
@@ -511,6 +523,12 @@ class Session:
         """What the worst op so far needed at once, in chunks of 64 KiB: no budget below that would have done."""
         return self._sequences.largest_need_nbytes()
 
+    def collectives(self) -> dict[str, int]:
+        """Collectives so far, waits of ours for them, and what their backend's threads took beside the budget."""
+        runner = self._runner
+        apart = {"num_apart": runner.num_apart, "apart_nbytes": runner.apart_nbytes}
+        return {**self._manager.flights.statistics(), **apart}
+
     def learned(self) -> dict[str, Any]:
         """What is known of sequences, for the report."""
         sequences = self._sequences
@@ -533,11 +551,13 @@ class Session:
         if not self._is_open:
             return
         with self._lock:
+            self._settle_flights(bring_back)
             self._mode.__exit__(None, None, None)
             if self._hook is not None:
                 self._hook.remove()
             self._exports.close()
             opaque_ops.run_in_session = None
+            self._wait_hooks.close()
             self._forks.close()
             try:
                 if self._executor.active is not None:
@@ -556,6 +576,16 @@ class Session:
                 self.timeline.close()
                 self._memory.close()
 
+    def _settle_flights(self, bring_back: bool) -> None:
+        """Collectives under way end before their operands' memory goes."""
+        flights = self._manager.flights
+        if flights.settle(timeout_s=None if bring_back else _LAST_WAIT_S) or not bring_back:
+            return
+        what = f"{', '.join(flights.names())} not over: what it does later would be lost with the session's memory"
+        if sys.exception() is None:
+            raise SessionError(f"close: {what}. Options: wait() for it before the session is closed.")
+        _log.warning("close: %s", what)
+
     def _become_inherited(self) -> None:
         """In a forked child: this session is the parent's."""
         self._is_open = False
@@ -563,6 +593,7 @@ class Session:
         self._dispatcher.leave()
         self._exports.close()
         opaque_ops.run_in_session = None
+        self._wait_hooks.close()
         self._manager.guards.become_inherited()
         self._signal_gate.remove()
         if self._hook is not None:
@@ -586,7 +617,9 @@ class _Intercepts:
     """The ops that Python looks at before they are played."""
 
     def __contains__(self, func: object) -> bool:
-        return hasattr(func, "_schema") and (ops.is_list_op(func) or ops.is_convolution_backward(func))
+        return hasattr(func, "_schema") and (
+            ops.is_list_op(func) or ops.is_convolution_backward(func) or collectives.is_collective(func)
+        )
 
 
 def _choose_chunk(budget_nbytes: int, chunk: int | str | None, granule_nbytes: int) -> int:

@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -26,7 +27,8 @@ from ooc.tracing import op_semantics as ops
 from ooc.tracing.call_sites import CallSites
 from ooc.tracing.recorder import OpRecord, StepRecorder
 from vmm.nvtx_ranges import marked, names_ops
-from vmm.torch_cpu import AllocatorTable
+from vmm.threads import is_foreign_thread
+from vmm.torch_cpu import SERVED_APART, AllocatorTable
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +39,34 @@ MAX_PERIOD_OPS = 1 << 16
 _SPLIT_FRACTION = 8
 """List ops and convolution_backward run in parts when their operands exceed 1/8 of the budget."""
 
+_FLIGHT_FRACTION = 4
+"""Planned around: operands of collectives under way, up to 1/4 of the budget. More, and the ops in between
+would not fit; whoever moves one of the rest waits for it."""
+
 _NOTHING = contextlib.nullcontext()
+
+
+class CollectiveOps(Protocol):
+    """What is known of ops that go on after they have returned (`ooc.interop.collectives`)."""
+
+    def is_collective(self, func: Any) -> bool:
+        """Whether an op launches a collective, or waits for one."""
+
+    def is_wait(self, func: Any) -> bool:
+        """Whether it waits for those that made its operand."""
+
+    def is_point_to_point(self, func: Any) -> bool:
+        """Whether only the program may wait for it."""
+
+    def written_by(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[Any, ...]:
+        """The values that it writes."""
+
+    def has_hidden_followers(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether something may follow it on threads that we do not see, on operands that it does not name."""
+
+    def landing_of(self, func: Any, result: Any) -> Any:
+        """How to know that it is over (`ooc.memory.flights.Landing`)."""
+
 
 _Call = tuple[Any, Sequence[Any], Mapping[str, Any]]
 """An op, its arguments and its keyword arguments."""
@@ -48,6 +77,7 @@ class OpRunner:
 
     Attributes:
         recorder: The step's ops while it runs on demand; None while a plan is played.
+        num_apart, apart_nbytes: Allocations of threads of a collective's backend so far, outside the budget.
     """
 
     def __init__(
@@ -60,8 +90,16 @@ class OpRunner:
         is_open: Callable[[], bool],
         is_mode_on: Callable[[], bool],
         watch: OpWatch | None = None,
+        collectives: CollectiveOps | None = None,
     ) -> None:
         self._manager = manager
+        self._collectives = collectives
+        self._is_host = manager.is_host
+        self.num_apart = self.apart_nbytes = 0
+        self._deferred: list[int] | None = None  # ops whose acts wait until their operands are known to be in flight
+        self._works: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()  # addresses, by what is waited for
+        self._functional: dict[int, Any] = {}  # landings of functional collectives, by a result's address
+        self._landed: tuple[int, list[int]] = (-1, [])  # what the program has waited for before this op
         self._allocator = allocator
         self._threshold_nbytes = threshold_nbytes
         self.set_budget(budget_nbytes)
@@ -74,7 +112,8 @@ class OpRunner:
         self._largest_refused_nbytes = 0
         self._has_served = False  # an allocation since somebody last looked
         self._call_sites = CallSites()
-        self.recorder: StepRecorder | None = StepRecorder({})
+        self.recorder: StepRecorder | None = None
+        self._record(StepRecorder({}))
         self._dispatcher: Any = None
         self._lock: CriticalLock
         self._executor: Executor
@@ -92,18 +131,23 @@ class OpRunner:
     def set_budget(self, budget_nbytes: int) -> None:
         """Ops are run in parts by this budget from now on."""
         self._split_nbytes = budget_nbytes // _SPLIT_FRACTION
+        self._flight_nbytes = budget_nbytes // _FLIGHT_FRACTION
 
     def start_recording(self) -> None:
         """A period begins on demand."""
-        self.recorder = StepRecorder(self._manager.records)
+        self._record(StepRecorder(self._manager.records))
         self._call_sites.clear()
         self._allocator.state.position = 0
+
+    def _record(self, recorder: StepRecorder) -> None:
+        recorder.flight_nbytes = self._flight_nbytes
+        self.recorder = recorder
 
     def bail_out(self, reason: str) -> None:
         self._executor.bail_out(reason)
 
     def note_bailout(self, recorder: StepRecorder) -> None:
-        self.recorder = recorder
+        self._record(recorder)
         self._call_sites.clear()
 
     # -- ops; called by the native dispatcher
@@ -113,6 +157,9 @@ class OpRunner:
             return self._executor.before(index)
 
     def after(self, index: int) -> None:
+        if self._deferred is not None:
+            self._deferred.append(index)
+            return
         with self._lock:
             self._executor.after(index)
 
@@ -128,6 +175,7 @@ class OpRunner:
                 where=self._call_sites.of_this_op(),
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs or {})),
+                landed=self._take_landed(),
             )
             self._complete(record, result)
         if error is not None:  # as in `_raise_if_refused`
@@ -160,7 +208,79 @@ class OpRunner:
             return ops.run_list_op(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
         if ops.is_convolution_backward(func):
             return ops.run_convolution_backward(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
+        if self._collectives is not None and self._collectives.is_collective(func):
+            return self._run_collective(self._collectives, func, args, kwargs)
         return self._run(func, args, kwargs)
+
+    # -- collectives: they go on after the op has returned
+
+    def _run_collective(
+        self, collectives: CollectiveOps, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Its operands are in flight from before anything else happens until it is over."""
+        if collectives.is_wait(func):
+            result = self._run(func, args, kwargs)
+            with self._lock:
+                for address in self._dispatcher.operands(args, kwargs):
+                    landing = self._functional.pop(address, None)
+                    if landing is not None:
+                        landing.has_ended = True
+                        self.note_waited(landing)
+            return result
+        with self._lock:
+            self._deferred = deferred = []
+            try:
+                result = self._run(func, args, kwargs)
+                self._note_launch(collectives, func, args, kwargs, result)
+            finally:
+                self._deferred = None
+            for index in deferred:
+                if self._executor.active is not None:
+                    self._executor.after(index)
+        return result
+
+    def _note_launch(
+        self, collectives: CollectiveOps, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        addresses = self._dispatcher.operands(args, kwargs, result)
+        landing = collectives.landing_of(func, result) if addresses else None
+        if landing is None:
+            return
+        if collectives.has_hidden_followers(func, args):
+            landing.wait()
+        if not self._is_host:
+            landing.wait()  # orders the compute stream after it, and with that all that we do
+            return
+        written = self._dispatcher.operands(*collectives.written_by(func, args, kwargs, result))
+        found = self._executor.records_of(self._dispatcher.cursor - 1)
+        records = {a: record for a in addresses if (record := found.get(a) or self._manager.records.get(a))}
+        self._manager.flights.begin(landing, list(records.values()), [records[a] for a in written if a in records])
+        self._works[landing.key] = addresses
+        if landing.key is landing:
+            self._functional.update(dict.fromkeys(self._dispatcher.operands(result), landing))
+        if self._executor.active is None and self.recorder is not None and self.recorder.ops:
+            op = self.recorder.ops[-1]
+            op.written, op.in_flight, op.is_held = written, addresses, collectives.is_point_to_point(func)
+
+    def is_in_flight(self, work: Any) -> bool:
+        """Whether a work has operands of ours, and we may wait for it."""
+        return work in self._works and not self._manager.flights.is_held(work)
+
+    def note_waited(self, work: Any) -> None:
+        """The program has waited for a collective. On the session's thread."""
+        addresses = self._works.pop(work, None)
+        if addresses is None:
+            return
+        with self._lock:
+            self._manager.flights.end(work)
+            position = self._allocator.state.position // 2
+            if self._landed[0] != position:
+                self._landed = (position, [])
+            self._landed[1].extend(addresses)
+
+    def _take_landed(self) -> Sequence[int]:
+        (position, addresses), self._landed = self._landed, (-1, [])
+        return addresses if self.recorder is not None and position == len(self.recorder.ops) else ()
 
     def run_opaque(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() != self._thread or not self._is_mode_on():
@@ -214,6 +334,8 @@ class OpRunner:
     def _run_on_demand(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:
             self._executor.finish()  # another thread may have left the plan for an op that never began
+            if self._manager.flights:
+                self._manager.flights.poll()
             self.absorb()
             recorder = self.recorder
             assert recorder is not None
@@ -237,6 +359,7 @@ class OpRunner:
                 where=self._call_sites.of_this_op(),
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs)),
+                landed=self._take_landed(),
             )
             state = self._allocator.state
             state.position = 2 * len(recorder.ops) + 1
@@ -295,7 +418,7 @@ class OpRunner:
         """
         if self.recorder is not None and not self.recorder.is_cut:
             _log.warning("no step ended in %d ops: they are not planned (is there an optimizer?)", MAX_PERIOD_OPS)
-        self.recorder = StepRecorder(self._manager.records, is_cut=True)
+        self._record(StepRecorder(self._manager.records, is_cut=True))
         self._call_sites.clear()
         self._allocator.state.position = 0
 
@@ -317,6 +440,10 @@ class OpRunner:
 
     def cold_allocate(self, nbytes: int) -> int:
         """An allocation that no plan serves. Called by the allocator, on any thread; never raises."""
+        if self._is_collective_about() and is_foreign_thread():
+            self.num_apart += 1
+            self.apart_nbytes += nbytes
+            return SERVED_APART
         try:
             with self._lock:
                 executor = self._executor
@@ -338,6 +465,14 @@ class OpRunner:
             if threading.get_ident() == self._thread and self._dispatcher.depth > 1:  # one for this call, one for an op
                 self._pending = error if not isinstance(error, NoRoom) else _Failure(error, nbytes)
             return 0
+
+    def _is_collective_about(self) -> bool:
+        """Whether a collective is being launched or under way: its backend's threads may need memory, at any moment.
+
+        Theirs is not the step's: it would come at other places in each step, and waiting for room there, with us
+        waiting for the collective, would never end.
+        """
+        return self._is_host and (self._deferred is not None or bool(self._manager.flights))
 
     def _served(self, address: int, nbytes: int) -> int:
         self._has_served = True

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ooc.errors import HiddenWrite, StoreFailed
+from ooc.memory.flights import Flights
 from ooc.memory.fork_readers import ForkReaders
 from ooc.memory.guards import Guards
 from ooc.memory.record import Runs, Segments, State, VariableRecord
@@ -93,8 +94,9 @@ class ResidencyManager:
         self.records: dict[int, VariableRecord] = {}
         self.counters = Counters()
         self.guards = guards if guards is not None else Guards(space=space, store=store, debug=debug)
-        self._is_host = is_host
+        self.is_host = is_host
         self.fork_readers = ForkReaders(store)
+        self.flights = Flights()
         self.ended_exports: deque[VariableRecord] = deque()
         self.moves: deque[Move] = deque(maxlen=_NUM_MOVES_KEPT)
         self.stalls: deque[tuple[int, int]] = deque(maxlen=_NUM_MOVES_KEPT)
@@ -224,7 +226,7 @@ class ResidencyManager:
 
     def may_be_evicted(self, record: VariableRecord) -> bool:
         """Whether a resident record may go away, for all that is known of who uses it."""
-        return not record.pins and record.seen and (self._is_host or not record.exports)
+        return not record.pins and record.seen and (self.is_host or not record.exports)
 
     def make_room(self, num_chunks: int) -> None:
         """Evict least recently used variables until so many chunks are free. Raises `NoRoom`."""
@@ -240,6 +242,9 @@ class ResidencyManager:
             if missing <= 0:
                 break
         else:
+            if self.flights.wait_any():
+                self.make_room(num_chunks)
+                return
             movable_chunks = sum(self.chunks_of(r.nbytes) for r in movable)
             pinned = sum(self.chunks_of(r.nbytes) for r in self._by_use.values()) - movable_chunks
             raise NoRoom(num_needed=num_chunks, num_free=self.pool.num_free, num_pinned=pinned)
@@ -356,6 +361,7 @@ class ResidencyManager:
 
     def start_write(self, record: VariableRecord, segments: Segments | None = None) -> Transfer:
         """Start writing a resident record out. It stays resident; `settle` completes the act."""
+        self.flights.wait_for(record)  # or the bytes of a collective half done would be taken to be current
         if record.slot is None or self.fork_readers.hold(record.slot):
             slot = self.store.allocate(record.nbytes)
             if record.slot is not None:
@@ -366,7 +372,7 @@ class ResidencyManager:
         record.transfer = self.store.write(record.slot, segments)
         self.moves.append((record.transfer.ticket, record.address, record.nbytes))
         record.stored = True
-        if self.debug and self._is_host:
+        if self.debug and self.is_host:
             record.checksum = self._checksum(record)
         self.counters.evicted_nbytes += record.nbytes
         return record.transfer
@@ -385,7 +391,7 @@ class ResidencyManager:
         if segments is None:
             segments = self.segments(runs, record.nbytes)
         record.transfer = self.store.read(record.slot, segments, after=after)
-        if not self._is_host:
+        if not self.is_host:
             self.space.note_unused(record.reservation, record.transfer.fence)
         self.moves.append((record.transfer.ticket, record.address, record.nbytes))
         record.runs = runs

@@ -98,6 +98,7 @@ def make_report(session: Session) -> dict[str, Any]:
             "machine": asdict(plan.machine),
         },
         **session.learned(),
+        "collectives": session.collectives(),
         "ended_by": None,
         "versions": versions(),
     }
