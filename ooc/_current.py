@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Protocol
 
 from ooc.errors import SessionError
+
+_log = logging.getLogger(__name__)
+
+_OWN_REFERENCES = 2
+"""To a session that this module alone holds: its global, and the argument of `getrefcount`."""
 
 
 class OpenSession(Protocol):
@@ -16,9 +23,44 @@ class OpenSession(Protocol):
     def memory_stats(self) -> dict[str, int]:
         """As `Session.memory_stats`."""
 
+    def close(self) -> None:
+        """As `Session.close`."""
+
 
 session: OpenSession | None = None
-"""The open session. Set last when one opens, so that what is found here works; unset first of all when it closes."""
+"""The open session. Set last when one opens, so that what is found here works."""
+
+
+def check_none_open() -> None:
+    """Make sure that a session may be opened. One that nobody holds any more, so nobody can close, is closed.
+
+    (Ctrl-C that comes right after a session was opened takes it away from whoever was about to hold it.)
+
+    Raises:
+        SessionError: One is open.
+    """
+    if session is None:
+        return
+    if sys.getrefcount(session) > _OWN_REFERENCES:
+        raise SessionError(
+            "a session is open already: one at a time owns the process's allocations. "
+            "Options: close it first (leave its `with` block); under `ooc run`, which opens one for the whole "
+            "script, take the script's own out, or start it with python."
+        )
+    _log.warning("a session that nobody holds any more is closed: %r", session)
+    session.close()
+
+
+def claim(opened: OpenSession) -> None:
+    """`opened` is the process's session from now on."""
+    global session
+    session = opened
+
+
+def release() -> None:
+    """No session is open any more. Idempotent."""
+    global session
+    session = None
 
 
 def set_budget(budget: int | str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Callable
 
 from vmm import machine
 from vmm.driver import MemoryFault
@@ -41,19 +42,28 @@ class PoolFile:
         dontfork: A forked child does not see the view.
         huge_pages: As `vmm.posix.PosixDriver`.
         syscalls: What makes the system calls.
+        checkpoint: Called between the pieces in which `show` makes pages; it may raise.
 
     Raises:
         MemoryFault: The machine has less memory, or no such file can be made. Nothing is left behind.
     """
 
     def __init__(
-        self, num_chunks: int, chunk_nbytes: int, *, dontfork: bool, huge_pages: bool, syscalls: Syscalls
+        self,
+        num_chunks: int,
+        chunk_nbytes: int,
+        *,
+        dontfork: bool,
+        huge_pages: bool,
+        syscalls: Syscalls,
+        checkpoint: Callable[[], None],
     ) -> None:
         self._chunk_nbytes = chunk_nbytes
         self._dontfork = dontfork
         self._huge_pages = huge_pages
         self._has_huge_file = False
         self._sys = syscalls
+        self._checkpoint = checkpoint
         self._view_address = 0
         self.num_chunks = num_chunks
         """Chunks that exist."""
@@ -165,6 +175,7 @@ class PoolFile:
                     with contextlib.suppress(OSError):
                         self._sys.madvise(self._view_address + offset, step, MADV_POPULATE_WRITE)
                 self._sys.fallocate(self.descriptor, offset, step)
+                self._checkpoint()
         except OSError as error:
             room = machine.memory_room()
             raise MemoryFault(

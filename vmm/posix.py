@@ -12,7 +12,7 @@ import os
 import sys
 import weakref
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 from vmm import machine
@@ -65,6 +65,7 @@ class PosixDriver:
             kernel's shmem_enabled setting allows it. Transfers then take a fifth of the CPU time.
         max_map_count: The kernel's limit on mappings; read from the kernel by default.
         syscalls: What makes the system calls.
+        checkpoint: Called between the pieces in which the memory is made: what it raises undoes it all.
 
     Raises:
         MemoryFault: The memory or the addresses are not there. Nothing is left behind.
@@ -83,6 +84,7 @@ class PosixDriver:
         huge_pages: bool = True,
         max_map_count: int | None = None,
         syscalls: Syscalls | None = None,
+        checkpoint: Callable[[], None] = lambda: None,
     ) -> None:
         granularity = machine.page_nbytes()
         if num_chunks <= 0:
@@ -102,7 +104,14 @@ class PosixDriver:
         self._whole: tuple[int, int] | None = None  # address and length of all addresses we hold
         self._lent_arena = arena
         self._reserved: dict[int, int] = {}
-        self._file = PoolFile(num_chunks, chunk_nbytes, dontfork=dontfork, huge_pages=huge_pages, syscalls=self._sys)
+        self._file = PoolFile(
+            num_chunks,
+            chunk_nbytes,
+            dontfork=dontfork,
+            huge_pages=huge_pages,
+            syscalls=self._sys,
+            checkpoint=checkpoint,
+        )
         try:
             self._hold_addresses(max(max_chunks or 0, num_chunks), arena_nbytes)
             self._file.show(self._view_address)

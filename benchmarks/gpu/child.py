@@ -163,7 +163,7 @@ def run(order: Order) -> dict[str, Any]:
             answer["aliased_nbytes"] = aliased.aliased_nbytes
         del model, optimizer
         if order.fake and session is not None:
-            answer["num_races"] = len(session._driver.calls.bindings.races)
+            answer["num_races"] = len(session.engine.memory.driver.calls.bindings.races)
     return {**answer, "machine": _machine(order)}
 
 
@@ -197,8 +197,8 @@ def _step(
     with session.step() if session is not None else contextlib.nullcontext():
         optimizer.zero_grad(set_to_none=True)
         if session is not None and order.placement == "remapped":
-            space: Any = session._space
-            space.mark(session._allocator.is_alive)
+            space: Any = session.engine.memory.space
+            space.mark(session.engine.memory.allocator.is_alive)
         with own_memory():
             batch = tuple(tensor.to(device) for tensor in batch_on_host)
         # Inside the block alone: entered once more, the hooks would save what they have saved.
@@ -260,9 +260,9 @@ def _planning(session: ooc.Session) -> dict[str, Any]:
     """What the limit and the ablations are reckoned from."""
     trace, plan = session.trace(), session.plan()
     answer: dict[str, Any] = {
-        "link": asdict(session.store.measure()),
-        "planning_s": session.learned()["planning_s"],
-        "unplannable": list(session.learned()["unplannable"].values()),
+        "link": asdict(session.engine.memory.store.measure()),
+        "planning_s": session.engine.learned()["planning_s"],
+        "unplannable": list(session.engine.learned()["unplannable"].values()),
     }
     if trace is not None and plan is not None:
         live = problem_from_plan(plan, trace).problem
@@ -277,7 +277,10 @@ def _planning(session: ooc.Session) -> dict[str, Any]:
 
 def _memory(order: Order, session: ooc.Session | None) -> dict[str, int]:
     if session is not None:
-        return {"peak_nbytes": session.report()["peak_nbytes"], "in_core_peak_nbytes": session.in_core_peak_nbytes()}
+        return {
+            "peak_nbytes": session.report()["peak_nbytes"],
+            "in_core_peak_nbytes": session.engine.in_core_peak_nbytes(),
+        }
     if order.variant == "aliased":
         return {"peak_nbytes": order.budget_nbytes or _ALIASED_NBYTES}
     if order.fake:
@@ -299,7 +302,7 @@ def _fake_peak_nbytes(order: Order) -> int:
                 optimizer.zero_grad(set_to_none=True)
                 workload.loss(model, workload.make_batch(index)).backward()
                 optimizer.step()
-        return session.in_core_peak_nbytes()
+        return session.engine.in_core_peak_nbytes()
 
 
 def _device_used_nbytes(order: Order) -> int:

@@ -326,7 +326,7 @@ def _end(session: ooc.session.Session) -> None:
     What is still alive then (a script's model usually is) is seldom looked at again. It comes back
     only if that takes no more memory than the budget and the machine has it to spare.
     """
-    nbytes = session.live_nbytes()
+    nbytes = session.engine.live_nbytes()
     fits = nbytes <= session.budget_nbytes and 2 * nbytes <= memory_room().available_nbytes
     session.close(bring_back=fits)
 

@@ -110,8 +110,8 @@ def record_real(
     try:
         _play(program, target, arguments, stepped)
         trace = opened.trace()
-        need_nbytes = opened.largest_need_nbytes()
-        num_steps, unplannable = opened.steps.num_steps, list(opened.learned()["unplannable"].values())
+        need_nbytes = opened.engine.sequences.largest_need_nbytes()
+        num_steps, unplannable = opened.steps.num_steps, list(opened.engine.learned()["unplannable"].values())
     finally:
         opened.close(bring_back=False)
     if trace is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from ooc.devices.detach import detach_tensors
@@ -24,7 +25,9 @@ class CpuMemory:
 
     is_host = True
 
-    def __init__(self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None) -> None:
+    def __init__(
+        self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None, checkpoint: Callable[[], None]
+    ) -> None:
         self.store = FileStore(store)
         try:
             self.allocator = cpu_allocator()
@@ -34,6 +37,7 @@ class CpuMemory:
                 max_chunks=meminfo_nbytes()["MemTotal"] // chunk_nbytes,
                 arena=self.allocator.arena,
                 occupied=tuple(self.allocator.survivors.items()),
+                checkpoint=checkpoint,
             )
         except BaseException:
             self.store.close()
@@ -91,9 +95,11 @@ class CpuDevice:
     def __repr__(self) -> str:
         return "<CpuDevice>"
 
-    def open(self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None) -> CpuMemory:
+    def open(
+        self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None, checkpoint: Callable[[], None]
+    ) -> CpuMemory:
         """As `Device.open`."""
-        return CpuMemory(num_chunks=num_chunks, chunk_nbytes=chunk_nbytes, store=store)
+        return CpuMemory(num_chunks=num_chunks, chunk_nbytes=chunk_nbytes, store=store, checkpoint=checkpoint)
 
 
 def find_device(device: str | Device, *, host_budget: int | str | None = None) -> Device:

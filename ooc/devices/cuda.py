@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,9 @@ class CudaDevice:
     def __repr__(self) -> str:
         return f"<CudaDevice {self._index}>"
 
-    def open(self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None) -> CudaMemory:
+    def open(
+        self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None, checkpoint: Callable[[], None]
+    ) -> CudaMemory:
         """As `Device.open`. One chunk in sixteen is for small blocks, at least one.
 
         Raises:
@@ -100,6 +102,7 @@ class CudaDevice:
             host_budget_nbytes=host_nbytes,
             file_directory=store or default_directory(),
             staging_nbytes=min(_STAGING_NBYTES, host_nbytes // 2),
+            checkpoint=checkpoint,
         )
 
     def start(self) -> tuple[Any, CudaTable]:

@@ -91,6 +91,7 @@ class DeviceMemory:
         file_directory: Where evicted bytes go that find no room there; None: nowhere.
         staging_nbytes: Of the host budget, what transfers to and from the file pass through.
         arena_nbytes: Addresses to hold; None: the driver's choice.
+        checkpoint: Called between what takes long: a signal's handler may raise there.
     """
 
     is_host = False
@@ -111,6 +112,7 @@ class DeviceMemory:
         arena_nbytes: int | None = None,
         num_small_chunks: int = 0,
         device_index: int = 0,
+        checkpoint: Callable[[], None] = lambda: None,
     ) -> None:
         self.num_chunks = num_chunks - num_small_chunks
         with contextlib.ExitStack() as undo:
@@ -118,6 +120,7 @@ class DeviceMemory:
                 num_chunks, chunk_nbytes, bindings=bindings, arena_nbytes=arena_nbytes, device_index=device_index
             )
             undo.callback(self.driver.close)
+            checkpoint()
             self.streams = DeviceStreams(self.driver.calls, current=current_stream)
             undo.callback(self.streams.close)
             num_staging = staging_nbytes if file_directory is not None else 0
@@ -125,6 +128,7 @@ class DeviceMemory:
                 self.driver.calls, budget_nbytes=host_budget_nbytes - num_staging, block_nbytes=chunk_nbytes
             )
             undo.callback(blocks.close)
+            checkpoint()
             file = None
             if file_directory is not None:
                 file = DeviceFile(self.streams, file_directory, staging_nbytes=num_staging)

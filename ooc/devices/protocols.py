@@ -6,6 +6,7 @@ knows no more of a device than what is here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,5 +85,11 @@ class Device(Protocol):
     granule_nbytes: int
     threshold_nbytes: int
 
-    def open(self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None) -> Memory:
-        """Memory of so many chunks, evicting to the directory `store`. The caller closes it."""
+    def open(
+        self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None, checkpoint: Callable[[], None]
+    ) -> Memory:
+        """Memory of so many chunks, evicting to the directory `store`. The caller closes it.
+
+        `checkpoint` is called in the middle of what takes long; whatever it raises (a signal's handler may) leaves
+        nothing taken.
+        """

@@ -6,12 +6,15 @@ import functools
 import importlib.machinery
 import importlib.util
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ooc.replay.dispatcher import Dispatcher
 from vmm import native_build
+from vmm.table import AllocatorTable
 from vmm.torch_cpu import torch_build_flags
 
 _NATIVE = Path(__file__).parent / "native"
@@ -43,3 +46,38 @@ def dispatcher_type() -> Any:
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module.Dispatcher
+
+
+def new_dispatcher(
+    allocator: AllocatorTable,
+    *,
+    dispatch: Callable[..., Any],
+    before: Callable[[int], bool],
+    after: Callable[[int], None],
+    finish: Callable[..., None],
+    failed: Callable[..., None],
+) -> Dispatcher:
+    """A dispatcher over an allocator's table, for the thread that calls this. It holds no resources.
+
+    Args:
+        allocator: Its state says which addresses are the session's.
+        dispatch: Any op but the one that the plan expects: as `__torch_dispatch__`.
+        before, after: Around op `index` of the plan, where it has acts there; False: the step has left the plan.
+        finish: An op that began on the plan has ended off it.
+        failed: A planned op raised.
+
+    Raises:
+        vmm.native_build.NativeBuildError: It cannot be built.
+    """
+    made: Dispatcher = dispatcher_type()(
+        allocator.state_address,
+        allocator.this_thread_function,
+        torch.empty(0),
+        torch._C.TensorBase,
+        dispatch,
+        before,
+        after,
+        finish,
+        failed,
+    )
+    return made

@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 
+from ooc.dispatch.extension import new_dispatcher
+from ooc.dispatch.mode import SessionMode
 from ooc.dispatch.out_of_memory import budget_too_small
 from ooc.dispatch.signals import CriticalLock
 from ooc.errors import BudgetTooSmall, OocError
@@ -24,10 +25,11 @@ from ooc.memory.residency import NoRoom, ResidencyManager
 from ooc.replay.executor import Executor
 from ooc.replay.op_watch import OpWatch
 from ooc.tracing import op_semantics as ops
-from ooc.tracing.call_sites import CallSites
-from ooc.tracing.recorder import OpRecord, StepRecorder
+from ooc.tracing.collective_ops import is_collective
+from ooc.tracing.recorder import OpRecord
+from ooc.tracing.recording import Recording
+from vmm.chunks import ChunkPool
 from vmm.nvtx_ranges import marked, names_ops
-from vmm.threads import is_foreign_thread
 from vmm.torch_cpu import SERVED_APART, AllocatorTable
 
 _log = logging.getLogger(__name__)
@@ -39,33 +41,33 @@ MAX_PERIOD_OPS = 1 << 16
 _SPLIT_FRACTION = 8
 """List ops and convolution_backward run in parts when their operands exceed 1/8 of the budget."""
 
+_NOTHING = contextlib.nullcontext()
+
 _FLIGHT_FRACTION = 4
 """Planned around: operands of collectives under way, up to 1/4 of the budget. More, and the ops in between
 would not fit; whoever moves one of the rest waits for it."""
 
-_NOTHING = contextlib.nullcontext()
 
+class CollectiveRuns(Protocol):
+    """What becomes of ops that go on after they have returned: `ooc.interop.collectives.Collectives`."""
 
-class CollectiveOps(Protocol):
-    """What is known of ops that go on after they have returned (`ooc.interop.collectives`)."""
+    def run(
+        self,
+        run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run such an op, by `run`."""
 
-    def is_collective(self, func: Any) -> bool:
-        """Whether an op launches a collective, or waits for one."""
+    def postpones(self, index: int) -> bool:
+        """Whether a planned op's acts after it are not to be done yet."""
 
-    def is_wait(self, func: Any) -> bool:
-        """Whether it waits for those that made its operand."""
+    def take_landed(self, op_index: int) -> Sequence[int]:
+        """Addresses that the program has waited for since the op before this one."""
 
-    def is_point_to_point(self, func: Any) -> bool:
-        """Whether only the program may wait for it."""
-
-    def written_by(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[Any, ...]:
-        """The values that it writes."""
-
-    def has_hidden_followers(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Whether something may follow it on threads that we do not see, on operands that it does not name."""
-
-    def landing_of(self, func: Any, result: Any) -> Any:
-        """How to know that it is over (`ooc.memory.flights.Landing`)."""
+    def is_apart(self, nbytes: int) -> bool:
+        """Whether an allocation on this thread is none of the session's."""
 
 
 _Call = tuple[Any, Sequence[Any], Mapping[str, Any]]
@@ -73,12 +75,18 @@ _Call = tuple[Any, Sequence[Any], Mapping[str, Any]]
 
 
 class OpRunner:
-    """Runs ops and serves allocations for one session. Owns the recording of the present step.
+    """Runs ops and serves allocations for one session: the Python half of the native dispatcher, which it makes.
 
     Attributes:
-        recorder: The step's ops while it runs on demand; None while a plan is played.
-        num_apart, apart_nbytes: Allocations of threads of a collective's backend so far, outside the budget.
+        dispatcher: The native half.
+        lock: The session's lock.
+        executor: Replays plans.
+        recording: Of the present step, while it runs on demand.
+        mode: Through which ops come here, while it is on.
+        collectives: Set by whoever makes it, before the first op.
     """
+
+    collectives: CollectiveRuns
 
     def __init__(
         self,
@@ -88,67 +96,62 @@ class OpRunner:
         budget_nbytes: int,
         threshold_nbytes: int,
         is_open: Callable[[], bool],
-        is_mode_on: Callable[[], bool],
+        new_pool: Callable[[], ChunkPool],
         watch: OpWatch | None = None,
-        collectives: CollectiveOps | None = None,
     ) -> None:
         self._manager = manager
-        self._collectives = collectives
-        self._is_host = manager.is_host
-        self.num_apart = self.apart_nbytes = 0
-        self._deferred: list[int] | None = None  # ops whose acts wait until their operands are known to be in flight
-        self._works: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()  # addresses, by what is waited for
-        self._functional: dict[int, Any] = {}  # landings of functional collectives, by a result's address
-        self._landed: tuple[int, list[int]] = (-1, [])  # what the program has waited for before this op
         self._allocator = allocator
         self._threshold_nbytes = threshold_nbytes
+        self.recording = Recording()
         self.set_budget(budget_nbytes)
         self._is_open = is_open
-        self._is_mode_on = is_mode_on
         self._watch = watch
         self._names_ops = names_ops()
         self._thread = threading.get_ident()
         self._pending: BaseException | None = None
         self._largest_refused_nbytes = 0
         self._has_served = False  # an allocation since somebody last looked
-        self._call_sites = CallSites()
-        self.recorder: StepRecorder | None = None
-        self._record(StepRecorder({}))
-        self._dispatcher: Any = None
-        self._lock: CriticalLock
-        self._executor: Executor
+        self._call_sites = self.recording.call_sites
+        self.dispatcher = self._dispatcher = new_dispatcher(
+            allocator,
+            dispatch=self.dispatch,
+            before=self.before,
+            after=self.after,
+            finish=self.finish,
+            failed=self.failed,
+        )
+        self.lock = self._lock = CriticalLock(self.dispatcher)
+        self.mode = SessionMode(self.dispatcher)
+        self.executor = self._executor = Executor(
+            manager=manager,
+            allocator=allocator,
+            dispatcher=self.dispatcher,
+            recording=self.recording,
+            new_pool=new_pool,
+            watch=watch,
+        )
 
     def __repr__(self) -> str:
-        return f"<OpRunner recording {self.recorder!r}>"
-
-    def attach(self, *, dispatcher: Any, lock: CriticalLock, executor: Executor) -> None:
-        """Meet those who call back here, and so are made after."""
-        self._dispatcher = dispatcher
-        self._lock = lock
-        self._executor = executor
-        executor.on_bailout = self.note_bailout
+        return f"<OpRunner, {self.recording!r}>"
 
     def set_budget(self, budget_nbytes: int) -> None:
         """Ops are run in parts by this budget from now on."""
         self._split_nbytes = budget_nbytes // _SPLIT_FRACTION
-        self._flight_nbytes = budget_nbytes // _FLIGHT_FRACTION
+        self.recording.note_limit(budget_nbytes // _FLIGHT_FRACTION)
+
+    @property
+    def position(self) -> int:
+        """Where in the step we are: `2i + 1` inside op i, `2i` before it."""
+        return int(self._allocator.state.position)
 
     def start_recording(self) -> None:
         """A period begins on demand."""
-        self._record(StepRecorder(self._manager.records))
-        self._call_sites.clear()
+        self.recording.begin(self._manager.records)
         self._allocator.state.position = 0
 
-    def _record(self, recorder: StepRecorder) -> None:
-        recorder.flight_nbytes = self._flight_nbytes
-        self.recorder = recorder
-
     def bail_out(self, reason: str) -> None:
+        """Leave the plan that is being replayed (see `Executor.bail_out`)."""
         self._executor.bail_out(reason)
-
-    def note_bailout(self, recorder: StepRecorder) -> None:
-        self._record(recorder)
-        self._call_sites.clear()
 
     # -- ops; called by the native dispatcher
 
@@ -157,13 +160,11 @@ class OpRunner:
             return self._executor.before(index)
 
     def after(self, index: int) -> None:
-        if self._deferred is not None:
-            self._deferred.append(index)
-            return
         with self._lock:
-            self._executor.after(index)
+            if not self.collectives.postpones(index):
+                self._executor.after(index)
 
-    def finish(self, _index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
+    def finish(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
         """An op that began on the plan has ended off it: note it as the on-demand way would have."""
         with self._lock:
             error = self._pending_error((func, args, kwargs or {}), self._executor.mid_op_records())
@@ -175,7 +176,7 @@ class OpRunner:
                 where=self._call_sites.of_this_op(),
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs or {})),
-                landed=self._take_landed(),
+                landed=self.collectives.take_landed(index),
             )
             self._complete(record, result)
         if error is not None:  # as in `_raise_if_refused`
@@ -208,82 +209,12 @@ class OpRunner:
             return ops.run_list_op(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
         if ops.is_convolution_backward(func):
             return ops.run_convolution_backward(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
-        if self._collectives is not None and self._collectives.is_collective(func):
-            return self._run_collective(self._collectives, func, args, kwargs)
+        if is_collective(func):
+            return self.collectives.run(self._run, func, args, kwargs)
         return self._run(func, args, kwargs)
 
-    # -- collectives: they go on after the op has returned
-
-    def _run_collective(
-        self, collectives: CollectiveOps, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Its operands are in flight from before anything else happens until it is over."""
-        if collectives.is_wait(func):
-            result = self._run(func, args, kwargs)
-            with self._lock:
-                for address in self._dispatcher.operands(args, kwargs):
-                    landing = self._functional.pop(address, None)
-                    if landing is not None:
-                        landing.has_ended = True
-                        self.note_waited(landing)
-            return result
-        with self._lock:
-            self._deferred = deferred = []
-            try:
-                result = self._run(func, args, kwargs)
-                self._note_launch(collectives, func, args, kwargs, result)
-            finally:
-                self._deferred = None
-            for index in deferred:
-                if self._executor.active is not None:
-                    self._executor.after(index)
-        return result
-
-    def _note_launch(
-        self, collectives: CollectiveOps, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
-        addresses = self._dispatcher.operands(args, kwargs, result)
-        landing = collectives.landing_of(func, result) if addresses else None
-        if landing is None:
-            return
-        if collectives.has_hidden_followers(func, args):
-            landing.wait()
-        if not self._is_host:
-            landing.wait()  # orders the compute stream after it, and with that all that we do
-            return
-        written = self._dispatcher.operands(*collectives.written_by(func, args, kwargs, result))
-        found = self._executor.records_of(self._dispatcher.cursor - 1)
-        records = {a: record for a in addresses if (record := found.get(a) or self._manager.records.get(a))}
-        self._manager.flights.begin(landing, list(records.values()), [records[a] for a in written if a in records])
-        self._works[landing.key] = addresses
-        if landing.key is landing:
-            self._functional.update(dict.fromkeys(self._dispatcher.operands(result), landing))
-        if self._executor.active is None and self.recorder is not None and self.recorder.ops:
-            op = self.recorder.ops[-1]
-            op.written, op.in_flight, op.is_held = written, addresses, collectives.is_point_to_point(func)
-
-    def is_in_flight(self, work: Any) -> bool:
-        """Whether a work has operands of ours, and we may wait for it."""
-        return work in self._works and not self._manager.flights.is_held(work)
-
-    def note_waited(self, work: Any) -> None:
-        """The program has waited for a collective. On the session's thread."""
-        addresses = self._works.pop(work, None)
-        if addresses is None:
-            return
-        with self._lock:
-            self._manager.flights.end(work)
-            position = self._allocator.state.position // 2
-            if self._landed[0] != position:
-                self._landed = (position, [])
-            self._landed[1].extend(addresses)
-
-    def _take_landed(self) -> Sequence[int]:
-        (position, addresses), self._landed = self._landed, (-1, [])
-        return addresses if self.recorder is not None and position == len(self.recorder.ops) else ()
-
     def run_opaque(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if threading.get_ident() != self._thread or not self._is_mode_on():
+        if threading.get_ident() != self._thread or not self.mode.is_on:
             return op(*args, **kwargs)  # another thread, or within an op: as its other ops there
         return self._run(op, args, kwargs)
 
@@ -337,7 +268,7 @@ class OpRunner:
             if self._manager.flights:
                 self._manager.flights.poll()
             self.absorb()
-            recorder = self.recorder
+            recorder = self.recording.recorder
             assert recorder is not None
             occurrences = self._dispatcher.occurrences(args, kwargs)
             records = self._records_at(occurrences)
@@ -359,7 +290,7 @@ class OpRunner:
                 where=self._call_sites.of_this_op(),
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs)),
-                landed=self._take_landed(),
+                landed=self.collectives.take_landed(len(recorder.ops)),
             )
             state = self._allocator.state
             state.position = 2 * len(recorder.ops) + 1
@@ -394,7 +325,7 @@ class OpRunner:
         return result
 
     def _complete(self, op: OpRecord, result: Any) -> None:
-        recorder = self.recorder
+        recorder = self.recording.recorder
         assert recorder is not None
         op.results = self._dispatcher.operands(result)
         for address in op.results:
@@ -416,16 +347,15 @@ class OpRunner:
 
         What follows, up to the next boundary, is the rest of something and is not learned.
         """
-        if self.recorder is not None and not self.recorder.is_cut:
+        if self.recording.recorder is not None and not self.recording.recorder.is_cut:
             _log.warning("no step ended in %d ops: they are not planned (is there an optimizer?)", MAX_PERIOD_OPS)
-        self._record(StepRecorder(self._manager.records, is_cut=True))
-        self._call_sites.clear()
+        self.recording.begin(self._manager.records, is_cut=True)
         self._allocator.state.position = 0
 
     def _note_failed_op(self, func: Any) -> None:
-        if self.recorder is not None:
-            self.recorder.ops.append(OpRecord(func=func, where="", occurrences=(), written=()))
-            self._allocator.state.position = 2 * len(self.recorder.ops)
+        if self.recording.recorder is not None:
+            self.recording.recorder.ops.append(OpRecord(func=func, where="", occurrences=(), written=()))
+            self._allocator.state.position = 2 * len(self.recording.recorder.ops)
 
     def _records_at(self, addresses: Any) -> list[VariableRecord]:
         found = self._manager.records
@@ -440,9 +370,7 @@ class OpRunner:
 
     def cold_allocate(self, nbytes: int) -> int:
         """An allocation that no plan serves. Called by the allocator, on any thread; never raises."""
-        if self._is_collective_about() and is_foreign_thread():
-            self.num_apart += 1
-            self.apart_nbytes += nbytes
+        if self.collectives.is_apart(nbytes):
             return SERVED_APART
         try:
             with self._lock:
@@ -466,14 +394,6 @@ class OpRunner:
                 self._pending = error if not isinstance(error, NoRoom) else _Failure(error, nbytes)
             return 0
 
-    def _is_collective_about(self) -> bool:
-        """Whether a collective is being launched or under way: its backend's threads may need memory, at any moment.
-
-        Theirs is not the step's: it would come at other places in each step, and waiting for room there, with us
-        waiting for the collective, would never end.
-        """
-        return self._is_host and (self._deferred is not None or bool(self._manager.flights))
-
     def _served(self, address: int, nbytes: int) -> int:
         self._has_served = True
         if self._watch is not None:
@@ -491,8 +411,8 @@ class OpRunner:
         for event in events:
             if event.kind != 0:
                 self._manager.free(event.address)
-        if self.recorder is not None:
-            self.recorder.events.extend(events)
+        if self.recording.recorder is not None:
+            self.recording.recorder.events.extend(events)
 
     def _raise_if_refused(self, call: _Call, records: list[VariableRecord]) -> None:
         """An op that was refused memory has ended well all the same: by another algorithm, with other bits."""
@@ -527,7 +447,7 @@ class OpRunner:
             no_room=no_room,
             new_nbytes=nbytes,
             manager=self._manager,
-            earlier_ops=self.recorder.ops if self.recorder is not None else (),
+            earlier_ops=self.recording.recorder.ops if self.recording.recorder is not None else (),
             address_of=self._dispatcher.address,
             threshold_nbytes=self._threshold_nbytes,
             place=active.trace.ops[cursor].where

@@ -16,12 +16,63 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
-Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
+from ooc.replay.dispatcher import Dispatcher
+
+PythonHandler = Callable[[int, FrameType | None], Any]
+Handler = PythonHandler | int | signal.Handlers | None
+
+
+class HeldSignals:
+    """Keeps Python's signal handlers waiting while a session opens or closes: no dispatcher counts sections then.
+
+    A signal is noted and its handler runs at the next `checkpoint`, or after `release`. Off the main thread, where
+    handlers never run, nothing is done.
+
+    Attributes:
+        handlers: The Python handlers that wait, by signal.
+    """
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, PythonHandler] = {}
+        self._waiting: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"<HeldSignals {len(self.handlers)} held, {len(self._waiting)} waiting>"
+
+    def hold(self) -> None:
+        """From now on handlers wait. Idempotent."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in signal.valid_signals():
+            handler = signal.getsignal(number)
+            if callable(handler) and handler != self._arrived:
+                self.handlers[number] = handler
+                signal.signal(number, self._arrived)
+
+    def checkpoint(self) -> None:
+        """Run the handlers of signals that have come. A place where it is safe to raise, with everything undone."""
+        while self._waiting:
+            number = self._waiting.pop(0)
+            self.handlers[number](number, sys._getframe())
+
+    def release(self) -> None:
+        """Put back the handlers that nobody has replaced meanwhile; what has come comes again. Idempotent."""
+        handlers, self.handlers = self.handlers, {}
+        for number, handler in handlers.items():
+            if signal.getsignal(number) == self._arrived:
+                signal.signal(number, handler)
+        waiting, self._waiting = self._waiting, []
+        for number in waiting:
+            signal.raise_signal(number)
+
+    def _arrived(self, number: int, _frame: FrameType | None) -> None:
+        self._waiting.append(number)
 
 
 class CriticalLock:
@@ -29,7 +80,7 @@ class CriticalLock:
 
     __slots__ = ("_acquire", "_enter_section", "_exit_section", "_release")
 
-    def __init__(self, dispatcher: Any) -> None:
+    def __init__(self, dispatcher: Dispatcher) -> None:
         lock = threading.RLock()
         self._acquire = lock.acquire
         self._release = lock.release
@@ -58,32 +109,33 @@ class SignalGate:
             the session is closed.
     """
 
-    def __init__(self, dispatcher: Any, *, is_open: Callable[[], bool], closing: tuple[CodeType, ...] = ()) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, *, is_open: Callable[[], bool], closing: tuple[CodeType, ...] = ()
+    ) -> None:
         self._dispatcher = dispatcher
         self._is_open = is_open
         self._closing = frozenset(closing)
-        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._handlers: dict[int, PythonHandler] = {}
         self._is_installed = False
         self._set: Callable[..., Any] = signal.signal
         self._get: Callable[..., Any] = signal.getsignal
 
     def __repr__(self) -> str:
-        return f"<Interrupts {'installed' if self._is_installed else 'removed'}, {len(self._handlers)} handlers>"
+        return f"<SignalGate {'installed' if self._is_installed else 'removed'}, {len(self._handlers)} handlers>"
 
-    def install(self) -> None:
-        """Put the gate in front of every Python handler. On another thread than the main one: nothing.
+    def install(self, handlers: Mapping[int, PythonHandler]) -> None:
+        """Put the gate in front of these handlers, which wait so far (`HeldSignals`).
 
-        (Python handlers never run on such a thread, so its sections need no protection.)
+        On another thread than the main one: nothing. Python handlers never run on such a thread, so its sections
+        need no protection.
         """
         if threading.current_thread() is not threading.main_thread():
             return
         self._set, self._get = signal.signal, signal.getsignal
-        for number in signal.valid_signals():
-            handler = self._get(number)
-            if callable(handler):
-                self._handlers[number] = handler
-                self._set(number, self._arrived)
         self._is_installed = True
+        for number, handler in handlers.items():
+            self._handlers[number] = handler
+            self._set(number, self._arrived)
         signal.signal = self._signal
         signal.getsignal = self._getsignal
 

@@ -11,29 +11,28 @@ CuPy's stream when it comes back. In between, exchange is ordered by DLPack's ow
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from ooc.dispatch.signals import CriticalLock
 from ooc.units import format_nbytes
-
-if TYPE_CHECKING:
-    from ooc.session import Session
 
 
 class CupyPool:
     """Gives blocks of one session to CuPy."""
 
-    def __init__(self, session: Session) -> None:
-        memory: Any = session._memory
+    def __init__(self, *, memory: Any, lock: CriticalLock, is_open: Callable[[], bool]) -> None:
         if not hasattr(memory, "device_index"):
             raise ValueError("cupy_allocator: the session is not on a GPU. Options: device='cuda'.")
         self._cupy: Any = importlib.import_module("cupy")
-        self._session = session
-        self._memory = memory
+        self._memory = memory  # `ooc.devices.cuda.CudaMemory`; CuPy has no types either
+        self._lock = lock
+        self._is_open = is_open
 
     def __repr__(self) -> str:
-        return f"<CupyPool of {self._session!r}>"
+        return f"<CupyPool of {self._memory!r}>"
 
     def allocate(self, nbytes: int) -> Any:
         """A `cupy.cuda.MemoryPointer` to a block that goes back when CuPy drops it.
@@ -52,15 +51,15 @@ class CupyPool:
                 "  Options: a larger budget, of which this is a sixteenth; a torch tensor, shown to CuPy by DLPack."
             )
         block = _Block(self, address, stream)
-        with self._session._lock:
+        with self._lock:
             self._memory.streams.lend(stream)
         memory = cuda.UnownedMemory(address, nbytes, block, self._memory.device_index)
         return cuda.MemoryPointer(memory, 0)
 
     def give_back(self, address: int, stream: int) -> None:
         """CuPy has dropped a block that it was given for work on `stream`, or for a stream that it chose later."""
-        with self._session._lock:
-            if self._session._is_open:
+        with self._lock:
+            if self._is_open():
                 current = int(self._cupy.cuda.get_current_stream().ptr)
                 for used in {stream, current}:
                     self._memory.streams.take_back(used)

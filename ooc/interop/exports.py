@@ -20,18 +20,17 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ooc.devices.protocols import Memory
+from ooc.dispatch.op_runner import OpRunner
 from ooc.errors import BudgetTooSmall
 from ooc.memory.record import State, VariableRecord
-from ooc.memory.residency import NoRoom
-
-if TYPE_CHECKING:
-    from ooc.session import Session
+from ooc.memory.residency import NoRoom, ResidencyManager
 
 
 class _Local(threading.local):
@@ -42,21 +41,41 @@ _local = _Local()
 """`_local.depth`: replaced functions in progress on this thread; what they call is not an export of its own."""
 
 
-class Exports:
-    """The replaced functions of one open session, and what they have handed out."""
+@contextlib.contextmanager
+def within_op() -> Iterator[None]:
+    """Inside an op whose operands are held already: pointers asked for here are no exports."""
+    _local.depth += 1
+    try:
+        yield
+    finally:
+        _local.depth -= 1
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._manager = session._manager
+
+class Exports:
+    """Access to variables from outside the dispatcher: replaced functions of torch, and what they have handed out.
+
+    Functions are replaced by `open` and put back by `close`.
+    """
+
+    def __init__(self, *, manager: ResidencyManager, runner: OpRunner, memory: Memory) -> None:
+        self._manager = manager
+        self._runner = runner
+        self._executor = runner.executor
+        self._lock = runner.lock
+        self._memory = memory
         self._until_boundary: list[VariableRecord] = []
         self._replaced: list[tuple[Any, str, Any, Any]] = []
-        self._is_open = True
+        self._is_open = False
         self._has_announced = False
-        for owner, name, make in _replacements():
-            self._replace(owner, name, make)
 
     def __repr__(self) -> str:
         return f"<Outside {'open' if self._is_open else 'closed'}, {len(self._until_boundary)} until the next step>"
+
+    def open(self) -> None:
+        """Replace the functions. Whatever happens meanwhile, `close` puts back those that were replaced."""
+        self._is_open = True
+        for owner, name, make in _replacements():
+            self._replace(owner, name, make)
 
     # -- step boundaries; the session calls these with its lock held
 
@@ -64,19 +83,18 @@ class Exports:
         """Pointers given out by `data_ptr` end here; in debug mode stray touches fault from now on."""
         self._manager.ended_exports.extend(self._until_boundary)
         self._until_boundary.clear()
-        self._session._executor.finish()
+        self._executor.finish()
         self._manager.end_exports()
         self._manager.fork_readers.forget_gone()
-        self._session._executor.guards_releases = False
+        self._executor.guards_releases = False
         if self._manager.debug:
             self._manager.guards.serve(False)
-            self._session._executor.unserve()
+            self._executor.unserve()
 
     def step_ends(self) -> None:
         """From now on stray touches are served."""
-        executor = self._session._executor
-        executor.guard_away()
-        executor.guards_releases = True
+        self._executor.guard_away()
+        self._executor.guards_releases = True
         self._manager.guards.serve(True)
 
     # -- what the replaced functions call
@@ -85,12 +103,12 @@ class Exports:
         """The address of a tensor's storage if it is the session's, else 0."""
         if not self._is_open or _local.depth:
             return 0
-        found: int = self._session._dispatcher.address(tensor)
+        found: int = self._runner.dispatcher.address(tensor)
         return found
 
     def owns(self, address: int) -> bool:
         """Whether this storage address is the session's."""
-        start, stop = self._session._driver.arena
+        start, stop = self._memory.driver.arena
         return self._is_open and not _local.depth and start <= address < stop
 
     def export(self, address: int) -> VariableRecord | None:
@@ -98,7 +116,7 @@ class Exports:
 
         The caller ends the export with `end`. None for memory that is no variable's any more.
         """
-        with self._session._lock:
+        with self._lock:
             record = self._find(address)
             if record is None:
                 return None
@@ -112,20 +130,20 @@ class Exports:
                     raise
                 finally:
                     record.pins -= 1
-            self._session._memory.host_touches(record)
+            self._memory.host_touches(record)
             return record
 
     def _load_to_export(self, record: VariableRecord) -> None:
         try:
             self._manager.load([record])
         except NoRoom as no_room:
-            if not self._session._memory.is_host:
+            if not self._memory.is_host:
                 raise self._too_small([record], no_room) from None
             # Else the kernel serves it from the store's file.
 
     def export_until_boundary(self, address: int) -> None:
         """A bare pointer is given out; nobody can say for how long. It holds until the next step begins."""
-        with self._session._lock:
+        with self._lock:
             record = self._find(address)
             if record is not None and record not in self._until_boundary:
                 record.exports += 1
@@ -147,16 +165,6 @@ class Exports:
         """An export has ended. On any thread, from a finalizer, too: takes no lock."""
         self._manager.ended_exports.append(record)
 
-    @staticmethod
-    @contextlib.contextmanager
-    def within_op() -> Iterator[None]:
-        """Inside an op whose operands are held already: pointers asked for here are no exports."""
-        _local.depth += 1
-        try:
-            yield
-        finally:
-            _local.depth -= 1
-
     @contextlib.contextmanager
     def reading(self, address: int) -> Iterator[None]:
         """Export for the length of a call."""
@@ -172,14 +180,13 @@ class Exports:
     @contextlib.contextmanager
     def bulk(self) -> Iterator[None]:
         """For calls that read many variables: leave the plan, and let the kernel serve each where it is."""
-        session = self._session
-        if not session._memory.is_host:
+        if not self._memory.is_host:
             yield  # each is given out by itself: nobody serves a touch of what is away
             return
         if self._is_open and not _local.depth:
-            with session._lock:
-                if session._executor.active is not None:
-                    session._runner.bail_out("many variables are read at once (torch.save or the like)")
+            with self._lock:
+                if self._executor.active is not None:
+                    self._runner.bail_out("many variables are read at once (torch.save or the like)")
         _local.depth += 1
         try:
             yield
@@ -189,9 +196,8 @@ class Exports:
     @contextlib.contextmanager
     def resident(self, tensors: tuple[torch.Tensor, ...]) -> Iterator[None]:
         """See `Session.resident`."""
-        session = self._session
         addresses = [a for t in tensors if (a := self.address(t))]
-        with session._lock:
+        with self._lock:
             records = [r for a in dict.fromkeys(addresses) if (r := self._find(a)) is not None]
             for record in records:
                 record.pins += 1
@@ -206,7 +212,7 @@ class Exports:
         try:
             yield
         finally:
-            with session._lock:
+            with self._lock:
                 self._let_go(records)
 
     def close(self) -> None:
@@ -240,16 +246,15 @@ class Exports:
 
     def _find(self, address: int) -> VariableRecord | None:
         """The variable at an address; if a plan has it anywhere but in memory, the plan is left."""
-        session = self._session
-        session._runner.absorb()
+        self._runner.absorb()
         self._manager.end_exports()
-        executor = session._executor
+        executor = self._executor
         if executor.active is not None:
             record = executor.record_at(address)
             if record is not None and record.state is State.RESIDENT:
                 return record
             if record is not None:
-                session._runner.bail_out("a variable that is away was used outside the dispatcher")
+                self._runner.bail_out("a variable that is away was used outside the dispatcher")
         return self._manager.records.get(address)
 
     def _replace(self, owner: Any, name: str, make: Callable[[Exports, Any], Any]) -> None:

@@ -13,18 +13,19 @@ import logging
 import mmap
 import os
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import vmm.posix  # noqa: F401  (its hook must be registered first: in a child it unmaps what ours then maps)
+from ooc.dispatch.op_runner import OpRunner
 from ooc.errors import StoreFailed
 from ooc.memory.fork_readers import PID
 from ooc.memory.record import State, VariableRecord
+from ooc.memory.residency import ResidencyManager
 from vmm.files import StoreError
-from vmm.store import Slot, Transfer
+from vmm.store import FileStore, Slot, Transfer
 from vmm.syscalls import MAP_FIXED, Syscalls
-
-if TYPE_CHECKING:
-    from ooc.session import Session
+from vmm.table import AllocatorTable
 
 _log = logging.getLogger(__name__)
 
@@ -39,17 +40,34 @@ class _Pages(NamedTuple):
 
 
 class Forks:
-    """What a fork does to an open session, in this process and in the child."""
+    """What a fork does to an open session, in this process and in the child.
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    Args:
+        store: Whose file children map.
+        become_inherited: Makes the child's copy of the session inert: it is the parent's.
+    """
+
+    def __init__(
+        self,
+        *,
+        manager: ResidencyManager,
+        runner: OpRunner,
+        allocator: AllocatorTable,
+        store: FileStore,
+        become_inherited: Callable[[], None],
+    ) -> None:
+        self._manager = manager
+        self._runner = runner
+        self._allocator = allocator
+        self._file = store
+        self._become_inherited = become_inherited
         self._descriptors: tuple[int, int] | None = None  # reading and writing end, during a fork
         self._pages: list[_Pages] = []
         self._transfers: list[Transfer] = []
         _live.add(self)
 
     def __repr__(self) -> str:
-        return f"<Forks of {self._session!r}>"
+        return f"<{type(self).__name__} of {self._manager!r}>"
 
     def close(self) -> None:
         """Take no part in forks any more. Idempotent."""
@@ -57,17 +75,16 @@ class Forks:
 
     def before(self) -> None:
         """Hold the session still, and have every variable's bytes in the store."""
-        session = self._session
-        session._lock.__enter__()
-        session._runner.absorb()
-        manager = session._manager
+        self._runner.lock.__enter__()
+        self._runner.absorb()
+        manager = self._manager
         manager.end_exports()
         manager.fork_readers.forget_gone()
-        records = [*manager.records.values(), *session._executor.live_records()]
+        records = [*manager.records.values(), *self._runner.executor.live_records()]
         self._descriptors = os.pipe()
         scratch: list[Slot] = []
         # Inside an op its operands change under us: what is written then is the child's alone.
-        is_quiet = session._allocator.state.position % 2 == 0 and not any(r.pins for r in records)
+        is_quiet = self._allocator.state.position % 2 == 0 and not any(r.pins for r in records)
         self._pages = []
         slots = []
         failures = []
@@ -98,26 +115,26 @@ class Forks:
         os.close(self._descriptors[1])
         self._descriptors = None
         self._pages = []
-        self._session._lock.__exit__(None, None, None)
+        self._runner.lock.__exit__(None, None, None)
 
     def after_in_child(self) -> None:
         """Show each variable's bytes as they were, privately, and leave everything of the session alone."""
-        session, descriptors = self._session, self._descriptors
+        descriptors = self._descriptors
         assert descriptors is not None
-        session._become_inherited()
+        self._become_inherited()
         syscalls = Syscalls()
         prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | MAP_FIXED
         for pages in self._pages:
-            syscalls.mmap(pages.address, pages.nbytes, prot, flags, session._store.descriptor, pages.offset)
-            session._allocator.survive(pages.address, pages.span_nbytes)
-        session._manager.fork_readers.close()
+            syscalls.mmap(pages.address, pages.nbytes, prot, flags, self._file.descriptor, pages.offset)
+            self._allocator.survive(pages.address, pages.span_nbytes)
+        self._manager.fork_readers.close()
         os.write(descriptors[1], PID.pack(os.getpid()))  # this end stays open for the life of the process
         self._descriptors = None
-        session._lock.__exit__(None, None, None)
+        self._runner.lock.__exit__(None, None, None)
 
     def _store(self, record: VariableRecord, scratch: list[Slot] | None) -> Slot:
         """The slot that holds, or will when `_transfers` are over, the record's bytes of now."""
-        manager = self._session._manager
+        manager = self._manager
         is_dirty = record.state is State.RESIDENT and (not record.stored or record.exports > 0)
         if is_dirty and scratch is not None:
             slot = manager.store.allocate(record.nbytes)
@@ -138,16 +155,16 @@ class DeviceForks(Forks):
 
     def before(self) -> None:
         """Hold the session still."""
-        self._session._lock.__enter__()
+        self._runner.lock.__enter__()
 
     def after_in_parent(self) -> None:
         """Go on."""
-        self._session._lock.__exit__(None, None, None)
+        self._runner.lock.__exit__(None, None, None)
 
     def after_in_child(self) -> None:
         """Leave everything of the session alone."""
-        self._session._become_inherited()
-        self._session._lock.__exit__(None, None, None)
+        self._become_inherited()
+        self._runner.lock.__exit__(None, None, None)
 
 
 _live: weakref.WeakSet[Forks] = weakref.WeakSet()

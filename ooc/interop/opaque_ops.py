@@ -16,13 +16,19 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ooc.interop.exports import Exports
+from ooc.interop.exports import within_op
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-run_in_session: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
-"""Set by the open session: runs an opaque op as one of its ops. None without a session."""
+_run_in_session: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
+"""Runs an opaque op as one of the open session's ops. None without a session."""
+
+
+def set_runner(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None) -> None:
+    """From now on opaque ops are run by `run`, or as plain functions (None)."""
+    global _run_in_session
+    _run_in_session = run
 
 
 class OpaqueOp:
@@ -42,7 +48,7 @@ class OpaqueOp:
         return self._op(*args, **kwargs)
 
     def _op(self, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes(), Exports.within_op():  # what it dispatches is part of this op
+        with _disable_current_modes(), within_op():  # what it dispatches is part of this op
             return self.fn(*args, **kwargs)
 
 
@@ -60,8 +66,8 @@ def opaque(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if run_in_session is None:
+        if _run_in_session is None:
             return fn(*args, **kwargs)
-        return run_in_session(op, args, kwargs)  # type: ignore[no-any-return]
+        return _run_in_session(op, args, kwargs)  # type: ignore[no-any-return]
 
     return call

@@ -28,9 +28,10 @@ from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.bailout import has_landed, land_transfers, pinned_by, recorder_so_far, return_records
 from ooc.replay.bindings import Bindings
+from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan, ExecutableResidency, PlanVariable
 from ooc.replay.op_watch import OpWatch, named_calls
-from ooc.tracing.recorder import StepRecorder
+from ooc.tracing.recording import Recording
 from scheduler.plan import Loaded, occupied_ticks
 from vmm.chunks import ChunkPool
 from vmm.driver import MemoryFault
@@ -49,13 +50,15 @@ class Executor:
         *,
         manager: ResidencyManager,
         allocator: AllocatorTable,
-        dispatcher: Any,
+        dispatcher: Dispatcher,
+        recording: Recording,
         new_pool: Callable[[], ChunkPool],
         watch: OpWatch | None = None,
     ) -> None:
         self._manager = manager
         self._allocator = allocator
         self._dispatcher = dispatcher
+        self._recording = recording
         self._new_pool = new_pool
         self._watch = watch
         self._space = manager.space
@@ -429,11 +432,9 @@ class Executor:
                 self._bindings.bury(executable, variable)
         self._manager.retake_pool(self._new_pool())
         _log.info("left the plan at op %d: %s", cursor, reason)
-        self.on_bailout(recorder)  # also when a transfer had failed: the step goes on from true books
+        self._recording.resume(recorder)  # also when a transfer had failed: the step goes on from true books
         if failure is not None:
             raise failure
-
-    on_bailout: Callable[[StepRecorder], None]
 
     # -- acts
 

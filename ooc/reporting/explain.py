@@ -6,10 +6,10 @@ import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
+from ooc.engine import Engine
 from ooc.memory.record import State, VariableRecord
 from ooc.reporting.step_view import StepView, simulated_view
 from ooc.telemetry.tensor_names import named_tensors, names_by_address
@@ -30,9 +30,6 @@ from scheduler.plan import (
     occupied_ticks,
 )
 from scheduler.trace import Trace
-
-if TYPE_CHECKING:
-    from ooc.session import Session
 
 _NUM_SUGGESTIONS = 5
 
@@ -70,9 +67,9 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(session: Session, what: torch.Tensor | str) -> Explanation:
+def explain(engine: Engine, what: torch.Tensor | str) -> Explanation:
     """See `Session.explain`. To be called with the session's books at rest."""
-    address_of = session.addresses()
+    address_of = engine.addresses()
     if isinstance(what, str):
         name, tensor = what, _find(address_of, what)
     else:
@@ -83,10 +80,10 @@ def explain(session: Session, what: torch.Tensor | str) -> Explanation:
             name=name or "this tensor",
             is_managed=False,
             reason=f"the session does not hold it: its storage has {format_nbytes(tensor.untyped_storage().nbytes())}, "
-            f"and those below {format_nbytes(session.threshold_nbytes)}, or made outside the session, stay in "
+            f"and those below {format_nbytes(engine.options.threshold_nbytes)}, or made outside the session, stay in "
             "ordinary memory",
         )
-    record = session.record_at(address)
+    record = engine.record_at(address)
     if record is None:
         return Explanation(
             name=name or "this tensor", is_managed=False, reason="its storage is not the session's any more"
@@ -94,7 +91,7 @@ def explain(session: Session, what: torch.Tensor | str) -> Explanation:
     if not name:
         known = names_by_address(address_of).get(address)
         name = known.label if known is not None else f"a tensor at {address:#x}"
-    return _explain(session, record, name)
+    return _explain(engine, record, name)
 
 
 def _find(address_of: Callable[[torch.Tensor], int], name: str) -> torch.Tensor:
@@ -106,8 +103,8 @@ def _find(address_of: Callable[[torch.Tensor], int], name: str) -> torch.Tensor:
     return found[name]
 
 
-def _explain(session: Session, record: VariableRecord, name: str) -> Explanation:
-    planned = session.planned_variable(record.address)
+def _explain(engine: Engine, record: VariableRecord, name: str) -> Explanation:
+    planned = engine.planned_variable(record.address)
     where = {
         State.RESIDENT: "resident",
         State.LOADING: "loading",
@@ -128,7 +125,7 @@ def _explain(session: Session, record: VariableRecord, name: str) -> Explanation
         elif not stays:
             reason = "the plan never brings it in: nothing uses it before it is freed"
         else:
-            reasons = _reasons(variable, stays, trace, plan, session.policy)
+            reasons = _reasons(variable, stays, trace, plan, engine.options.policy)
     return Explanation(
         name=name,
         is_managed=True,

@@ -7,88 +7,39 @@ import json
 import os
 import platform
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ooc.engine import Engine
 from ooc.units import format_duration, format_nbytes
-from vmm.machine import ProcessMemory, process_memory
-
-if TYPE_CHECKING:
-    from ooc.session import Session
 
 REPORT_SCHEMA_VERSION = 1
 
-_SHORTEST_INTERVAL_S = 0.2
-_COST_FRACTION = 0.01
-"""Sampling the process's memory may take 1 % of the time: the kernel walks every page table for it."""
 
-
-class MemoryWatch:
-    """The most memory that this process was seen to hold, sampled at step ends.
-
-    Samples between ops miss nothing large: the pool is committed as a whole when a session opens,
-    and what varies within an op lies in it.
-
-    Attributes:
-        pool_nbytes: The pool's size now.
-        peak: The sample with the largest total, or None before the first.
-        num_samples: How many were taken.
-    """
-
-    def __init__(self, pool_nbytes: int) -> None:
-        self.pool_nbytes = pool_nbytes
-        self._next_s = 0.0
-        self.peak: ProcessMemory | None = None
-        self.num_samples = 0
-
-    def __repr__(self) -> str:
-        return f"<MemoryWatch {self.num_samples} samples, peak {self.peak.nbytes if self.peak else 0} bytes>"
-
-    def sample_if_due(self) -> None:
-        """Take a sample, unless the last one was too recent for what it cost."""
-        if time.monotonic() >= self._next_s:
-            self.sample()
-
-    def sample(self) -> None:
-        """Take a sample now. Where the kernel does not tell (no smaps_rollup), there is none."""
-        started = time.monotonic()
-        try:
-            seen = process_memory(pool_nbytes=self.pool_nbytes)
-        except OSError:
-            self._next_s = float("inf")
-            return
-        if self.peak is None or seen.nbytes > self.peak.nbytes:
-            self.peak = seen
-        self.num_samples += 1
-        now = time.monotonic()
-        self._next_s = now + max(_SHORTEST_INTERVAL_S, (now - started) / _COST_FRACTION)
-
-
-def make_report(session: Session) -> dict[str, Any]:
+def make_report(engine: Engine) -> dict[str, Any]:
     """The session so far. Every size is in bytes, every time in seconds unless its name says `_ns`."""
-    plan, log = session.plan(), session.steps
+    plan, log = engine.sequences.last_plan, engine.steps
     log.memory.sample()
     peak = log.memory.peak
     return {
         "schema": "ooc.report",
         "schema_version": REPORT_SCHEMA_VERSION,
-        "budget_nbytes": session.budget_nbytes,
-        "chunk_nbytes": session.chunk_nbytes,
-        "threshold_nbytes": session.threshold_nbytes,
-        "peak_nbytes": log.peak_chunks * session.chunk_nbytes,
+        "budget_nbytes": engine.budget_nbytes,
+        "chunk_nbytes": engine.options.chunk_nbytes,
+        "threshold_nbytes": engine.options.threshold_nbytes,
+        "peak_nbytes": log.peak_chunks * engine.options.chunk_nbytes,
         "process_peak_nbytes": peak.nbytes if peak is not None else None,
         "process_memory": asdict(peak) if peak is not None else None,
-        "in_core_peak_nbytes": session.in_core_peak_nbytes(),
-        "store": {"directory": str(session.store.directory), "is_direct": session.store.is_direct},
+        "in_core_peak_nbytes": engine.in_core_peak_nbytes(),
+        "store": {"directory": str(engine.memory.store.directory), "is_direct": engine.memory.store.is_direct},
         "past_budgets": log.past_budgets.document(),
         "steps": [asdict(row) for row in log.rows],
-        "policy": session.policy,
+        "policy": engine.options.policy,
         "plan": None
         if plan is None
         else {
@@ -97,8 +48,8 @@ def make_report(session: Session) -> dict[str, Any]:
             "parameters": dict(plan.parameters),
             "machine": asdict(plan.machine),
         },
-        **session.learned(),
-        "collectives": session.collectives(),
+        **engine.learned(),
+        "collectives": engine.collectives.document(),
         "ended_by": None,
         "versions": versions(),
     }

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
+from ooc.engine import Engine
 from ooc.memory.record import State
 
-if TYPE_CHECKING:
-    from ooc.session import Session
 
-
-def session_stats(session: Session) -> dict[str, int]:
+def session_stats(engine: Engine) -> dict[str, int]:
     """As `ooc.memory_stats`, of this session."""
-    chunk_nbytes = session.chunk_nbytes
+    chunk_nbytes = engine.options.chunk_nbytes
     alive = resident = away = chunks = num_alive = num_resident = 0
-    for record in session.live_records():
+    for record in engine.live_records():
         num_alive += 1
         alive += record.nbytes
         if record.state is State.AWAY:
@@ -24,17 +21,17 @@ def session_stats(session: Session) -> dict[str, int]:
             num_resident += 1
             resident += record.nbytes
             chunks += -(-record.nbytes // chunk_nbytes)
-    counters = session.counters()
-    modes = Counter(row.mode for row in session.steps.rows)
+    counters = engine.steps.counters()
+    modes = Counter(row.mode for row in engine.steps.rows)
     return {
         "allocated_bytes.all.current": alive,
-        "allocated_bytes.all.peak": max(session.steps.in_core_peak_nbytes, alive),
+        "allocated_bytes.all.peak": max(engine.steps.in_core_peak_nbytes, alive),
         "resident_bytes.all.current": chunks * chunk_nbytes,
-        "resident_bytes.all.peak": session.steps.peak_chunks * chunk_nbytes,
+        "resident_bytes.all.peak": engine.steps.peak_chunks * chunk_nbytes,
         "away_bytes.all.current": away,
         "inactive_bytes.all.current": chunks * chunk_nbytes - resident,
-        "reserved_bytes.all.current": session.budget_nbytes,
-        "reserved_bytes.all.peak": session.budget_nbytes,
+        "reserved_bytes.all.current": engine.budget_nbytes,
+        "reserved_bytes.all.peak": engine.budget_nbytes,
         "active.all.current": num_alive,
         "resident.all.current": num_resident,
         "loaded_bytes.all.total": counters["loaded_nbytes"],
@@ -47,12 +44,12 @@ def session_stats(session: Session) -> dict[str, int]:
     }
 
 
-def step_metrics(session: Session) -> dict[str, float]:
+def step_metrics(engine: Engine) -> dict[str, float]:
     """The last step as scalars under the keys that a plot shows, such as `ooc/step_duration_s`."""
-    if not session.steps.rows:
+    if not engine.steps.rows:
         return {}
-    row = session.steps.rows[-1]
-    stats = session_stats(session)
+    row = engine.steps.rows[-1]
+    stats = session_stats(engine)
     return {
         "ooc/step_duration_s": row.duration_s,
         "ooc/step_stall_s": row.stall_s,

@@ -61,38 +61,30 @@ def rank() -> int:
 
 
 class Progress:
-    """Writes the lines. Owns a thread for the bar, on a terminal only; `close()` ends it.
+    """Writes one line a step, and one where a plan was made.
 
     Args:
         when: "never", "auto" (on a terminal) or "always".
-        position: Where the step is; called from the bar's thread, must not block.
         stream: Where to; stderr as it is at that moment, if not given.
+
+    Attributes:
+        is_on: Whether there is anything to write.
     """
 
-    def __init__(self, when: When, position: Callable[[], Position], stream: TextIO | None = None) -> None:
+    def __init__(self, when: When, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stderr
-        is_terminal = self._stream is not None and self._stream.isatty()
-        self.is_on = self._stream is not None and (when == "always" or (when == "auto" and is_terminal))
-        self._position = position
+        self.is_terminal = self._stream is not None and self._stream.isatty()
+        self.is_on = self._stream is not None and (when == "always" or (when == "auto" and self.is_terminal))
         self._since = time.monotonic()
         self._planning_ops: int | None = None
         self._drawn = 0  # characters of the bar on the screen
         self._lock = threading.Lock()
-        self._ending = threading.Event()
-        self._thread: threading.Thread | None = None
-        if self.is_on and is_terminal:
-            self._thread = threading.Thread(target=self._tick, name="ooc-progress", daemon=True)
-            self._thread.start()
 
     def __repr__(self) -> str:
-        return f"<Progress {'on' if self.is_on else 'off'}{', with a bar' if self._thread is not None else ''}>"
+        return f"<Progress {'on' if self.is_on else 'off'}>"
 
     def close(self) -> None:
-        """End the bar. Idempotent."""
-        self._ending.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Write nothing any more. Idempotent."""
         self.is_on = False
 
     def note_step(self, number: int, row: StepRow, resident_nbytes: int) -> None:
@@ -120,31 +112,64 @@ class Progress:
             self._stream.write(f"{line}\n")
             self._stream.flush()
 
-    def _tick(self) -> None:
-        name_this_thread("ooc-progress")
-        while not self._ending.wait(_TICK_S):
-            if time.monotonic() - self._since < _PATIENCE_S or rank() != 0:
-                continue
-            text = self._bar()
-            with self._lock:
-                self._clear()
-                self._stream.write(text)
-                self._stream.flush()
-                self._drawn = len(text)
+    def draw(self, position: Callable[[], Position]) -> None:
+        """Draw the bar, if the present step has taken long enough for one."""
+        if time.monotonic() - self._since < _PATIENCE_S or rank() != 0:
+            return
+        elapsed = format_duration(time.monotonic() - self._since)
+        planning_ops = self._planning_ops
+        what = f"ooc: planning {planning_ops} ops" if planning_ops is not None else bar_line(position())
+        text = f"{what}, {elapsed}"
         with self._lock:
             self._clear()
+            self._stream.write(text)
+            self._stream.flush()
+            self._drawn = len(text)
 
-    def _bar(self) -> str:
-        elapsed = format_duration(time.monotonic() - self._since)
-        if self._planning_ops is not None:
-            return f"ooc: planning {self._planning_ops} ops, {elapsed}"
-        return f"{bar_line(self._position())}, {elapsed}"
+    def erase(self) -> None:
+        """Take the bar away."""
+        with self._lock:
+            self._clear()
 
     def _clear(self) -> None:
         if self._drawn:
             self._stream.write("\r" + " " * self._drawn + "\r")
             self._stream.flush()
             self._drawn = 0
+
+
+class ProgressBar:
+    """How far a long step is, drawn while it lasts. Owns a thread where there is a terminal; `close()` ends it.
+
+    Args:
+        progress: Where to.
+        position: Where the step is; called from the bar's thread, must not block.
+    """
+
+    def __init__(self, progress: Progress, position: Callable[[], Position]) -> None:
+        self._progress = progress
+        self._position = position
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+        if progress.is_on and progress.is_terminal:
+            self._thread = threading.Thread(target=self._tick, name="ooc-progress", daemon=True)
+            self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<ProgressBar {'drawn' if self._thread is not None else 'not drawn'}>"
+
+    def close(self) -> None:
+        """End the thread, and take the bar away. Idempotent."""
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _tick(self) -> None:
+        name_this_thread("ooc-progress")
+        while not self._ending.wait(_TICK_S):
+            self._progress.draw(self._position)
+        self._progress.erase()
 
 
 def step_line(number: int, row: StepRow, resident_nbytes: int) -> str:

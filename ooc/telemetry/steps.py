@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ooc.devices.resize import PastBudget, PastBudgets
 from ooc.memory.residency import ResidencyManager
-from ooc.reporting.report import MemoryWatch
+from ooc.telemetry.memory_watch import MemoryWatch
+from ooc.telemetry.past_budgets import PastBudget, PastBudgets
 from scheduler.plan import Machine
 from scheduler.trace import Trace
 from vmm.addresses import AddressSpace

@@ -68,7 +68,9 @@ class FakeCudaDevice:
     def __repr__(self) -> str:
         return f"<FakeCudaDevice seed={self._seed}>"
 
-    def open(self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None) -> FakeDeviceMemory:
+    def open(
+        self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None, checkpoint: Callable[[], None]
+    ) -> FakeDeviceMemory:
         """As `Device.open`; the device has just as much memory as the pool."""
         allocator = cpu_allocator()
         self.fake = FakeCuda(
@@ -88,6 +90,7 @@ class FakeCudaDevice:
                 host_budget_nbytes=self._host_budget_nbytes,
                 file_directory=(store or _file_directory()) if self._uses_file else None,
                 staging_nbytes=self._staging_nbytes,
+                checkpoint=checkpoint,
             )
         except BaseException:
             self.fake.close()

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from ooc.tracing.collective_ops import is_collective
+
 _HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
     # Running statistics, updated without an alias mark or a version bump (seen with torch 2.13).
     "aten::native_batch_norm": ("running_mean", "running_var"),
@@ -151,3 +153,13 @@ def run_convolution_backward(
     _, weight, bias = run(func, (*args[:10], [False, mask[1], mask[2]], *args[11:]), kwargs)
     derivative, _, _ = run(func, (*args[:10], [True, False, False], *args[11:]), kwargs)
     return derivative, weight, bias
+
+
+class Intercepts:
+    """The ops that Python looks at before they are replayed, as a container.
+
+    Those that may run in parts, and collectives, which go on after they have returned.
+    """
+
+    def __contains__(self, func: object) -> bool:
+        return hasattr(func, "_schema") and (is_list_op(func) or is_convolution_backward(func) or is_collective(func))

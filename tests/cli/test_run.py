@@ -236,7 +236,7 @@ def test_inference_script_does_not_grow_the_recorder(tmp_path: Path) -> None:
         "for i in range(1200):\n"
         "    x = torch.tanh(x @ weight)\n"
         "session = ooc._current.session\n"
-        "print(x.sum().item().hex(), session is None or len(session._runner.recorder.ops) < 500)\n"
+        "print(x.sum().item().hex(), session is None or len(session.engine.runner.recording.recorder.ops) < 500)\n"
     )
     expected = plain(str(script))
     actual = ours(str(script), budget="1MiB")

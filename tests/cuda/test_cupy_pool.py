@@ -31,11 +31,11 @@ def test_arrays_live_in_the_budget_and_in_order() -> None:
         + """
 with ooc.Session(64 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
     allocate = session.cupy_allocator()
-    Stream.ptr = session._memory.new_stream()
+    Stream.ptr = session.engine.memory.new_stream()
     fake, table = device.fake, cuda_table()
     first = allocate(3 * CHUNK_NBYTES)
     assert first.mem.device_id == 0 and first.mem.size == 3 * CHUNK_NBYTES
-    assert not session._driver.arena[0] <= first.ptr < session._driver.arena[1]
+    assert not session.engine.memory.driver.arena[0] <= first.ptr < session.engine.memory.driver.arena[1]
     assert table.numbers()["small"]["nbytes"]["current"] == 3 * CHUNK_NBYTES
     written = []
     fake.launch(Stream.ptr, lambda: written.append(1), writes=[(first.ptr, 3 * CHUNK_NBYTES)], name="CuPy's kernel")
@@ -47,7 +47,7 @@ with ooc.Session(64 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, pl
         raise AssertionError("more than the part that is always mapped")
     address = first.ptr
     del first
-    session._memory.kernel("an op", writes=[(address, 3 * CHUNK_NBYTES)])  # torch has the block now
+    session.engine.memory.kernel("an op", writes=[(address, 3 * CHUNK_NBYTES)])  # torch has the block now
     assert written == [1]
     empty = allocate(0)
     again = allocate(CHUNK_NBYTES)
@@ -57,7 +57,7 @@ with ooc.Session(64 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, pl
     del empty, again
     fake.cuStreamDestroy(stream)
     kept = allocate(100)
-assert len([it for it in fake.left() if "handle" in it]) == session._memory._num_small_chunks
+assert len([it for it in fake.left() if "handle" in it]) == session.engine.memory._num_small_chunks
 del kept
 gc.collect()
 assert table.numbers()["small"]["num_blocks"]["current"] == 0

@@ -85,7 +85,7 @@ device = HostedDevice(num_chunks={num_chunks})
 kept = []
 with ooc.Session({num_chunks} * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
     assert train(7, session, keep=kept) == expected
-    addresses = [session._dispatcher.address(t) for t in kept]
+    addresses = [session.engine.runner.dispatcher.address(t) for t in kept]
     more = torch.ones(60 * CHUNK_NBYTES // 4)  # drives some of them out
 assert any(addresses)
 held = device.fake.num_calls["cuMemUnmap"]
@@ -186,9 +186,9 @@ CudaTable.outlives = interrupted
 with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
     for index in range(12):
         tensor = torch.full((10 * CHUNK_NBYTES // 4,), float(index))
-        kept.append((tensor, session._dispatcher.address(tensor)))
+        kept.append((tensor, session.engine.runner.dispatcher.address(tensor)))
     del tensor
-    states = [session.record_at(at).state.value for _, at in kept]
+    states = [session.engine.record_at(at).state.value for _, at in kept]
     assert set(states) == {{"resident", "away"}}, states
 assert len(freed) == 12 and set(freed) == {{ {when == "after"} }}, freed
 left = device.fake.left()

@@ -293,9 +293,9 @@ def test_store_full_when_planned(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def reserve(nbytes: int) -> None:
             asked.append(nbytes)
-            raise session.store._full(nbytes, OSError(errno.ENOSPC, "full"))
+            raise session.engine.memory.store._full(nbytes, OSError(errno.ENOSPC, "full"))
 
-        monkeypatch.setattr(session.store, "reserve", reserve)
+        monkeypatch.setattr(session.engine.memory.store, "reserve", reserve)
         trainer = Trainer()
         losses = []
         for index in range(6):
@@ -366,7 +366,7 @@ def test_map_count_exhausted() -> None:
             with session.step():
                 losses.append(trainer.step(index))
             if index == 1:  # from here on, a handful more than now
-                driver = session._driver
+                driver = session.engine.memory.driver
                 driver._max_map_count = machine.map_count() + 512 + 12
                 driver._num_mappings_unchecked = 0
         modes = [row.mode for row in session.steps.rows]
@@ -420,7 +420,7 @@ def test_failed_write_has_the_systems_error() -> None:
     with ooc.Session(BUDGET, debug=True) as session:
         session.steps._speed = FIXED_SPEED
         trainer = Trainer()
-        session.store.engine.inject_faults(fail_call=1, error=errno.ENOSPC, direction="write")
+        session.engine.memory.store.engine.inject_faults(fail_call=1, error=errno.ENOSPC, direction="write")
         with pytest.raises(ooc.StoreFailed) as caught, session.step():
             trainer.step(0)
     assert caught.value.errno == errno.ENOSPC

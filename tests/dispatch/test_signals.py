@@ -131,13 +131,13 @@ def test_interrupt_while_closing_still_closes(monkeypatch: pytest.MonkeyPatch) -
     trainer = Trainer()
     train(session, trainer, range(2))
     expected = trainer.snapshot()
-    inner = session._detach_tensors
+    inner = session.engine.memory.detach_tensors
 
-    def interrupted() -> None:
+    def interrupted(manager: ResidencyManager) -> None:
         signal.raise_signal(signal.SIGINT)
-        inner()
+        inner(manager)
 
-    monkeypatch.setattr(session, "_let_survivors_go", interrupted)
+    monkeypatch.setattr(session.engine.memory, "detach_tensors", interrupted)
     with pytest.raises(KeyboardInterrupt):
         session.close()
     assert_arrays_equal(expected, trainer.snapshot())

@@ -76,10 +76,10 @@ with ooc.Session("256MiB", device="cuda", host_budget="512MiB", plan_cache=False
         others = [torch.full((4 << 20,), float(i), device="cuda") for i in range(20)]  # 320 MiB
         assert all(float(o[0]) == i for i, o in enumerate(others))
         assert (seen[100:200].get() == numpy.arange(100, 200)).all()
-    record = session.record_at(session.addresses()(x))
+    record = session.engine.record_at(session.engine.addresses()(x))
     assert record.exports == 1, record
     del seen
-    session._books.end_exports()
+    session.engine.manager.end_exports()
     assert record.exports == 0, record
     del a, t, others, x
     cupy.cuda.set_allocator(None)

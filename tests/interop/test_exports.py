@@ -283,10 +283,10 @@ def test_resident_keeps_and_says_when_it_cannot() -> None:
     with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session:
         tensors = [torch.full((WIDTH, WIDTH), float(i)) for i in range(12)]
         with session.resident(*tensors[:3]):
-            pointers = [session._dispatcher.address(t) for t in tensors[:3]]
+            pointers = [session.engine.runner.dispatcher.address(t) for t in tensors[:3]]
             for other in tensors[3:]:
                 other.add_(0)
-            records = [session._manager.records[p] for p in pointers]
+            records = [session.engine.manager.records[p] for p in pointers]
             assert all(r.state is State.RESIDENT for r in records)
             ctypes.memset(pointers[0], 0, 4)
         for other in tensors[3:]:
@@ -327,7 +327,7 @@ def test_raw_pointers_between_steps(boundary: Any, debug: bool, delay_ns: int) -
     with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, step_boundary=boundary) as session:
         model, optimizer = build()
         pointers = pointers_of(model)
-        session.store.engine.inject_faults(delay_ns=delay_ns)
+        session.engine.memory.store.engine.inject_faults(delay_ns=delay_ns)
         for index in range(NUM_STEPS + 3):
             with session.step() if boundary == "explicit" else contextlib.nullcontext():
                 train(model, optimizer, index)
@@ -345,11 +345,11 @@ def test_a_stray_write_to_an_away_variable_is_kept() -> None:
         for index in range(PLANNED_STEP):
             with session.step():
                 train(model, optimizer, index)
-        records = {r.address: r for r in session._executor.live_records()}
+        records = {r.address: r for r in session.engine.executor.live_records()}
         away = next(i for i, (a, _) in enumerate(pointers) if a in records and records[a].state is State.AWAY)
         ctypes.memset(pointers[away][0] + 8, 0, 4)
         assert list(model.parameters())[away].flatten()[2] == 0
-        assert session._executor.active is None or session.steps.rows[-1].mode == "planned"
+        assert session.engine.executor.active is None or session.steps.rows[-1].mode == "planned"
 
 
 def test_threads_read_parameters_between_steps() -> None:
@@ -411,7 +411,7 @@ def test_threads_read_on_demand_while_training_goes_on() -> None:
                 thread.join()
         assert not wrong
         assert rounds[0] > 0
-        assert session._manager.counters.loaded_nbytes > 0
+        assert session.engine.manager.counters.loaded_nbytes > 0
 
 
 def test_another_thread_allocates_during_planned_steps() -> None:
@@ -500,10 +500,10 @@ def test_data_loader_fork(persistent: bool, debug: bool) -> None:
         assert _load_and_train(session, 2, "fork", persistent=persistent) == expected
         gc.collect()
         deadline = time.monotonic() + 20
-        while session._manager.fork_readers.num_held and time.monotonic() < deadline:
+        while session.engine.manager.fork_readers.num_held and time.monotonic() < deadline:
             time.sleep(0.02)
-            session._manager.fork_readers.forget_gone()
-        assert session._manager.fork_readers.num_held == session._manager.fork_readers.num_retired == 0
+            session.engine.manager.fork_readers.forget_gone()
+        assert session.engine.manager.fork_readers.num_held == session.engine.manager.fork_readers.num_retired == 0
         assert [row.mode for row in session.steps.rows][-1] == "planned"
 
 
@@ -518,7 +518,7 @@ import os, signal, sys
 import torch
 torch.set_num_threads(1)
 import ooc
-from tests.test_outside import build, train, contents, pointers_of, read_all
+from tests.interop.test_exports import build, train, contents, pointers_of, read_all
 how, num_steps = sys.argv[1], int(sys.argv[2])
 def wait(pid):
     status = os.waitpid(pid, 0)[1]
@@ -561,8 +561,8 @@ with ooc.Session("1MiB", chunk_nbytes="64KiB", debug="debug" in how) as session:
     for index in range(3):
         with session.step():
             losses.append(train(model, optimizer, index))
-    retired = session._books.children.num_retired
-    assert retired > 0, session._books.children
+    retired = session.engine.manager.fork_readers.num_retired
+    assert retired > 0, session.engine.manager.fork_readers
     if "twice" in how:
         expected2, expected = expected, contents(model)
         pid2 = fork(lambda: wait(fork(grandchild)))
@@ -571,10 +571,10 @@ with ooc.Session("1MiB", chunk_nbytes="64KiB", debug="debug" in how) as session:
     os.write(write_end, b"x")
     wait(pid)
     assert eval(os.read(result[0], 1000)) == losses, "training goes on the same way in the child"
-    session._books.children.forget_gone()
-    assert session._books.children.num_held == 0
-    assert session._books.children.num_retired == 0
-    before = session._books.pool.num_free
+    session.engine.manager.fork_readers.forget_gone()
+    assert session.engine.manager.fork_readers.num_held == 0
+    assert session.engine.manager.fork_readers.num_retired == 0
+    before = session.engine.manager.pool.num_free
 with torch.no_grad():
     assert len(contents(model)) == 12
 print("good")
@@ -602,5 +602,5 @@ def test_a_subprocess_costs_nothing() -> None:
     with ooc.Session(BUDGET) as session:
         tensor = torch.randn(WIDTH, WIDTH)
         assert subprocess.run(["/bin/true"], check=True).returncode == 0
-        assert session._manager.fork_readers.num_held == 0
+        assert session.engine.manager.fork_readers.num_held == 0
         assert tensor.sum().isfinite()

@@ -49,7 +49,7 @@ def test_a_sequence_whose_plan_does_not_compile_stays_on_demand(
         losses, modes, session = train(5)
     assert losses == expected
     assert "planned" not in modes
-    (reason,) = session._sequences.unplannable.values()
+    (reason,) = session.engine.sequences.unplannable.values()
     assert str(failure) in reason
     assert "stays on demand" in caplog.text
 
@@ -138,7 +138,7 @@ def test_ops_that_touch_no_variable_come_and_go_within_one_plan(learned_with: bo
     with ooc.Session("3MiB", plan_cache=False, debug=True) as session:
         assert _steps_with_small_ops(session, 14, small_ops) == expected
         modes = [row.mode for row in session.steps.rows]
-        active = session._executor.active
+        active = session.engine.executor.active
         assert active is not None
         acts = [
             index
@@ -146,5 +146,5 @@ def test_ops_that_touch_no_variable_come_and_go_within_one_plan(learned_with: bo
             if active.is_bystander(index) and (active.before[index] or active.after[index])
         ]
     assert modes[5:] == ["planned"] * 9, modes
-    assert session._sequences.num_plans == 1
+    assert session.engine.sequences.num_plans == 1
     assert bool(acts) >= learned_with  # else nothing was tested: a plan with acts where an op did not come

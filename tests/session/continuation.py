@@ -100,16 +100,16 @@ def assert_arrays_equal(expected: Arrays, actual: Arrays) -> None:
 
 def assert_books_true(session: ooc.Session) -> None:
     """Every chunk is free or held by one record that is mapped there; nothing is pinned or under way."""
-    live_nbytes = session.live_nbytes()  # leaves the plan, if one is being played
-    manager = session._manager
-    assert session._executor.active is None
+    live_nbytes = session.engine.live_nbytes()  # leaves the plan, if one is being played
+    manager = session.engine.manager
+    assert session.engine.executor.active is None
     assert live_nbytes == sum(record.nbytes for record in manager.records.values())
     held: list[int] = []
     for address, record in manager.records.items():
         assert record.address == address
         assert record.pins == 0, record
         assert record.state is not State.LOADING, record
-        assert record.role == -1, record
+        assert record.variable_index == -1, record
         if record.state is State.RESIDENT:
             chunks = [c for first, count in record.runs for c in range(first, first + count)]
             assert len(chunks) == manager.chunks_of(record.nbytes), record
@@ -124,9 +124,11 @@ def assert_books_true(session: ooc.Session) -> None:
     assert len(held) == len(set(held)), "two records share a chunk"
     assert len(held) + manager.pool.num_free == manager.pool.num_chunks
     owned = {id(record): record for record in manager.records.values()}
-    sequences = session._sequences
+    sequences = session.engine.sequences
     for executable in (*sequences._plans.values(), *sequences.retired):  # they keep some for what a step makes
-        owned.update((id(role.record), role.record) for role in executable.variables if role.record is not None)
+        owned.update((id(v.record), v.record) for v in executable.variables if v.record is not None)
     slots = [record.slot for record in owned.values() if record.slot is not None]
-    assert session.store.num_slots == len(slots), f"{session.store.num_slots} slots, of which {slots} are owned"
+    assert session.engine.memory.store.num_slots == len(slots), (
+        f"{session.engine.memory.store.num_slots} slots, of which {slots} are owned"
+    )
     assert len(manager.space.reservations) == len(owned)

@@ -2,8 +2,8 @@
 
 Each batch has a fresh interpreter: what other tests have left in this process, threads above all, cannot follow.
 
-    python -m tests.program_runs --seed 17            # replay one seed verbosely; shrink it if it fails
-    python -m tests.program_runs --seed 0 --count 500 # many; print those that fail
+    python -m tests.session.program_runs --seed 17            # replay one seed verbosely; shrink it if it fails
+    python -m tests.session.program_runs --seed 0 --count 500 # many; print those that fail
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def run_seed(seed: int) -> dict[str, Any]:
     return {"modes": outcome.modes, "num_chunks": outcome.num_chunks}
 
 
-def run_many(seeds: Sequence[int], *, batch: int = 250, runner: str = "tests.program_runs:run_seed") -> Tally:
+def run_many(seeds: Sequence[int], *, batch: int = 250, runner: str = "tests.session.program_runs:run_seed") -> Tally:
     """Run seeds in processes of their own, a batch each; one that dies names the seed that it was at.
 
     Args:
@@ -143,11 +143,11 @@ def _replay(program: Program, *, do_shrink: bool) -> int:
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.program_runs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.session.program_runs", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--no-shrink", action="store_true")
-    parser.add_argument("--runner", default="tests.program_runs:run_seed", help="module:function that runs one seed")
+    parser.add_argument("--runner", default="tests.session.program_runs:run_seed", help="module:function that runs one seed")
     parser.add_argument("--batch", type=int, nargs="+", help="run these seeds in this process (for `run_many`)")
     arguments = parser.parse_args()
     if arguments.batch:

@@ -253,7 +253,7 @@ class _Runner:
 
     def _inject_faults(self) -> None:
         if self.session is not None and (self.program.delay_ns or self.program.fail_call):
-            self.session._store.engine.inject_faults(
+            self.session.engine.memory.store.engine.inject_faults(
                 delay_ns=self.program.delay_ns, fail_call=self.program.fail_call, error=errno.EIO
             )
 
@@ -310,9 +310,9 @@ class _Runner:
                 raise Mismatch(f"{where}: storage {number} of {whole.numel()} bytes: {extent}")
 
     def _assert_in_pool(self, session: ooc.Session, whole: Tensor) -> None:
-        address = session._dispatcher.address(whole)  # data_ptr() would count as an export
-        active = session._executor.active
-        known = address in session._manager.records
+        address = session.engine.runner.dispatcher.address(whole)  # data_ptr() would count as an export
+        active = session.engine.executor.active
+        known = address in session.engine.manager.records
         if not known and active is not None:
             known = any(r.record is not None and r.record.address == address for r in active.variables)
         if not known and (address or whole.data_ptr() not in self.state.exports):
@@ -424,11 +424,11 @@ def _run_once(program: Program, expected: Expected, num_chunks: int, *, verbose:
 
 
 def _assert_nothing_left(session: ooc.Session) -> None:
-    with session._lock:
-        if session._executor.active is not None:
-            session._runner.bail_out("the program has ended")
-        session._runner.absorb()
-    manager = session._manager
+    with session.engine.lock:
+        if session.engine.executor.active is not None:
+            session.engine.runner.bail_out("the program has ended")
+        session.engine.runner.absorb()
+    manager = session.engine.manager
     if manager.records:
         raise Leaked(f"{len(manager.records)} variables are left: {list(manager.records.values())[:3]}")
     if manager.pool.num_free != manager.pool.num_chunks:

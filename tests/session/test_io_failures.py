@@ -29,7 +29,7 @@ def session() -> Iterator[ooc.Session]:
 
 def num_calls(session: ooc.Session) -> int:
     """System calls of the store so far."""
-    return sum(session.store.statistics(way).num_calls for way in ("write", "read"))
+    return sum(session.engine.memory.store.statistics(way).num_calls for way in ("write", "read"))
 
 
 def calls_by_step() -> list[int]:
@@ -59,7 +59,7 @@ def train_until_failure(
         try:
             with session.step():
                 if index == fail_step:
-                    session.store.engine.inject_faults(fail_call=fail_call)
+                    session.engine.memory.store.engine.inject_faults(fail_call=fail_call)
                 trainer.step(index)
         except ooc.StoreFailed as error:
             return index, error

@@ -32,13 +32,13 @@ MIB = 1 << 20
 SCRIPT = """
 import os, signal, sys
 import ooc
-from tests.continuation import BUDGET, Trainer
+from tests.session.continuation import BUDGET, Trainer
 with ooc.Session(BUDGET, store=sys.argv[1]) as session:
     trainer = Trainer()
     for index in range(5):
         with session.step():
             trainer.step(index)
-    print("ready", session.store.file_nbytes, len(os.listdir(sys.argv[1])), flush=True)
+    print("ready", session.engine.memory.store.file_nbytes, len(os.listdir(sys.argv[1])), flush=True)
     sys.stdin.readline()
     if sys.argv[2] == "exception":
         raise RuntimeError("on purpose")
@@ -66,13 +66,13 @@ def num_threads() -> int:
 
 def sizes(session: ooc.Session) -> dict[str, int]:
     """Everything of a session that could grow from step to step."""
-    executor, sequences, store = session._executor, session._sequences, session.store
-    recorder = session._runner.recorder
+    executor, sequences, store = session.engine.executor, session.engine.sequences, session.engine.memory.store
+    recorder = session.engine.runner.recording.recorder
     return {
-        "records": len(session._manager.records),
-        "by use": len(session._manager._by_use),
-        "reservations": len(session._space.reservations),
-        "mappings": session._driver.num_mappings,
+        "records": len(session.engine.manager.records),
+        "by use": len(session.engine.manager._by_use),
+        "reservations": len(session.engine.memory.space.reservations),
+        "mappings": session.engine.memory.driver.num_mappings,
         "slots": store.num_slots,
         "limbo": len(store._limbo),
         "file": store.file_nbytes,
@@ -106,9 +106,9 @@ def test_no_growth_over_a_thousand_steps() -> None:
         assert [row.mode for row in session.steps.rows[-900:]] == ["planned"] * 900
         plan = session.plan()
         assert plan is not None
-        assert session._allocator.state.num_events < 1000  # those since the last boundary
+        assert session.engine.memory.allocator.state.num_events < 1000  # those since the last boundary
         # Transfers of the last step at most: how many are under way at its end is a matter of timing.
-        assert len(session._executor._writes) + len(session._executor._loads) <= 2 * len(plan.residencies)
+        assert len(session.engine.executor._writes) + len(session.engine.executor._loads) <= 2 * len(plan.residencies)
     assert after == before
     assert abs(objects_after - objects_before) < 100
     # 1,000 rows take 0.5 MB; malloc needs some slack.
@@ -219,7 +219,7 @@ def test_a_storage_that_is_freed_while_its_session_ends(monkeypatch: pytest.Monk
 
     with ooc.Session("4MiB", chunk_nbytes="64KiB") as session:
         held = [torch.full((20_000,), 2.0)]
-        address = session._dispatcher.address(held[0])
+        address = session.engine.runner.dispatcher.address(held[0])
         monkeypatch.setattr(PosixDriver, "disown", free_first)
     assert not held
     assert address not in cpu_allocator().survivors
@@ -231,7 +231,7 @@ def test_a_freed_storage_plays_no_role() -> None:
     is_alive = np.ones(1, dtype=np.uint8)
     tables = PlanTables(variable_alive=is_alive.ctypes.data, num_variables=1)
     with ooc.Session("4MiB", chunk_nbytes="64KiB") as session:
-        allocator, address_of = session._allocator, session._dispatcher.address
+        allocator, address_of = session.engine.memory.allocator, session.engine.runner.dispatcher.address
         first = torch.full((20_000,), 1.0)
         address = address_of(first)
         del first

@@ -194,11 +194,11 @@ def test_debug_mode_finds_writes_that_nobody_declared() -> None:
         weights = layers()
         total(weights)
         weights[0].sum()  # evicted before, so this brings it in: the store has a copy
-        record = session._manager.records[session._dispatcher.address(weights[0])]
+        record = session.engine.manager.records[session.engine.runner.dispatcher.address(weights[0])]
         assert record.stored
         assert record.runs
         # By way of the linear view: neither an op nor an export.
-        address = session._manager.segments(record.runs, record.nbytes)[0][0]
+        address = session.engine.manager.segments(record.runs, record.nbytes)[0][0]
         ctypes.c_float.from_address(address).value += 1.0
         with pytest.raises(ooc.HiddenWrite, match="behind the dispatcher"):
             total(weights)

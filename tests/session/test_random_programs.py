@@ -1,7 +1,7 @@
 """Thousands of random programs, in core and under a session, equal to the last bit.
 
 Programs run in child processes, so that a crash names its seed. To see one again, and have it shrunk:
-`python -m tests.program_runs --seed N`.
+`python -m tests.session.program_runs --seed N`.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Changing:
 def check_pool(session: ooc.Session) -> None:
     """The pool's file has as many pages as the budget has whole chunks, and no variable lies beyond."""
     num_chunks = session.budget_nbytes // session.chunk_nbytes
-    status = os.fstat(session._driver._file.descriptor)
+    status = os.fstat(session.engine.memory.driver._file.descriptor)
     assert status.st_size == status.st_blocks * 512 == num_chunks * session.chunk_nbytes
     assert session.memory_stats()["resident_bytes.all.current"] <= session.budget_nbytes
 
@@ -156,7 +156,7 @@ def test_it_is_planned_again_after_one_step() -> None:
 def test_plans_of_budgets_come_from_the_cache(tmp_path: Path) -> None:
     """Going to and fro between two budgets plans each once."""
     with ooc.Session("8MiB") as session:
-        session._cache = session._sequences._cache = PlanCache(tmp_path)
+        cache = session.engine.sequences._cache = PlanCache(tmp_path)
         model, _ = train(session, 5)
         planned = []
         for budget in ("5MiB", "8MiB", "5MiB", "8MiB"):
@@ -166,7 +166,7 @@ def test_plans_of_budgets_come_from_the_cache(tmp_path: Path) -> None:
             assert plan is not None
             planned.append(plan.machine.budget_nbytes)
         assert planned == [5 * MIB, 8 * MIB, 5 * MIB, 8 * MIB]
-        assert session._cache.num_hits >= 3  # all but the first at each size
+        assert cache.num_hits >= 3  # all but the first at each size
 
 
 def test_memory_stats_and_report_are_of_the_present_budget() -> None:
@@ -249,7 +249,7 @@ def test_a_full_disk_refuses_a_smaller_budget(expected: list[float], monkeypatch
     def refused(session: ooc.Session) -> None:
         new = torch.full((MIB,), 3.0)  # 4 MiB that the store has no copy of, nor any place
         with monkeypatch.context() as patch:
-            patch.setattr(session.store, "allocate", full)
+            patch.setattr(session.engine.memory.store, "allocate", full)
             with pytest.raises(StoreFull, match="says the test"):
                 session.set_budget("1MiB")
         assert bool((new == 3).all())

@@ -79,7 +79,7 @@ def test_steps_are_planned_around_a_workspace(
         assert library.num_wrong == 0
         assert [row.mode for row in session.steps.rows][-3:] == ["planned"] * 3, session.steps.refusals
         assert session.steps.rows[-1].evicted_nbytes > 0
-        (record,) = session._manager.workspaces()
+        (record,) = session.engine.manager.workspaces()
         assert record.state is State.RESIDENT
         assert session.report()["peak_nbytes"] <= BUDGET_NBYTES
         library.workspaces.clear()
@@ -94,5 +94,5 @@ def test_memory_of_another_thread_is_not_taken_for_a_workspace() -> None:
         thread = threading.Thread(target=lambda: found.append(torch.ones(100_000)))
         thread.start()
         thread.join()
-        assert session._manager.workspaces() == []
+        assert session.engine.manager.workspaces() == []
         found.clear()

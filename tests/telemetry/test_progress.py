@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ooc
-from ooc.telemetry.progress import Position, Progress, bar_line, rank, step_line
+from ooc.telemetry.progress import Position, Progress, ProgressBar, bar_line, rank, step_line
 from ooc.telemetry.steps import StepRow
 from tests.cli.test_run import environment
 from tests.html_report.cases import MIB, net, train
@@ -68,7 +68,7 @@ def test_a_bar_needs_a_length() -> None:
 )
 def test_it_is_quiet_off_a_terminal(when: str, is_terminal: bool, speaks: bool) -> None:
     stream = Terminal() if is_terminal else io.StringIO()
-    progress = Progress(when, nowhere, stream)  # type: ignore[arg-type]
+    progress = Progress(when, stream)  # type: ignore[arg-type]
     progress.note_step(1, ROW, 0)
     progress.close()
     assert bool(stream.getvalue()) == speaks
@@ -76,7 +76,7 @@ def test_it_is_quiet_off_a_terminal(when: str, is_terminal: bool, speaks: bool) 
 
 def test_only_the_first_rank_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
-    progress = Progress("always", nowhere, stream)
+    progress = Progress("always", stream)
     monkeypatch.setenv("RANK", "3")
     assert rank() == 3
     progress.note_step(1, ROW, 0)
@@ -93,9 +93,10 @@ def test_a_long_step_shows_a_bar_that_leaves_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("ooc.telemetry.progress._TICK_S", 0.01)
     monkeypatch.setattr("ooc.telemetry.progress._PATIENCE_S", 0.0)
     stream = Terminal()
-    progress = Progress("auto", lambda: Position(mode="planned", num_done=5, num_ops=10), stream)
+    progress = Progress("auto", stream)
+    bar = ProgressBar(progress, lambda: Position(mode="planned", num_done=5, num_ops=10))
     _until(lambda: "5 of 10 ops" in stream.getvalue())
-    progress.close()
+    bar.close()
     assert stream.getvalue().endswith("\r")
     assert "ooc-progress" not in [thread.name for thread in threading.enumerate()]
     _screen(stream.getvalue(), "")

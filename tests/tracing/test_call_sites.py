@@ -150,9 +150,9 @@ def test_a_model_is_not_kept_alive() -> None:
         with session.step():
             model = Net()
             model(torch.ones(512, WIDTH))
-            held = session.live_nbytes()
+            held = session.engine.live_nbytes()
             del model
-        assert held - session.live_nbytes() >= 2 * WIDTH * WIDTH * 4
+        assert held - session.engine.live_nbytes() >= 2 * WIDTH * WIDTH * 4
 
 
 def test_people_are_shown_the_place(tmp_path: Path) -> None:

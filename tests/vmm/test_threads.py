@@ -13,7 +13,7 @@ import pytest
 
 import vmm.nvtx_ranges
 from ooc.cli.memory_group import PssWatch
-from ooc.telemetry.progress import Position, Progress
+from ooc.telemetry.progress import Position, Progress, ProgressBar
 from vmm.cuda_calls import CudaCalls
 from vmm.device_streams import DeviceStreams
 from vmm.nvtx_ranges import name_stream
@@ -56,10 +56,11 @@ def test_threads_of_python() -> None:
         def isatty(self) -> bool:
             return True
 
-    progress = Progress("always", lambda: Position(mode="planned", num_done=0, num_ops=None), Terminal())
+    progress = Progress("always", Terminal())
+    bar = ProgressBar(progress, lambda: Position(mode="planned", num_done=0, num_ops=None))
     with PssWatch(os.getpid()):
         assert _names_become("ooc-progress", "ooc-pss-watch")
-    progress.close()
+    bar.close()
 
 
 def test_a_name_that_the_kernel_would_cut_is_refused() -> None:

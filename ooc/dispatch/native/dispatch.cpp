@@ -527,7 +527,7 @@ PyTypeObject dispatcher_type = [] {
   t.tp_call = dispatcher_call;
   t.tp_methods = dispatcher_methods;
   t.tp_getset = dispatcher_getset;
-  t.tp_doc = "The hot path of a planned step; see ooc/native/dispatch.cpp.";
+  t.tp_doc = "The hot path of a planned step; see ooc/dispatch/native/dispatch.cpp.";
   return t;
 }();
 

@@ -1,0 +1,350 @@
+"""The engine of a session: every part that it is made of, opened in order, and undone in the opposite one.
+
+`Session` is what people touch; this is what is inside. Each part's undo is registered on one `ExitStack` as soon as
+the part is there. The stack closes the engine, and it is what a failing opening leaves behind: nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ooc import _current
+from ooc.devices.resize import resize_pool
+from ooc.dispatch.op_runner import OpRunner
+from ooc.dispatch.signals import HeldSignals, SignalGate
+from ooc.errors import SessionError
+from ooc.interop import opaque_ops
+from ooc.interop.collectives import Collectives
+from ooc.interop.cupy_pool import CupyPool
+from ooc.interop.exports import Exports
+from ooc.interop.forks import DeviceForks, Forks
+from ooc.memory.record import State, VariableRecord
+from ooc.memory.residency import ResidencyManager
+from ooc.options import SessionOptions
+from ooc.replay.given_plan import GivenPlan
+from ooc.replay.sequences import Sequences
+from ooc.step_cycle import StepCycle
+from ooc.telemetry.progress import Progress, ProgressBar
+from ooc.telemetry.steps import StepLog
+from ooc.telemetry.timeline import Timeline
+from ooc.tracing.op_semantics import Intercepts
+from ooc.units import format_nbytes, parse_nbytes
+from scheduler.plan import Plan
+from scheduler.trace import Trace
+from vmm.chunks import ChunkPool
+
+
+class Engine:
+    """Memory, bookkeeping, dispatch, replay and what watches them, of one open session.
+
+    Signal handlers wait from here until the session is open: they run where `held` lets them, in the middle of what
+    takes long, and whatever they raise undoes what was opened so far.
+
+    Args:
+        options: Checked already.
+        held: Signals that wait, held by the caller, who releases them.
+        claim: Makes the process's session of this engine; called when all but the dispatch mode is open.
+        closing: Functions by which a session is closed, which must not be interrupted at their first bytecode.
+
+    Raises:
+        vmm.store.StoreUnavailable, vmm.driver.MemoryFault, vmm.native_build.NativeBuildError: See `ooc.Session`.
+            Everything is as it was before.
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        *,
+        held: HeldSignals,
+        claim: Callable[[Engine], None],
+        closing: Sequence[CodeType] = (),
+    ) -> None:
+        self.options = options
+        self.budget_nbytes = options.budget_nbytes
+        self.is_open = False
+        self._brings_back = True
+        with contextlib.ExitStack() as undo:
+            undo.callback(held.release)  # of signals that wait while the rest is undone
+            self._open_memory(options, held, undo)
+            self._open_replay(options, undo)
+            self._open_telemetry(undo)
+            with self.runner.lock:
+                self._go_live(options, held, claim, tuple(closing), undo)
+            held.checkpoint()
+            self._undo = undo.pop_all()
+
+    def __repr__(self) -> str:
+        return f"<Engine {'open' if self.is_open else 'closed'}, {self.manager!r}>"
+
+    # -- opening, in this order
+
+    def _open_memory(self, options: SessionOptions, held: HeldSignals, undo: contextlib.ExitStack) -> None:
+        self.memory = options.device.open(
+            num_chunks=options.num_chunks,
+            chunk_nbytes=options.chunk_nbytes,
+            store=options.store,
+            checkpoint=held.checkpoint,
+        )
+        undo.callback(self.memory.close)
+        self.manager = ResidencyManager(
+            pool=ChunkPool(self.memory.num_chunks),
+            space=self.memory.space,
+            store=self.memory.store,
+            debug=options.debug,
+            guards=self.memory.make_guards(debug=options.debug),
+            is_host=self.memory.is_host,
+        )
+        undo.callback(self.manager.close)
+
+    def _open_replay(self, options: SessionOptions, undo: contextlib.ExitStack) -> None:
+        self.runner = OpRunner(
+            manager=self.manager,
+            allocator=self.memory.allocator,
+            budget_nbytes=options.budget_nbytes,
+            threshold_nbytes=options.threshold_nbytes,
+            is_open=lambda: self.is_open,
+            new_pool=lambda: ChunkPool(self.memory.num_chunks),
+            watch=self.memory.watch(self.manager),
+        )
+        self.collectives = Collectives(manager=self.manager, runner=self.runner, is_open=lambda: self.is_open)
+        self.runner.collectives = self.collectives
+        self.executor = self.runner.executor
+        self.lock = self.runner.lock
+        self.progress = Progress(options.progress)
+        undo.callback(self.progress.close)
+        self.sequences = Sequences(
+            policy=options.policy,
+            parameters=options.parameters,
+            intercepts=Intercepts(),
+            view_address=self.memory.driver.view_address,
+            cache=options.cache,
+            planning=self.progress.planning,
+        )
+
+    def _open_telemetry(self, undo: contextlib.ExitStack) -> None:
+        self.steps = StepLog(self.manager, self.memory.space)
+        self.timeline = Timeline(self.manager, self.memory.store, self.addresses)
+        undo.callback(self.timeline.close)
+        self.exports = Exports(manager=self.manager, runner=self.runner, memory=self.memory)
+        self.cycle = StepCycle(
+            runner=self.runner,
+            manager=self.manager,
+            sequences=self.sequences,
+            exports=self.exports,
+            steps=self.steps,
+            timeline=self.timeline,
+            progress=self.progress,
+            resident_nbytes=self.resident_nbytes,
+            is_open=lambda: self.is_open,
+        )
+        undo.callback(self.cycle.close)
+        bar = ProgressBar(self.progress, self.cycle.position)
+        undo.callback(bar.close)
+
+    def _go_live(
+        self,
+        options: SessionOptions,
+        held: HeldSignals,
+        claim: Callable[[Engine], None],
+        closing: tuple[CodeType, ...],
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """From here on allocations, ops, signals, exports and forks come to this engine."""
+        allocator, runner = self.memory.allocator, self.runner
+        undo.callback(held.hold)  # when the gate is gone
+        gate = SignalGate(runner.dispatcher, is_open=lambda: self.is_open, closing=closing)
+        undo.callback(gate.remove)
+        gate.install(held.handlers)
+        self._gate = gate
+        undo.callback(allocator.close)
+        # Guarded natively: no signal handler may run before the first bytecode of a C callback.
+        cold_allocate = functools.partial(runner.dispatcher.guarded, runner.cold_allocate)
+        allocator.open(threshold_nbytes=options.threshold_nbytes, cold_allocate=cold_allocate)
+        self.manager.guards.open()
+        undo.callback(self._let_go)
+        self.is_open = True
+        make_forks = Forks if self.memory.is_host else DeviceForks
+        forks = make_forks(
+            manager=self.manager,
+            runner=runner,
+            allocator=allocator,
+            store=self.memory.store,
+            become_inherited=self._become_inherited,
+        )
+        undo.callback(forks.close)
+        undo.callback(opaque_ops.set_runner, None)
+        opaque_ops.set_runner(runner.run_opaque)
+        undo.callback(self.exports.close)
+        self.exports.open()
+        undo.callback(self.collectives.close)
+        self.collectives.open()
+        self._hook: Any = None  # torch gives its handles no public type
+        if options.step_boundary == "optimizer":
+            self._hook = register_optimizer_step_post_hook(lambda *_: self.cycle.optimizer_stepped())
+            undo.callback(self._hook.remove)
+            self.cycle.begin_first_step()
+        undo.callback(_current.release)
+        claim(self)
+        undo.enter_context(runner.mode)  # last: from the next op on
+
+    # -- closing
+
+    def close(self, *, bring_back: bool = True) -> None:
+        """Undo the opening. Idempotent. See `ooc.Session.close`."""
+        if not self.is_open:
+            return
+        with self.lock:
+            self.collectives.settle("close", is_last=not bring_back)
+            self._brings_back = bring_back
+            self._undo.close()
+
+    def _let_go(self) -> None:
+        """The session ends: no plan is replayed any more, and what is alive goes on to live without us."""
+        try:
+            if self.executor.active is not None:
+                self.runner.bail_out("the session ends")
+            self.runner.absorb()
+            if self._brings_back:
+                self.memory.detach_tensors(self.manager)
+        finally:
+            self.is_open = False
+
+    def _become_inherited(self) -> None:
+        """In a forked child: this engine is the parent's."""
+        self.is_open = False
+        self.memory.allocator.close()
+        self.runner.dispatcher.leave()
+        self.exports.close()
+        self.collectives.close()
+        opaque_ops.set_runner(None)
+        self.manager.guards.become_inherited()
+        self._gate.remove()
+        if self._hook is not None:
+            self._hook.remove()
+        self.runner.mode.leave_in_child()
+
+    # -- the budget
+
+    def set_budget(self, budget: int | str) -> None:
+        """See `ooc.Session.set_budget`."""
+        nbytes = parse_nbytes(budget, what="budget")
+        num_chunks = nbytes // self.options.chunk_nbytes
+        if num_chunks < 1:
+            raise ValueError(
+                f"budget of {format_nbytes(nbytes)} ({nbytes} bytes): less than one of this session's chunks. "
+                f"Options: at least {format_nbytes(self.options.chunk_nbytes)}."
+            )
+        with self.lock:
+            if self.memory.allocator.state.position % 2:
+                raise SessionError("set_budget within an op: what it uses must stay. Options: call it between ops.")
+            if num_chunks == self.memory.num_chunks:
+                self.budget_nbytes = nbytes
+                return
+            self.memory.check_resize(num_chunks)
+            if self.executor.active is not None:
+                self.runner.bail_out("the budget changes")
+            self.collectives.settle("set_budget")
+            self.runner.absorb()
+            self.sequences.forget_plans()
+            self.cycle.give_up_retired()
+            resize_pool(self.manager, self.memory, num_chunks)
+            self.steps.note_budget(self.budget_nbytes)
+            self.budget_nbytes = nbytes
+            self.runner.set_budget(nbytes)
+
+    # -- what is where; leaves a step on its plan
+
+    def live_records(self) -> list[VariableRecord]:
+        """Records of all variables alive now."""
+        with self.lock:
+            if self.is_open:
+                self.runner.absorb()
+            return [*self.manager.records.values(), *self.executor.live_records()]
+
+    def record_at(self, address: int) -> VariableRecord | None:
+        """The variable at an address, if one is alive there."""
+        return self.executor.record_at(address) or self.manager.records.get(address)
+
+    def addresses(self) -> Callable[[torch.Tensor], int]:
+        """A function for the address of a tensor's storage: 0 if no variable alive now has it.
+
+        Gives nothing out, unlike `data_ptr()`. Good until something is allocated or freed.
+        """
+        held = {record.address for record in self.live_records()}
+
+        def address_of(tensor: torch.Tensor) -> int:
+            address = self.runner.dispatcher.address(tensor)
+            return address if address in held else 0
+
+        return address_of
+
+    def planned_variable(self, address: int) -> tuple[Trace, Plan, int | None] | None:
+        """What is being replayed now, and which of its variables is alive at `address`; None: nothing is."""
+        active = self.executor.active
+        if active is None:
+            return None
+        found = np.flatnonzero((active.variable_address == address) & (active.variable_alive != 0))
+        return active.trace, active.plan, int(found[0]) if len(found) else None
+
+    def resident_nbytes(self) -> int:
+        """Bytes of the chunks that hold variables now."""
+        present = (r for r in self.live_records() if r.state is not State.AWAY)
+        return sum(self.manager.chunks_of(r.nbytes) for r in present) * self.options.chunk_nbytes
+
+    def live_nbytes(self) -> int:
+        """Bytes of all large storages alive now, wherever they are. Leaves the plan that is being replayed."""
+        with self.lock:
+            self.runner.absorb()
+            if self.executor.active is not None:
+                self.runner.bail_out("a look at all variables")
+            return sum(record.nbytes for record in self.manager.records.values())
+
+    # -- what was learned
+
+    def in_core_peak_nbytes(self) -> int:
+        """What the steps seen so far would need in core: the most bytes alive at once."""
+        with self.lock:
+            recorder = self.runner.recording.recorder
+            if self.steps.in_core_peak_nbytes == 0 and recorder is not None and self.is_open:
+                self.runner.absorb()
+                self.steps.note_trace(recorder.build(self.manager.records).trace)
+        return self.steps.in_core_peak_nbytes
+
+    def learned(self) -> dict[str, Any]:
+        """What is known of sequences, for the report."""
+        sequences, cache = self.sequences, self.options.cache
+        return {
+            "num_plans": sequences.num_plans,
+            "planning_s": sequences.planning_s,
+            "unplannable": dict(sequences.unplannable),
+            "not_played": dict(self.steps.refusals),
+            **({"given_plan_refused": cache.refusal} if isinstance(cache, GivenPlan) else {}),
+        }
+
+    def cupy_allocator(self) -> Callable[[int], Any]:
+        """See `ooc.Session.cupy_allocator`."""
+        return CupyPool(memory=self.memory, lock=self.lock, is_open=lambda: self.is_open).allocate
+
+
+def open_engine(options: SessionOptions, *, claim: Callable[[Engine], None], closing: Sequence[CodeType] = ()) -> None:
+    """Open an engine and let `claim` have it. An exception, a signal handler's too, leaves nothing behind."""
+    held = HeldSignals()
+    try:
+        held.hold()
+        engine = Engine(options, held=held, claim=claim, closing=closing)
+    except BaseException:
+        held.release()
+        raise
+    try:
+        held.release()
+    except BaseException:
+        engine.close()
+        raise

@@ -1,0 +1,128 @@
+"""A session's arguments, checked before anything is taken."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ooc.devices.cpu import CpuDevice, find_device
+from ooc.devices.protocols import Device
+from ooc.replay.given_plan import GivenPlan
+from ooc.replay.plan_cache import PlanCache
+from ooc.telemetry.progress import When, parse_when
+from ooc.units import format_exactly, format_nbytes, parse_nbytes
+from scheduler.plan import Plan
+from scheduler.policies import POLICIES
+
+_log = logging.getLogger(__name__)
+
+StepBoundary = Literal["explicit", "optimizer"]
+
+_MOST_CHUNKS = 4096
+_LARGEST_CHUNK_NBYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """What a session is opened with, parsed and consistent. See `ooc.Session` for what each one means.
+
+    Attributes:
+        num_chunks: Of the pool, which is the budget in whole chunks.
+        parameters: Of the policy.
+        cache: Where plans are kept, and taken from; None: nowhere.
+    """
+
+    budget_nbytes: int
+    chunk_nbytes: int
+    threshold_nbytes: int
+    device: Device
+    store: str | Path | None
+    policy: str
+    parameters: Mapping[str, Any]
+    debug: bool
+    step_boundary: StepBoundary
+    cache: PlanCache | None
+    progress: When
+
+    @property
+    def num_chunks(self) -> int:
+        """Whole chunks of the budget."""
+        return self.budget_nbytes // self.chunk_nbytes
+
+
+def parse_options(
+    budget: int | str,
+    *,
+    device: str | Device = "cpu",
+    host_budget: int | str | None = None,
+    store: str | Path | None = None,
+    policy: str = "auto",
+    window_nbytes: int | str | None = None,
+    chunk_nbytes: int | str | None = None,
+    threshold_nbytes: int | str | None = None,
+    debug: bool = False,
+    step_boundary: StepBoundary = "explicit",
+    plan_cache: bool = True,
+    plan: Plan | None = None,
+    progress: str = "never",
+) -> SessionOptions:
+    """Check the arguments of `ooc.Session`. Nothing is opened, reserved or written.
+
+    Raises:
+        ValueError: One of them is not what it must be; the message names it, its value and the options.
+    """
+    if step_boundary not in get_args(StepBoundary):
+        raise ValueError(f"step_boundary={step_boundary!r}: Options: {', '.join(get_args(StepBoundary))}.")
+    if policy not in POLICIES:
+        raise ValueError(f"policy={policy!r}: there is no such policy. Options: {', '.join(sorted(POLICIES))}.")
+    chosen = find_device(device, host_budget=host_budget)
+    budget_nbytes = parse_nbytes(budget, what="budget")
+    chunk = _choose_chunk(budget_nbytes, chunk_nbytes, chosen.granule_nbytes)
+    if not isinstance(chosen, CpuDevice) and (rest := budget_nbytes % chunk):
+        budget_nbytes -= rest
+        _log.warning("budget: rounded down to %s, whole chunks", format_exactly(budget_nbytes))
+    threshold = chosen.threshold_nbytes
+    if threshold_nbytes is not None:
+        threshold = parse_nbytes(threshold_nbytes, what="threshold")
+    parameters = {}
+    if window_nbytes is not None:
+        parameters["window_nbytes"] = parse_nbytes(window_nbytes, what="window")
+    cache = PlanCache.default() if plan_cache else None
+    return SessionOptions(
+        budget_nbytes=budget_nbytes,
+        chunk_nbytes=chunk,
+        threshold_nbytes=threshold,
+        device=chosen,
+        store=store,
+        policy=policy,
+        parameters=parameters,
+        debug=debug,
+        step_boundary=step_boundary,
+        cache=cache if plan is None else GivenPlan(plan, cache),
+        progress=parse_when(progress),
+    )
+
+
+def _choose_chunk(budget_nbytes: int, chunk: int | str | None, granule_nbytes: int) -> int:
+    """The chunk size: as given, or the power of two from the granule to 2 MiB that gives about 4,096 chunks."""
+    if chunk is not None:
+        nbytes = parse_nbytes(chunk, what="chunk size")
+        if nbytes % granule_nbytes:
+            raise ValueError(
+                f"chunk size {chunk!r} is {format_exactly(nbytes)}; it must be a multiple of "
+                f"{format_exactly(granule_nbytes)}"
+            )
+    else:
+        nbytes = granule_nbytes
+        while nbytes < _LARGEST_CHUNK_NBYTES and budget_nbytes // nbytes > _MOST_CHUNKS:
+            nbytes *= 2
+    if budget_nbytes < nbytes:
+        raise ValueError(
+            f"budget of {format_exactly(budget_nbytes)}: less than one chunk of {format_nbytes(nbytes)}. Options: a "
+            f"budget of at least {format_nbytes(nbytes)}"
+            + ("." if nbytes == granule_nbytes else f"; smaller chunks (multiples of {format_nbytes(granule_nbytes)}).")
+        )
+    return nbytes

@@ -1,0 +1,55 @@
+"""The native dispatcher as Python sees it: what native/dispatch.cpp offers to the parts that replay plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+
+class Dispatcher(Protocol):
+    """Compares each op with the plan, runs those that are as planned, and calls Python for all else.
+
+    Counts critical sections, too: within one, Python's signal handlers wait (`ooc.dispatch.signals`).
+    Ops, their arguments and results are whatever a program has, hence `Any`.
+    """
+
+    @property
+    def cursor(self) -> int:
+        """Index of the plan's next op."""
+
+    @property
+    def depth(self) -> int:
+        """Critical sections entered on the session's thread."""
+
+    def install(self, *arguments: Any) -> None:
+        """Take a plan's tables (`ExecutablePlan.install_arguments`)."""
+
+    def start(self, index: int) -> None:
+        """Op `index` is next."""
+
+    def leave(self) -> None:
+        """No plan is being replayed any more."""
+
+    def try_play(self, func: Any, types: tuple[Any, ...], args: Any, kwargs: Any) -> tuple[Any] | None:
+        """Run an op if it is the plan's next one; its result, or None if it is not."""
+
+    def address(self, tensor: Any) -> int:
+        """Address of a tensor's storage if the session's allocator served it, else 0."""
+
+    def occurrences(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
+        """Such addresses of all tensors among an op's arguments, in order, repeats included."""
+
+    def operands(self, *values: Any) -> list[int]:
+        """Such addresses of all tensors in these values, each once."""
+
+    def guarded(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
+        """Call a function as one critical section."""
+
+    def postpone(self, number: int, always: bool) -> bool:
+        """Let a signal come again when the section ends. False outside sections (unless `always`)."""
+
+    def enter_section(self) -> None:
+        """From now on signal handlers wait."""
+
+    def exit_section(self) -> None:
+        """The section ends; what has waited comes at the next bytecode."""
