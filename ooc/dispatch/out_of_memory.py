@@ -99,11 +99,17 @@ def _advice(op_name: str) -> str:
                     "(250 MiB at a time). Options: init_sync=False, with equal weights on all ranks (a seed, a "
                     "checkpoint)."
                 )
-            if frame.f_code.co_name in ("__init__", "_pre_forward"):
+            if frame.f_code.co_name in ("__init__", "_ddp_init_helper"):
                 return (
-                    "This is memory of DistributedDataParallel's own: buckets for all gradients, or its broadcast of "
-                    "buffers. Options: a smaller bucket_cap_mb; gradient_as_bucket_view=True; broadcast_buffers=False, "
-                    "where they are equal on all ranks."
+                    "This is DistributedDataParallel's first bucket: all gradients together, whatever bucket_cap_mb "
+                    "says, until it sorts them anew after the first step. Options: bucket_cap_mb_list=[1, 25], or "
+                    "find_unused_parameters=True, which make small ones from the start."
+                )
+            if frame.f_code.co_name in ("_pre_forward", "_rebuild_buckets", "_sync_buffers"):
+                return (
+                    "This is memory of DistributedDataParallel's own: its buckets, or its broadcast of buffers. "
+                    "Options: a smaller bucket_cap_mb; gradient_as_bucket_view=True; broadcast_buffers=False, where "
+                    "they are equal on all ranks."
                 )
         frame = frame.f_back
     return ""

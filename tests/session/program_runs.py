@@ -147,7 +147,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--no-shrink", action="store_true")
-    parser.add_argument("--runner", default="tests.session.program_runs:run_seed", help="module:function that runs one seed")
+    parser.add_argument(
+        "--runner", default="tests.session.program_runs:run_seed", help="module:function that runs one seed"
+    )
     parser.add_argument("--batch", type=int, nargs="+", help="run these seeds in this process (for `run_many`)")
     arguments = parser.parse_args()
     if arguments.batch:
