@@ -115,12 +115,12 @@ class Collectives:
         runner = self._runner
         operands = runner.dispatcher.operands
         addresses = operands(args, kwargs, result)
-        landing = _landing_of(func, result) if addresses else None
+        landing = _landing_of(func, result)
         if landing is None:
             return
         if not self._manager.is_host or collective_ops.has_hidden_followers(func, args):
             landing.wait()  # on a device, that orders the compute stream after it, and with that all that we do
-        if not self._manager.is_host:
+        if not self._manager.is_host or not addresses:
             return
         written = operands(*collective_ops.written_by(func, args, kwargs, result))
         planned = runner.executor.records_of(runner.dispatcher.cursor - 1)
@@ -160,11 +160,14 @@ class Collectives:
 
         @functools.wraps(get_future)
         def get_finished_future(work: Any) -> Any:
-            if self._is_ours(work) and not self._flights.is_held(work):
+            # Whatever its operands are: what is chained to it may touch any tensor. (A send or receive has no future.)
+            future = get_future(work)
+            if threading.get_ident() == self._thread and self._is_open():
                 with contextlib.suppress(RuntimeError):  # the future has it, too
                     wait(work)
-                self._note_waited(work)
-            return get_future(work)
+                if self._is_ours(work):
+                    self._note_waited(work)
+            return future
 
         self._replaced = {"wait": wait, "get_future": get_future}
         kind.wait, kind.get_future = wait_and_tell, get_finished_future

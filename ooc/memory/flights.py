@@ -146,10 +146,6 @@ class Flights:
             self._ended.clear()
         return not self._flights
 
-    def is_held(self, key: Any) -> bool:
-        """Whether this one is under way, and only the program may wait for it."""
-        return any(flight.landing.key is key and not flight.landing.may_wait for flight in self._flights)
-
     def names(self) -> list[str]:
         """The ops of those under way."""
         return [flight.landing.name for flight in self._flights]
