@@ -93,6 +93,11 @@ def _advice(op_name: str) -> str:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename.endswith(_DATA_PARALLEL):
+            if frame.f_code.co_name == "_sync_final_model":
+                return (
+                    "This is the broadcast at the end of DistributedDataParallel.join(), which copies the model "
+                    "together (250 MiB at a time). Options: batches of equal number on all ranks, without join()."
+                )
             if frame.f_code.co_name == "__init__" and "cat" in op_name:
                 return (
                     "This is the broadcast in DistributedDataParallel's constructor, which copies the model together "

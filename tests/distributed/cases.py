@@ -172,7 +172,7 @@ def no_sync(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
         yield state_of(model, optimizer)
 
 
-@add("ddp, join", "2MiB")
+@add("ddp, join", "4MiB")
 def join(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
     model = DistributedDataParallel(mlp(), bucket_cap_mb=0.5, init_sync=False)
     with model.join():

@@ -66,6 +66,7 @@ def compare(case: Case, rank: Rank) -> dict[str, Any]:
         "evicted_nbytes": sum(step["evicted_nbytes"] for step in report["steps"]),
         "unplannable": list(report["unplannable"].values()),
         "not_played": report["not_played"],
+        "planning_s": round(report["planning_s"], 2),
         "collectives": report.get("collectives"),
         "seconds": [round(between - started, 2), round(time.monotonic() - between, 2)],
     }
