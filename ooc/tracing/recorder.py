@@ -158,10 +158,14 @@ class _InFlight:
             self._writes.pop(index, None)
             self._held.discard(index)
 
-    def uses(self, drafts: Sequence[_Draft]) -> list[Use]:
-        """Uses of these during an op that does not name them."""
+    def uses(self, drafts: Sequence[_Draft], *, besides: Container[int]) -> list[Use]:
+        """Uses of these during an op that names only `besides`."""
         self.end([index for index in self._writes if drafts[index].death_tick is not None])
-        return [Use(variable=index, reads=True, writes=writes) for index, writes in self._writes.items()]
+        return [
+            Use(variable=index, reads=True, writes=writes)
+            for index, writes in self._writes.items()
+            if index not in besides
+        ]
 
 
 @dataclass(slots=True)
@@ -199,7 +203,6 @@ class _Builder:
             self.tick += 1
             operands = tuple(v for v in map(self._operand, op.occurrences) if v is not None)
             landed = self._known(op.landed)
-            self.in_flight.end((*landed, *operands))
             written = {self._operand(address) for address in op.written}
             name = str(op.func)
             born = consume(2 * index + 2, f"{name}, {op.where}" if op.where else name)
@@ -208,7 +211,10 @@ class _Builder:
                     self.drafts[self.live[address]].seen = True
             uses = [Use(variable=v, reads=True, writes=v in written) for v in dict.fromkeys(operands)]
             uses += [Use(variable=v, reads=False, writes=True) for v in born]
-            uses += self.in_flight.uses(self.drafts)
+            # What the program has waited for since the last op is used in this one, too: what is written out after
+            # that op would be written out before the wait.
+            uses += self.in_flight.uses(self.drafts, besides=operands)
+            self.in_flight.end((*landed, *operands))
             launched = self._known(op.in_flight)
             self.in_flight.launch(launched, written, self.drafts, op.is_held)
             flights.append((launched, op.is_held, landed) if launched or landed else None)

@@ -285,7 +285,7 @@ def checkpoint(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
     import torch.distributed.checkpoint as dcp
 
     model = DistributedDataParallel(mlp(), bucket_cap_mb=0.5, init_sync=False)
-    yield from train(rank, session, model, num_steps=4)
+    yield from train(rank, session, model)
     path = str(rank.folder / f"checkpoint of {type(session).__name__}")
     dcp.save({"model": model.module.state_dict()}, checkpoint_id=path)
     yield from train(rank, session, model, num_steps=2)

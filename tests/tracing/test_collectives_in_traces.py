@@ -47,8 +47,9 @@ def test_it_is_written_all_the_while_but_matched_by_no_operand() -> None:
 
 
 def test_until_the_program_has_waited() -> None:
-    observed = observe([op(_A, launches=(_A,)), op(_B), op(_B, landed=(_A,)), op(_A)])
-    assert uses(observed) == [{0}, {1, 0}, {1}, {0}]
+    """And through the next op: what is written out after the op before it would be written out before the wait."""
+    observed = observe([op(_A, launches=(_A,)), op(_B), op(_B, landed=(_A,)), op(_B), op(_A)])
+    assert uses(observed) == [{0}, {1, 0}, {1, 0}, {1}, {0}]
 
 
 def test_until_it_is_freed() -> None:
