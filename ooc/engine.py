@@ -243,7 +243,7 @@ class Engine:
                 f"Options: at least {format_nbytes(self.options.chunk_nbytes)}."
             )
         with self.lock:
-            if self.memory.allocator.state.position % 2:
+            if self.memory.allocator.state.is_inside_op:
                 raise SessionError("set_budget within an op: what it uses must stay. Options: call it between ops.")
             if num_chunks == self.memory.num_chunks:
                 self.budget_nbytes = nbytes

@@ -16,7 +16,7 @@ class OocError(RuntimeError):
     """Base of our own run-time errors."""
 
 
-class BudgetTooSmall(OocError, torch.OutOfMemoryError):
+class BudgetTooSmall(OocError, torch.OutOfMemoryError):  # type: ignore[misc]  # to mypy all of torch is Any
     """One op needs more memory at once than the budget has. Also a `torch.OutOfMemoryError`.
 
     Attributes:
@@ -77,6 +77,25 @@ class StoreFailed(OocError, OSError):
     def __init__(self, message: str, *, errno: int | None = None) -> None:
         super().__init__(message)
         self.errno = errno
+
+
+class InconsistentRecord(OocError):
+    """Our own bug: a variable's record was told of something that cannot have happened in its state.
+
+    Attributes:
+        record: The record in words.
+        state: The state it was in.
+        transition: What it was told.
+    """
+
+    def __init__(self, *, record: str, state: str, transition: str) -> None:
+        super().__init__(
+            f"{transition!r} cannot follow state {state!r} of {record}.\n  This is a bug in ooc, not in the program: "
+            "please report it with this message. Variables may be lost; results from here on cannot be trusted."
+        )
+        self.record = record
+        self.state = state
+        self.transition = transition
 
 
 class HiddenWrite(OocError):

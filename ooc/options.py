@@ -21,9 +21,6 @@ _log = logging.getLogger(__name__)
 
 StepBoundary = Literal["explicit", "optimizer"]
 
-_MOST_CHUNKS = 4096
-_LARGEST_CHUNK_NBYTES = 2 << 20
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
@@ -107,7 +104,10 @@ def parse_options(
 
 
 def _choose_chunk(budget_nbytes: int, chunk: int | str | None, granule_nbytes: int) -> int:
-    """The chunk size: as given, or the power of two from the granule to 2 MiB that gives about 4,096 chunks."""
+    """The chunk size: as given, or the power of two from the granule to 2 MiB that gives about 4,096 chunks.
+
+    Where the granule is 2 MiB, as on GPUs, each chunk is driver calls of its own (some 0.2 ms): at most 16,384 of them.
+    """
     if chunk is not None:
         nbytes = parse_nbytes(chunk, what="chunk size")
         if nbytes % granule_nbytes:
@@ -117,7 +117,8 @@ def _choose_chunk(budget_nbytes: int, chunk: int | str | None, granule_nbytes: i
             )
     else:
         nbytes = granule_nbytes
-        while nbytes < _LARGEST_CHUNK_NBYTES and budget_nbytes // nbytes > _MOST_CHUNKS:
+        largest_nbytes, enough = (16 << 20, 16384) if granule_nbytes >= 2 << 20 else (2 << 20, 4096)
+        while nbytes < largest_nbytes and budget_nbytes // nbytes > enough:
             nbytes *= 2
     if budget_nbytes < nbytes:
         raise ValueError(

@@ -22,6 +22,8 @@ __all__ = ["CudaDriver"]
 
 _MAX_ARENA_NBYTES = 1 << 40
 """Addresses cost no device memory; 1 TiB is a few times the largest card's. Not tuned: no GPU has been seen."""
+_TOO_MANY_ADDRESSES = frozenset({"CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED"})
+"""Results after which half as many addresses are asked for: which of them a driver gives is not documented."""
 _GONE_WITH_THE_CONTEXT = frozenset({"CUDA_ERROR_DEINITIALIZED", "CUDA_ERROR_CONTEXT_IS_DESTROYED"})
 """Results after which there is nothing left to give back."""
 
@@ -54,7 +56,7 @@ class CudaDriver:
     - Files cannot be mapped (`map_file`, `note_file`, `note_guards` raise MemoryFault).
     - In a forked child every call raises, and `close` does nothing: CUDA does not survive a fork.
 
-    The calling thread must have the device's context current, for every call.
+    The thread that makes it must have the device's context current; other threads get it when they have none.
 
     Args:
         num_chunks: Chunks of the pool, created at once.
@@ -109,6 +111,7 @@ class CudaDriver:
             )
             self._layout = Layout(0, self._num_places, None)
             self._change([Piece(0, num_chunks, _Shown(0, Access.READ_WRITE))], "the linear view")
+            self._calls.note_context()
         except BaseException as error:
             try:
                 self.close()
@@ -364,8 +367,8 @@ class CudaDriver:
                 # Address 0 and alignment 0: the driver chooses; it aligns to its granularity.
                 address = int(self._calls.call("cuMemAddressReserve", nbytes, 0, 0, 0, what=what))
             except CudaFault as fault:
-                is_room = fault.result_name == "CUDA_ERROR_OUT_OF_MEMORY"
-                if arena_nbytes is None and is_room and num_places // 2 >= self._num_chunks:
+                is_too_much = fault.result_name in _TOO_MANY_ADDRESSES
+                if arena_nbytes is None and is_too_much and num_places // 2 >= self._num_chunks:
                     num_places //= 2
                     continue
                 raise

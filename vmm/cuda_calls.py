@@ -17,6 +17,7 @@ from vmm.sizes import format_nbytes
 __all__ = ["CudaCalls", "CudaFault", "MemoryInfo", "load_bindings"]
 
 _NOT_READY = "CUDA_ERROR_NOT_READY"
+_INVALID_CONTEXT = 201
 _NUM_ATTEMPTS = 100
 _FIRST_WAIT_S = 20e-6
 _LONGEST_WAIT_S = 5e-3
@@ -36,7 +37,31 @@ _EXPLANATIONS = {
     "CUDA_ERROR_DEINITIALIZED": ("the driver is shutting down with the process", "close the pool before exit"),
     "CUDA_ERROR_NO_DEVICE": (
         "no CUDA device is visible",
-        "a machine with a GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES; device='cpu'",
+        "a machine with a GPU; nvidia-smi; CUDA_VISIBLE_DEVICES; a container started with --gpus all; device='cpu'",
+    ),
+    "CUDA_ERROR_STUB_LIBRARY": (
+        "the library that was loaded is the toolkit's stub, not the driver's",
+        "take the toolkit's lib64/stubs out of LD_LIBRARY_PATH; install the NVIDIA driver",
+    ),
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": (
+        "another process has the device for itself (its compute mode is exclusive or prohibited)",
+        "end that process; nvidia-smi -c 0 (as root); another device",
+    ),
+    "CUDA_ERROR_ECC_UNCORRECTABLE": (
+        "the device's memory has an error that cannot be corrected",
+        "reset the device or reboot; nvidia-smi -q -d ECC; another device",
+    ),
+    "CUDA_ERROR_SYSTEM_NOT_READY": (
+        "a service that the device needs is not running (the fabric manager, on machines with NVSwitch)",
+        "systemctl start nvidia-fabricmanager, of the driver's version",
+    ),
+    "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE": (
+        "a compatibility library for a newer CUDA is in front of the driver's, and this device does not take it",
+        "take the cuda-compat directory out of LD_LIBRARY_PATH; a newer driver",
+    ),
+    "CUDA_ERROR_UNKNOWN": (
+        "the driver does not say; at the first call it is often a missing /dev/nvidia-uvm",
+        "nvidia-modprobe -u, or a reboot; in a container, the device files and the nvidia runtime; dmesg",
     ),
     "CUDA_ERROR_INVALID_DEVICE": ("no such device", "a smaller device index; check CUDA_VISIBLE_DEVICES"),
     "CUDA_ERROR_INVALID_CONTEXT": (
@@ -140,6 +165,7 @@ class CudaCalls:
         self._num_attempts = num_attempts
         self._wait = wait
         self._num_retries = 0
+        self._context: Any = None
 
     def __repr__(self) -> str:
         return f"<CudaCalls, {self._num_retries} repeated after NOT_READY>"
@@ -153,6 +179,13 @@ class CudaCalls:
     def num_retries(self) -> int:
         """Calls so far that were made again because the driver was not ready."""
         return self._num_retries
+
+    def note_context(self) -> None:
+        """From now on a thread without a current context gets that of this one, when a call of its asks for one.
+
+        Any thread may come to us: a user's that reads a tensor, say. Most have the context; asking each time costs.
+        """
+        self._context = self.call("cuCtxGetCurrent", what="the current context")
 
     def call(self, name: str, *arguments: Any, what: str) -> Any:
         """Make the call `name`; its value, a tuple of its values, or None.
@@ -252,12 +285,17 @@ class CudaCalls:
         self, function: Callable[..., tuple[Any, ...]], arguments: tuple[Any, ...], name: str, what: str
     ) -> tuple[Any, ...]:
         try:
-            return function(*arguments)
+            answer = function(*arguments)
+            if int(answer[0]) == _INVALID_CONTEXT and self._context is not None and int(self._context):
+                self._bindings.cuCtxSetCurrent(self._context)  # if it fails, so does what follows
+                answer = function(*arguments)
+            return answer
         except (RuntimeError, ImportError, OSError) as error:
             # The bindings load the driver library at the first call, and raise where it is missing.
             raise CudaFault(
                 f"{what}: {name} could not be called: {error}.\n"
-                "  Options: install the NVIDIA driver; a driver as new as the bindings; device='cpu'.",
+                "  Options: install the NVIDIA driver (a container is started with --gpus all); a driver as new as "
+                "the bindings; device='cpu'.",
                 call=name,
                 result_name=type(error).__name__,
                 result_code=0,

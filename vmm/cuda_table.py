@@ -26,7 +26,9 @@ _COUNTS = ("current", "peak", "allocated", "freed")
 class DriverPointers(ctypes.Structure):
     """Addresses of the driver calls that the library makes by itself."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("allocate", "free", "synchronize", "unmap"))
+    _fields_ = tuple(
+        (name, ctypes.c_void_p) for name in ("allocate", "free", "synchronize", "unmap", "get_context", "set_context")
+    )
 
 
 class _Count(ctypes.Structure):
@@ -45,7 +47,14 @@ def driver_pointers() -> DriverPointers:
     """The real driver's. Raises MemoryFault where there is none."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
-        names = ("cuMemAlloc_v2", "cuMemFree_v2", "cuCtxSynchronize", "cuMemUnmap")
+        names = (
+            "cuMemAlloc_v2",
+            "cuMemFree_v2",
+            "cuCtxSynchronize",
+            "cuMemUnmap",
+            "cuCtxGetCurrent",
+            "cuCtxSetCurrent",
+        )
         found = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
     except (OSError, AttributeError) as error:
         raise MemoryFault(
@@ -86,7 +95,11 @@ class CudaTable(AllocatorTable):
             raise RuntimeError("cannot install the CUDA allocator: pthread_atfork failed")
 
     def begin(self, arena: tuple[int, int], small: tuple[int, int], device_index: int) -> None:
-        """A session begins; small blocks come from `small`, which is always mapped and not of the arena."""
+        """A session begins; small blocks come from `small`, which is always mapped and not of the arena.
+
+        The calling thread's context is set from now on, for good, on every thread that has none when torch
+        allocates or frees there.
+        """
         if self._library.vmm_cuda_begin(*arena, *small, device_index) != 0:
             raise MemoryFault("no address space for the CUDA allocator's tables: is there a limit (ulimit -v)?")
         self.drain()

@@ -230,8 +230,9 @@ def allocate_space(descriptor: int, offset: int, nbytes: int) -> None:
         # refuses. Write zeros, block by block.
         with anonymous_memory(1 << 20) as (address, length):
             zeros = (c_char * length).from_address(address)
-            for place in range(offset, offset + nbytes, length):
-                os.pwrite(descriptor, memoryview(zeros)[: min(length, offset + nbytes - place)], place)
+            place, stop = offset, offset + nbytes
+            while place < stop:  # a call may write less than it was given
+                place += os.pwrite(descriptor, memoryview(zeros)[: min(length, stop - place)], place)
 
 
 @contextlib.contextmanager

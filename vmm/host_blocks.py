@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vmm.cuda_calls import CudaCalls, CudaFault
+from vmm.cuda_calls import CudaCalls
 from vmm.driver import MemoryFault
+from vmm.pinning import Piece, Pinning
 from vmm.ranges import FreeRanges, Run
 from vmm.sizes import format_exactly, format_nbytes
 
 __all__ = ["HostBlocks"]
 
 _PIECE_NBYTES = 256 << 20
-"""One call pins this much; a call for all of it would fail as a whole. Not tuned: no GPU has been seen."""
+"""One call pins this much; a call for all of it would fail as a whole. No copy may cross from one piece to the next:
+to the driver each is an allocation of its own. Not tuned: no GPU has been seen."""
 
 
 class HostBlocks:
@@ -40,7 +42,8 @@ class HostBlocks:
         self._num_blocks = budget_nbytes // block_nbytes
         self._per_piece = max(piece_nbytes // block_nbytes, 1)
         self._free = FreeRanges(0, self._num_blocks)
-        self._pieces: list[int] = []
+        self._pieces: list[Piece] = []
+        self._pinning = Pinning(calls)
         try:
             left = self._num_blocks
             while left:
@@ -50,6 +53,8 @@ class HostBlocks:
         except BaseException:
             self.close()
             raise
+        finally:
+            self._pinning.close()
 
     def __repr__(self) -> str:
         return f"<HostBlocks {self.num_free} of {self._num_blocks} blocks of {self._block_nbytes} bytes free>"
@@ -95,7 +100,7 @@ class HostBlocks:
                 piece, within = divmod(block, self._per_piece)
                 count = min(stop - block, self._per_piece - within)
                 length = min(nbytes, count * self._block_nbytes)
-                found.append((self._pieces[piece] + within * self._block_nbytes, length))
+                found.append((self._pieces[piece].address + within * self._block_nbytes, length))
                 nbytes -= length
                 block += count
         return found
@@ -103,15 +108,13 @@ class HostBlocks:
     def close(self) -> None:
         """Unpin all of it; the host must have seen the end of every transfer. Idempotent."""
         while self._pieces:
-            self._calls.call("cuMemFreeHost", self._pieces[-1], what=f"pinned memory at {self._pieces[-1]:#x}")
+            self._pinning.give(self._pieces[-1])
             self._pieces.pop()
 
-    def _pin(self, nbytes: int, budget_nbytes: int) -> int:
+    def _pin(self, nbytes: int, budget_nbytes: int) -> Piece:
         try:
-            return int(
-                self._calls.call("cuMemHostAlloc", nbytes, 0, what=f"pinning {format_nbytes(nbytes)} of host memory")
-            )
-        except CudaFault as fault:
+            return self._pinning.take(nbytes)
+        except MemoryFault as fault:
             pinned = len(self._pieces) * self._per_piece * self._block_nbytes
             raise MemoryFault(
                 f"the host cannot pin {format_exactly(budget_nbytes)} (host_budget): {format_nbytes(pinned)} were "

@@ -3,7 +3,9 @@
 Two of our parts must run without the GIL: the transfer engine and torch's allocator. They are
 small C++ files, compiled in about a second on first use rather than shipped as wheels, because
 the allocator must match the c10 headers of the torch that is installed. The file name carries a
-hash of everything that decides the result, so a stale library is never loaded.
+hash of everything that decides the result, so a stale library is never loaded; and a file beside
+each library has its size and hash, so a damaged one (a full disk, a copy cut short) is built again
+instead of ending the process by a signal.
 """
 
 from __future__ import annotations
@@ -16,10 +18,14 @@ import logging
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from vmm.printable import printable
 
 __all__ = ["BuildFailed", "CompilerMissing", "NativeBuildError", "build", "cache_directory", "find_compiler"]
 
@@ -29,6 +35,8 @@ _CANDIDATES = ("g++", "c++", "clang++")
 _BASE_FLAGS = ("-std=c++17", "-O2", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread")
 _HEADER_SUFFIXES = frozenset({".h", ".hh", ".hpp", ".inc"})
 _NUM_OUTPUT_LINES = 30
+_MOST_LOOKS, _LOOK_S = 20, 0.01
+"""How often, and how far apart, a killed compiler is looked for; as a zombie it may stay for ever."""
 
 _fallback_directory: Path | None = None
 """Private directory of this process, used when no cache can be written; removed at exit."""
@@ -77,7 +85,8 @@ def build(
     """The path of a shared library made from `sources`, compiled now if it was not before.
 
     Safe against other processes and threads that build the same library at the same time: one of
-    them compiles, the others wait and use its result. A half-written file is never visible.
+    them compiles, the others wait and use its result. A half-written file is never visible, and one
+    that was damaged since is built again.
 
     Args:
         name: Stem of the file name; letters, digits, `_` and `-`.
@@ -127,7 +136,15 @@ def find_compiler() -> tuple[str, ...]:
     """
     own = os.environ.get("CXX", "").strip()
     if own:
-        command = tuple(shlex.split(own))
+        try:
+            command = tuple(shlex.split(own))
+        except ValueError as error:
+            raise CompilerMissing(
+                f"no C++ compiler: CXX={own!r} cannot be read as a command: {str(error).lower()}.\n"
+                "  Options: quote it as for a shell, such as CXX='ccache g++' or CXX='\"/a path/g++\" -m64'; "
+                "or unset it to use g++.",
+                searched=(own,),
+            ) from None
         if shutil.which(command[0]) is None:
             raise CompilerMissing(
                 f"no C++ compiler: CXX={own!r} is set, but {command[0]!r} is not a program that can be run.\n"
@@ -180,45 +197,108 @@ def _digest(sources: Sequence[Path], rest: tuple[str, ...]) -> str:
 
 
 def _compiler_version(compiler: tuple[str, ...]) -> str:
-    """What the compiler says of itself; part of the hash."""
-    done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
+    """What the compiler says of itself; part of the hash. Raises `CompilerMissing` if it cannot be started."""
+    try:
+        done = subprocess.run([*compiler, "--version"], capture_output=True, errors="replace", check=False)
+    except OSError as error:
+        raise CompilerMissing(
+            f"no C++ compiler: {shlex.join(compiler)} cannot be started: {error}.\n"
+            "  Options: set CXX to a C++17 compiler, or unset it to use g++.",
+            searched=(compiler[0],),
+        ) from error
     return done.stdout + done.stderr
 
 
 def _build_in(directory: Path, file_name: str, compiler: tuple[str, ...], arguments: tuple[str, ...]) -> Path:
-    """Compile into `directory` unless the file is there. OSError if the directory is unusable."""
+    """Compile into `directory` unless the file is there, undamaged. OSError if the directory is unusable."""
     target = directory / file_name
-    if target.exists():
+    if _is_whole(target):
         return target
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _lock(directory / f"{file_name}.lock"):
-        if target.exists():  # another process made it while we waited
+        if _is_whole(target):  # another process made it while we waited
             return target
+        if target.exists():
+            _log.warning("%s is damaged, or was never finished; building it again", target)
         partial = directory / f"{file_name}.{os.getpid()}.partial"
+        seal = partial.with_suffix(".seal")
         try:
-            _compile((*compiler, *arguments, "-o", str(partial)))
-            partial.rename(target)
+            _compile((*compiler, *arguments, "-o", str(partial)), partial)
+            seal.write_text(_seal_of(partial))
+            # Replaced, never written over: processes that have loaded the old library go on with it.
+            seal.replace(_seal_path(target))
+            partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
+            seal.unlink(missing_ok=True)
     return target
 
 
-def _compile(command: tuple[str, ...]) -> None:
+def _is_whole(library: Path) -> bool:
+    """Whether a library is what was once built: of the size and hash that the file beside it says."""
+    try:
+        return _seal_path(library).read_text() == _seal_of(library)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _seal_path(library: Path) -> Path:
+    return library.with_name(f"{library.name}.seal")
+
+
+def _seal_of(library: Path) -> str:
+    content = library.read_bytes()
+    return f"{len(content)} bytes, sha256 {hashlib.sha256(content).hexdigest()}\n"
+
+
+def _compile(command: tuple[str, ...], result: Path) -> None:
     _log.info("compiling: %s", shlex.join(command))
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode == 0:
+    code, output = _run_compiler(command)
+    if code == 0 and result.exists() and result.stat().st_size > 0:
         return
-    lines = done.stdout.splitlines()
+    output = printable(output)
+    lines = output.splitlines()
     shown = "\n".join(f"    {line}" for line in lines[-_NUM_OUTPUT_LINES:])
+    what = f"failed with exit code {code}" if code else "said that all is well, and wrote nothing"
     raise BuildFailed(
-        f"the C++ compiler failed with exit code {done.returncode}.\n"
+        f"the C++ compiler {what}.\n"
         f"  command: {shlex.join(command)}\n"
         f"  last {min(len(lines), _NUM_OUTPUT_LINES)} of {len(lines)} lines of output:\n{shown}\n"
         "  Options: another compiler through CXX (g++ 9 or newer, clang++ 10 or newer); free disk space and memory;\n"
         "  if neither helps, please report this output.",
         command=command,
-        output=done.stdout,
+        output=output,
     )
+
+
+def _run_compiler(command: tuple[str, ...]) -> tuple[int, str]:
+    """The compiler's exit code and output. Interrupted, it takes its own children and files with it."""
+    with tempfile.TemporaryDirectory(prefix="ooc-compiling-", ignore_cleanup_errors=True) as scratch:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            errors="replace",
+            env={**os.environ, "TMPDIR": scratch},
+            process_group=0,
+        )
+        try:
+            output, _ = process.communicate()
+        except BaseException:
+            _kill_group(process.pid)
+            process.wait()
+            raise
+        return process.returncode, output
+
+
+def _kill_group(group: int) -> None:
+    """End a process and its children, and wait a moment for them: they write files until they are gone."""
+    for _ in range(_MOST_LOOKS):
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        time.sleep(_LOOK_S)
 
 
 @contextlib.contextmanager

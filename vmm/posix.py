@@ -112,22 +112,22 @@ class PosixDriver:
             syscalls=self._sys,
             checkpoint=checkpoint,
         )
+        self._reserved_starts: list[int] = []
         try:
             self._hold_addresses(max(max_chunks or 0, num_chunks), arena_nbytes)
             self._file.show(self._view_address)
+            num_places = (self._arena_stop - self._arena_start) // chunk_nbytes
+            self._free_places = FreeRanges(0, num_places)
+            for address, nbytes in occupied:
+                first = (address - self._arena_start) // chunk_nbytes
+                last = -(-(address + nbytes - self._arena_start) // chunk_nbytes)
+                for place in range(first, last):  # one by one: neighbours may share a place
+                    self._free_places.take_at(place, 1)
+            self._layout: Layout[_Mapped] = Layout(0, num_places, None)
+            _live_drivers.add(self)
         except BaseException:
             self.close()
             raise
-        num_places = (self._arena_stop - self._arena_start) // chunk_nbytes
-        self._free_places = FreeRanges(0, num_places)
-        for address, nbytes in occupied:
-            first = (address - self._arena_start) // chunk_nbytes
-            last = -(-(address + nbytes - self._arena_start) // chunk_nbytes)
-            for place in range(first, last):  # one by one: neighbours may share a place
-                self._free_places.take_at(place, 1)
-        self._layout: Layout[_Mapped] = Layout(0, num_places, None)
-        self._reserved_starts: list[int] = []
-        _live_drivers.add(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._whole is None else f"{len(self._reserved)} reservations, {self.num_mappings} mappings"

@@ -86,7 +86,7 @@ class Slot:
         self.nbytes = nbytes
         """Bytes asked for."""
         self.capacity_nbytes = capacity_nbytes
-        """Bytes that it has: `nbytes` rounded up to 4096."""
+        """Bytes that it has: `nbytes` rounded up to `BLOCK_NBYTES`."""
         self._last_write: int | None = None
         self._reads: list[int] = []  # tickets of reads since the last write
         self._is_freed = False
@@ -111,7 +111,7 @@ class Transfer:
         self.ticket = ticket
         """Its number: later transfers have larger ones."""
         self.nbytes = nbytes
-        """Bytes moved, rounded up to 4096."""
+        """Bytes moved, rounded up to `BLOCK_NBYTES`."""
 
     def __repr__(self) -> str:
         return f"<Transfer {self.ticket} of {self.nbytes} bytes>"
@@ -162,23 +162,23 @@ class FileStore:
             raise ValueError(f"growth_nbytes={growth_nbytes}: must be a positive multiple of {BLOCK_NBYTES}")
         self._directory = Path(directory) if directory is not None else default_directory(allow_memory=allow_memory)
         check_directory(self._directory, allow_memory=allow_memory)
-        self._descriptor, self._is_direct = open_file(self._directory, direct=direct)
-        if direct and not self._is_direct:
-            _log.warning(
-                "O_DIRECT does not work in %s (%s): transfers sync and drop their pages instead, which is slower",
-                self._directory,
-                file_system_name(self._directory),
-            )
-        try:
-            self._engine = TransferEngine(num_writers=num_threads, num_readers=num_threads)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
         self._growth_nbytes = growth_nbytes
         self._free = FreeRanges(0, 0)
         self._slots: dict[int, Slot] = {}
         self._limbo: list[tuple[Slot, list[int]]] = []  # freed, but transfers on them are not over
-        self._finalizer = weakref.finalize(self, _shut, self._engine, self._descriptor)
+        with contextlib.ExitStack() as undo:
+            self._descriptor, self._is_direct = open_file(self._directory, direct=direct)
+            undo.callback(os.close, self._descriptor)
+            if direct and not self._is_direct:
+                _log.warning(
+                    "O_DIRECT does not work in %s (%s): transfers sync and drop their pages instead, which is slower",
+                    self._directory,
+                    file_system_name(self._directory),
+                )
+            self._engine = TransferEngine(num_writers=num_threads, num_readers=num_threads)
+            undo.callback(self._engine.close)
+            self._finalizer = weakref.finalize(self, _shut, self._engine, self._descriptor)
+            undo.pop_all()
 
     def __repr__(self) -> str:
         state = f"{self.used_nbytes} of {self.file_nbytes} bytes in {len(self._slots)} slots"
@@ -273,7 +273,7 @@ class FileStore:
     def segments(self, segments: Sequence[tuple[int, int]]) -> Segments:
         """Prepare memory for many transfers.
 
-        All lengths but the last must be multiples of 4096; the last is rounded up to one, so the
+        All lengths but the last must be multiples of `BLOCK_NBYTES`; the last is rounded up to one, so the
         memory behind it must reach that far. (Chunks are multiples of the page.)
         """
         *whole, (address, nbytes) = segments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,20 @@ PLANNED_ALLOC_DTYPE: Final = np.dtype(
 """numpy layout of `PlannedAlloc` in native/allocator.h."""
 
 
+def between_ops(index: int) -> int:
+    """The step position right before op `index` begins, or where op `index - 1` has ended.
+
+    A step position is one number that orders what happens in a step: `2i + 1` inside op i, `2i` between op i - 1 and
+    op i. Native code sets and compares it; on this side nobody but this file looks into it.
+    """
+    return 2 * index
+
+
+def inside_op(index: int) -> int:
+    """The step position inside op `index`; see `between_ops`."""
+    return 2 * index + 1
+
+
 class Event(NamedTuple):
     """One entry of the allocator's log.
 
@@ -36,7 +50,7 @@ class Event(NamedTuple):
         address: Start of the storage.
         nbytes: As requested; for a free 0, or a survivor's size.
         kind: `ALLOC` or `FREE`.
-        position: `2i + 1` inside op i of the step, `2i` between op i - 1 and op i.
+        position: When in the step: `inside_op(i)` or `between_ops(i)`.
     """
 
     address: int
@@ -45,7 +59,13 @@ class Event(NamedTuple):
     position: int
 
 
-class _State(ctypes.Structure):
+class AllocatorState(ctypes.Structure):
+    """`State` of native/table.h: what native code and Python both read and set.
+
+    Its `position` says where the step is (see `between_ops`), for the log and for who asks; use the properties and
+    setters below instead.
+    """
+
     _fields_ = (
         ("arena_start", ctypes.c_uint64),
         ("arena_stop", ctypes.c_uint64),
@@ -65,6 +85,42 @@ class _State(ctypes.Structure):
         ("num_late_frees", ctypes.c_uint64),
         ("num_events", ctypes.c_uint64),
     )
+
+    if TYPE_CHECKING:
+        arena_start: int
+        arena_stop: int
+        threshold: int
+        mode: int
+        session_open: int
+        cold_allocate: int | None
+        plan: int | None
+        owner_thread: int
+        position: int
+        window_next: int
+        window_stop: int
+        num_planned: int
+        num_cold: int
+        cold_ns: int
+        num_late_frees: int
+        num_events: int
+
+    @property
+    def is_inside_op(self) -> bool:
+        """Whether an op of the step is running."""
+        return self.position % 2 == 1
+
+    @property
+    def op_index(self) -> int:
+        """The op that is running, or between ops the one that comes next."""
+        return self.position // 2
+
+    def set_between(self, index: int) -> None:
+        """Op `index` comes next."""
+        self.position = 2 * index
+
+    def set_inside(self, index: int) -> None:
+        """Op `index` begins."""
+        self.position = 2 * index + 1
 
 
 class PlanTables(ctypes.Structure):
@@ -91,14 +147,14 @@ class AllocatorTable:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        library.vmm_allocator_state.restype = ctypes.POINTER(_State)
+        library.vmm_allocator_state.restype = ctypes.POINTER(AllocatorState)
         library.vmm_allocator_drain.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
         library.vmm_allocator_drain.restype = ctypes.c_uint64
         library.vmm_allocator_is_alive.argtypes = (ctypes.c_uint64,)
         library.vmm_allocator_bind.argtypes = (ctypes.c_uint64, ctypes.c_int64, ctypes.c_int)
         library.vmm_allocator_survive.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
         self._library = library
-        self.state: Any = library.vmm_allocator_state().contents
+        self.state: AllocatorState = library.vmm_allocator_state().contents
         self._buffer = np.empty(_DRAIN_CAPACITY, dtype=np.dtype("u8,u8,u4,u4"))
         self._cold: Any = None
         self.survivors: dict[int, int] = {}
@@ -134,7 +190,7 @@ class AllocatorTable:
         self.state.threshold = threshold_nbytes
         self.state.cold_allocate = ctypes.cast(self._cold, ctypes.c_void_p).value
         self.state.plan = None
-        self.state.position = 0
+        self.state.set_between(0)
         self.state.session_open = 1
         self.state.mode = MODE_DEMAND
 

@@ -280,18 +280,20 @@ class TransferEngine:
         direction: Direction | None = None,
         delay_ns: int = 0,
         call_nbytes: int = 0,
+        num_failures: int = 1,
     ) -> None:
         """For tests: make I/O misbehave from now on. Without arguments: no more.
 
         Args:
-            fail_call: The k-th system call from now fails (counted from 1), once; 0: none.
+            fail_call: The k-th system call from now fails (counted from 1); 0: none.
             error: Its errno.
             direction: Count only calls of this direction; None: all.
             delay_ns: Sleep this long before each call.
             call_nbytes: Let a call move at most this many bytes, so that transfers are partial; 0: no limit.
+            num_failures: So many calls in a row fail, from `fail_call` on.
         """
         kind = _EITHER_KIND if direction is None else _KINDS[direction]
-        faults = _Faults(fail_call, error, kind, delay_ns, call_nbytes)
+        faults = _Faults(fail_call, error, kind, delay_ns, call_nbytes, num_failures)
         state = self._lib.set_faults(self._handle, ctypes.byref(faults))
         if state < 0:
             raise self._refusal(state, "inject_faults()")
@@ -389,6 +391,7 @@ class _Faults(ctypes.Structure):
         ("kind", ctypes.c_int32),
         ("delay_ns", ctypes.c_int64),
         ("call_nbytes", ctypes.c_int64),
+        ("num_failures", ctypes.c_int64),
     )
 
 

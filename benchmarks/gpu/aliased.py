@@ -14,6 +14,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from ooc.devices.cuda import CudaDevice
 from vmm.cuda import CudaDriver
 from vmm.driver import MemoryFault
@@ -101,6 +103,9 @@ def open_aliased(nbytes: int, *, fake: bool) -> Iterator[AliasedMemory]:
     On a device a sixteenth of it is for small tensors, which have memory of their own.
     """
     with contextlib.ExitStack() as stack:
+        # As in a session, so that it is a session's computation that is timed; else backward has a thread of its own.
+        threading = torch.autograd.set_multithreading_enabled(False)
+        stack.callback(threading.__exit__, None, None, None)
         if fake:
             allocator: Any = cpu_allocator()
             chunk_nbytes = threshold_nbytes = GRANULE_NBYTES

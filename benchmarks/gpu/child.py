@@ -13,6 +13,7 @@ import hashlib
 import json
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ import ooc
 from benchmarks.gpu.aliased import open_aliased
 from benchmarks.rivals import checkpointed
 from ooc import models
+from ooc.devices.host_memory import host_memory_nbytes
 from scheduler.placement import in_chunks, lower_bound, problem_from_plan
 from vmm.machine import memory_room
 
@@ -35,6 +37,8 @@ results garbage."""
 _ALIASED_NBYTES = 16 << 30
 _PINNED_SHARE = 0.88
 """At most this part of the host's available memory is pinned; batches and the process itself need the rest."""
+_FAKE_HOST_NBYTES = 256 << 20
+"""The fake pins memory that this machine really has, and trains small models."""
 _NUM_BATCHES = 2
 """Batches made beforehand and taken in turns where bits are not compared: making one of 1,000 images takes seconds."""
 STOPPING_CALLS = (
@@ -108,6 +112,7 @@ def main() -> int:
     try:
         answer = run(order)
     except (RuntimeError, ValueError, OSError) as error:
+        traceback.print_exc()  # the gate keeps it
         answer = {"error": f"{type(error).__name__}: {error}", "is_too_small": isinstance(error, ooc.BudgetTooSmall)}
     print(json.dumps(answer))
     return 0
@@ -236,7 +241,7 @@ def _open_session(order: Order, stack: contextlib.ExitStack) -> tuple[ooc.Sessio
         from ooc.testing.fake_device import FakeCudaDevice
 
         fake_type = ablations.RemappingFakeDevice if is_remapped else FakeCudaDevice
-        fake = fake_type(host_budget=order.host_budget_nbytes or 1 << 30)
+        fake = fake_type(host_budget=min(order.host_budget_nbytes or _FAKE_HOST_NBYTES, _FAKE_HOST_NBYTES))
         session = stack.enter_context(ooc.Session(order.budget_nbytes, device=fake, **options))
         return session, fake.fake.num_calls
     from ooc.devices.cuda import CudaDevice
@@ -253,7 +258,7 @@ def _host_nbytes(order: Order) -> int | None:
     """What was asked for, as far as this machine has it: the rest goes to the file."""
     if order.host_budget_nbytes is None:
         return None
-    return min(order.host_budget_nbytes, int(memory_room().available_nbytes * _PINNED_SHARE))
+    return min(order.host_budget_nbytes, int(host_memory_nbytes(memory_room().available_nbytes) * _PINNED_SHARE))
 
 
 def _planning(session: ooc.Session) -> dict[str, Any]:

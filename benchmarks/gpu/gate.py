@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,19 +25,38 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.child import Order
-from benchmarks.gpu.items import FAKE_ITEMS, ITEMS, NOT_THERE, Figure, Item, order_text
+from benchmarks.gpu.figures import Figure, Item, Overran
+from benchmarks.gpu.items import FAKE_ITEMS, ITEMS, NOT_THERE, order_text
 
 ROOT = Path(__file__).parents[2]
-SHARD_S = 9 * 60
+SHARD_S = 510
+"""A shard's wall time, all of it: machines are lent for ten minutes at a time."""
+ITEMS_S = 470
+"""The sum of the limits of a shard's items. The rest is for starting, naming the GPU and ending what hangs."""
+_LAST_ITEM_S = 485
+"""From the gate's start, its own imports not counted: no item goes on longer."""
+_SHORTEST_S = 10
+_GPU_NAME_S = 90
 _NOTE_WIDTH = 70
+_END_S = 8
+"""How long a killed process is waited for: one that hangs in the driver cannot be killed."""
+_NUM_TAIL_LINES = 15
 
 
 class Processes:
-    """Starts what an item asks for, until the item's limit is used up."""
+    """Starts what an item asks for, until the item's limit is used up.
 
-    def __init__(self, *, limit_s: float, fake: bool) -> None:
+    Args:
+        limit_s: The item's.
+        fake: Whether to run over the fake driver.
+        log: Where everything is kept that a process told which failed; its end is printed. None: nowhere.
+    """
+
+    def __init__(self, *, limit_s: float, fake: bool, log: Path | None = None) -> None:
+        self._limit_s = limit_s
         self._stops = time.monotonic() + limit_s
         self._fake = fake
+        self._log = log
         self.machine: dict[str, Any] = {}
 
     def train(self, order: Order) -> dict[str, Any]:
@@ -44,62 +65,98 @@ class Processes:
         if order.variant == "expandable_segments":
             environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         text = order_text(replace(order, fake=self._fake))
-        code, output = self._run([sys.executable, "-m", "benchmarks.gpu.child", text], environment)
-        lines = output.strip().splitlines()
+        command = [sys.executable, "-m", "benchmarks.gpu.child", text]
+        code, out, err = self._run(command, environment)
+        lines = (out if out.strip() else err).strip().splitlines()
         try:
             answer: dict[str, Any] = json.loads(lines[-1])
         except (IndexError, ValueError):
-            return {"error": f"exit code {code}: {lines[-1] if lines else 'no output'}"}
+            answer = {"error": f"exit code {code}: {lines[-1] if lines else 'no output'}"}
         self.machine = answer.get("machine", self.machine)
         if code != 0 and "error" not in answer:
             answer["error"] = f"exit code {code}, after it had told its figures: {lines[-1][:200]}"
+        if "error" in answer and not answer.get("is_too_small"):
+            self._tell(command, answer["error"], out, err)
         return answer
 
     def command(self, arguments: Sequence[str]) -> tuple[int, str]:
         """As `Shell.command`. "compute-sanitizer ... child ORDER" is run where there is one."""
         if self._fake and arguments[-1] in ("benchmarks.gpu.calls", "benchmarks.gpu.preflight"):
             arguments = [*arguments, "fake"]
+        if self._fake and "ooc" in arguments:
+            arguments = ["fake" if argument == "cuda" else argument for argument in arguments]
+        environment = dict(os.environ)
         if arguments[0] != "compute-sanitizer":
             # Plug-ins of pytest that an image happens to have are none of ours.
-            return self._run([sys.executable, *arguments], dict(os.environ, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"))
-        found = shutil.which(arguments[0])
-        if found is None or self._fake:
-            raise FileNotFoundError(arguments[0])
-        child = [sys.executable, "-m", "benchmarks.gpu.child", arguments[-1]]
-        return self._run([found, *arguments[1:-2], *child], dict(os.environ))
+            environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+            command = [sys.executable, *arguments]
+        else:
+            found = shutil.which(arguments[0])
+            if found is None or self._fake:
+                raise FileNotFoundError(arguments[0])
+            command = [found, *arguments[1:-2], sys.executable, "-m", "benchmarks.gpu.child", arguments[-1]]
+        code, out, err = self._run(command, environment)
+        if code != 0:
+            self._tell(command, f"exit code {code}", out, err)
+        return code, out if out.strip() else err
 
-    def _run(self, command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
+    def _run(self, command: Sequence[str], environment: dict[str, str]) -> tuple[int, str, str]:
+        """Exit code, output and error output. Raises Overran."""
         left_s = self._stops - time.monotonic()
         if left_s <= 0:
-            return 124, "the item's time was used up before"
-        with subprocess.Popen(
+            raise Overran(f"the item's {self._limit_s:.0f} s were used up before")
+        process = subprocess.Popen(
             command,
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
             start_new_session=True,
-        ) as process:
-            try:
-                out, err = process.communicate(timeout=left_s)
-            except subprocess.TimeoutExpired:
-                # With all that it started: a test's own process would go on holding the device's memory.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-                return 124, f"ended after {left_s:.0f} s, the item's limit"
-        return process.returncode, out if out.strip() else err
+        )
+        try:
+            out, err = process.communicate(timeout=left_s)
+        except subprocess.TimeoutExpired:
+            out, err = _end(process)
+            message = f"ended after {left_s:.0f} s, when the item's {self._limit_s:.0f} s were used up"
+            self._tell(command, message, out, err)
+            raise Overran(message, output=out) from None
+        except BaseException:
+            _end(process)
+            raise
+        return process.returncode, out, err
+
+    def _tell(self, command: Sequence[str], what: str, out: str, err: str) -> None:
+        """Keep what a process told that failed, and print the end of it: the machine may be gone when it is read."""
+        if self._log is None:
+            return
+        said = "\n".join(part.rstrip() for part in (out, err) if part.strip())
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("a") as file:
+            file.write(f"$ {shlex.join(command)}\n{said}\n{what}\n\n")
+        for line in [*said.splitlines()[-_NUM_TAIL_LINES:], what]:
+            print(f"  | {line[:300]}", flush=True)
+
+
+def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Kill it with all that it started: a test's own process would go on holding the device's memory."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        return process.communicate(timeout=_END_S)
+    except subprocess.TimeoutExpired:
+        return "", f"process {process.pid} cannot be killed: it hangs in the driver"
 
 
 def shards(items: Sequence[Item]) -> list[list[Item]]:
-    """Items in their order, cut where the next one would not fit into nine minutes."""
+    """Items in their order, cut where the next one's limit would not fit into the same shard."""
     found: list[list[Item]] = []
-    used_s = SHARD_S + 1
+    used_s = ITEMS_S + 1
     for item in items:
-        if item.limit_s > SHARD_S:
-            raise ValueError(f"item {item.name!r}: limit {item.limit_s} s, more than a shard's {SHARD_S} s")
-        if used_s + item.limit_s > SHARD_S:
+        if item.limit_s > ITEMS_S:
+            raise ValueError(f"item {item.name!r}: limit {item.limit_s} s, more than a shard's {ITEMS_S} s")
+        if used_s + item.limit_s > ITEMS_S:
             found.append([])
             used_s = 0
         found[-1].append(item)
@@ -139,15 +196,36 @@ class Results:
             os.fsync(file.fileno())
 
 
-def run(chosen: Sequence[Item], results: Results, *, fake: bool, commit: str) -> None:
-    """Measure what is not there yet."""
+def run(
+    chosen: Sequence[Item],
+    results: Results,
+    *,
+    fake: bool,
+    commit: str,
+    stops_s: float = math.inf,
+    retries: bool = False,
+) -> None:
+    """Measure what is not there yet.
+
+    Args:
+        chosen: The items.
+        results: Where figures go, and what has been measured.
+        fake: Whether to run over the fake driver.
+        commit: What is measured.
+        stops_s: When, by `time.monotonic`, the last item must be over.
+        retries: Whether to measure once more what overran or was wrong.
+    """
     for item in chosen:
-        if item.name in results.items:
+        if item.name in results.items and not (retries and _has_failed(results.items[item.name])):
             print(f"{item.name}: measured before")
             continue
-        print(f"{item.name}: at most {item.limit_s} s", flush=True)
+        limit_s = min(item.limit_s, stops_s - time.monotonic())
+        if limit_s < min(_SHORTEST_S, item.limit_s):
+            print(f"{item.name}: no time is left in this shard")
+            continue
+        print(f"{item.name}: at most {limit_s:.0f} s", flush=True)
         started = time.monotonic()
-        shell = Processes(limit_s=item.limit_s, fake=fake)
+        shell = Processes(limit_s=limit_s, fake=fake, log=results.path.with_suffix(".log"))
         figures = list(_figures(item, shell))
         results.add(item.name, figures, took_s=time.monotonic() - started, machine=shell.machine, commit=commit)
 
@@ -156,6 +234,8 @@ def _figures(item: Item, shell: Processes) -> Iterable[Figure]:
     """An item's figures; a fault of its own costs the rest of it, and no other item."""
     try:
         yield from item.measure(shell)
+    except Overran as overran:
+        yield Figure(variant="gate", metric="ends in time", unit="", value=None, overran=True, note=str(overran))
     except Exception as error:  # noqa: BLE001 - whatever it is, the machine is lent for minutes
         yield Figure(variant="gate", metric="measures", unit="", value=None, is_good=False, note=repr(error))
 
@@ -170,7 +250,7 @@ def table(items: Sequence[Item], results: Results) -> str:
             continue
         for figure in found["figures"]:
             value = "not measured" if figure["value"] is None else f"{figure['value']:.4g} {figure['unit']}".rstrip()
-            verdict = {None: "", True: "good", False: "WRONG"}[figure["is_good"]]
+            verdict = "overran" if figure.get("overran") else _VERDICTS[figure["is_good"]]
             note = " ".join(figure["note"].split())[:_NOTE_WIDTH]
             said = ": ".join(part for part in (verdict, note) if part)
             lines.append(f"| {item.name} | {figure['variant']} | {figure['metric']} | {value} | {said} |")
@@ -178,17 +258,26 @@ def table(items: Sequence[Item], results: Results) -> str:
     return "\n".join(lines)
 
 
+_VERDICTS = {None: "", True: "good", False: "WRONG"}
+
+
 def is_wrong(results: Results) -> bool:
     """Whether anything that was measured is not as it must be."""
     return any(figure["is_good"] is False for found in results.items.values() for figure in found["figures"])
 
 
+def _has_failed(found: dict[str, Any]) -> bool:
+    return any(figure["is_good"] is False or figure.get("overran") for figure in found["figures"])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
+    started_s = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.gate", description=__doc__.splitlines()[0])
     parser.add_argument("--shard", type=int, help="only this one, from 1; all by default")
     parser.add_argument("--out", type=Path, default=ROOT / "bench-out" / "gpu-gate", help="directory for results")
     parser.add_argument("--commit", help="what is measured, where git cannot tell (also OOC_COMMIT)")
+    parser.add_argument("--retry", action="store_true", help="measure once more what overran or was wrong")
     parser.add_argument("--fake", action="store_true", help="try the gate itself over the fake driver")
     parser.add_argument("--list", action="store_true", help="what would run, shard by shard")
     options = parser.parse_args(arguments)
@@ -207,16 +296,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commit = options.commit or os.environ.get("OOC_COMMIT") or _commit()
     results = Results(options.out / f"{where}-{commit}.jsonl")
     chosen = parts[options.shard - 1] if options.shard is not None else [item for part in parts for item in part]
-    run(chosen, results, fake=options.fake, commit=commit)
+    stops_s = started_s + _LAST_ITEM_S if options.shard is not None else math.inf
+    run(chosen, results, fake=options.fake, commit=commit, stops_s=stops_s, retries=options.retry)
     print(table(items, results))
-    print(f"\nResults: {results.path}")
+    overran = [name for name, found in results.items.items() if any(f.get("overran") for f in found["figures"])]
+    if overran:
+        print(f"\nOverran, so neither right nor wrong (--retry measures them again): {'; '.join(overran)}")
+    print(f"\nResults: {results.path}; what failed, in full: {results.path.with_suffix('.log').name}")
     return 1 if is_wrong(results) else 0
 
 
 def _gpu_name() -> str | None:
     """Asked in another process: this one must hold no memory of the device."""
     code = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_GPU_NAME_S)
+    except subprocess.TimeoutExpired:
+        print(f"gpu-gate: torch did not name the GPU within {_GPU_NAME_S} s: the driver hangs, or the disk is slow.")
+        return None
     name = "-".join(done.stdout.split()).replace("/", "-")
     return name or None
 

@@ -10,19 +10,23 @@ import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.gpu.child import Order
+from benchmarks.gpu.figures import Figure, Item, Measure, Shell
+from benchmarks.gpu.machine_items import demo, doctor, driver_calls, preflight, tests
 from scheduler.cost.links import least_busy_ns
 from scheduler.plan import Machine
 
 MIB, GIB = 1 << 20, 1 << 30
 _SMALLER = 0.7
 """From one try for the smallest budget to the next."""
-_NUM_TRIES = 4
+_NUM_TRIES = 2
 _CHUNK_NBYTES = 2 << 20
-_SMALL_HOST_NBYTES = 8 << 30
+_SMALL_HOST_NBYTES = 2 << 30
 """Host memory of a session whose variables are small: pinning takes about a second for each few GiB."""
+_LARGE_HOST_NBYTES = 8 << 30
+"""Of one that trains a model of images, where bits are compared."""
 _CONTEXT_SLACK_NBYTES = 64 << 20
 """A process's context is not to the byte that of another one, where kernels are loaded when they are first used."""
 _NUM_STEPS, _NUM_TIMED = 10, 3
@@ -30,42 +34,13 @@ _NUM_STEPS, _NUM_TIMED = 10, 3
 _NO_ALGORITHM = "does not have a deterministic implementation"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One line of the table. `is_good` is None where it is neither right nor wrong: a time."""
-
-    variant: str
-    metric: str
-    unit: str
-    value: float | None
-    is_good: bool | None = None
-    note: str = ""
-
-
-class Shell(Protocol):
-    """Runs processes for an item."""
-
-    def train(self, order: Order) -> dict[str, Any]:
-        """What `benchmarks.gpu.child` tells, or `{"error": ...}`."""
-
-    def command(self, arguments: Sequence[str]) -> tuple[int, str]:
-        """Exit code and output. Raises FileNotFoundError."""
-
-
-Measure = Callable[[Shell], Iterable[Figure]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
-    """Something to measure. `limit_s` counts against the shard, whether it is needed or not."""
-
-    name: str
-    limit_s: int
-    measure: Measure
-
-
 def bitwise(
-    workload: str, *, preset: Any = "full", optimizer: str | None = None, chunk_nbytes: int = _CHUNK_NBYTES
+    workload: str,
+    *,
+    preset: Any = "full",
+    optimizer: str | None = None,
+    chunk_nbytes: int = _CHUNK_NBYTES,
+    host_nbytes: int = _SMALL_HOST_NBYTES,
 ) -> Measure:
     """In core against budgets down to the smallest that works: every bit of every step; peak by the driver's count."""
 
@@ -75,7 +50,7 @@ def bitwise(
             preset=preset,
             optimizer=optimizer,
             digests=True,
-            host_budget_nbytes=_SMALL_HOST_NBYTES,
+            host_budget_nbytes=host_nbytes,
         )
         expected = shell.train(order)
         if _NO_ALGORITHM in expected.get("error", ""):
@@ -318,57 +293,6 @@ def _fragmentation(name: str, answer: dict[str, Any]) -> Figure:
     return Figure(variant=name, metric=metric, unit="", value=1 - live / occupied, note=note)
 
 
-def tests(*paths: str) -> Measure:
-    """The suite that needs a GPU, none of it skipped."""
-
-    def measure(shell: Shell) -> Iterable[Figure]:
-        options = ["-q", "-m", "gpu", "--require-gpu", "-p", "no:cacheprovider"]
-        code, output = shell.command(["-m", "pytest", *options, *paths])
-        lines = [line for line in output.splitlines() if line.strip()]
-        yield Figure(
-            variant="pytest",
-            metric="exit code",
-            unit="",
-            value=code,
-            is_good=code == 0,
-            note=lines[-1] if lines else "no output",
-        )
-        for line in lines:
-            if line.startswith(("FAILED ", "ERROR ")):
-                name, _, why = line.partition(" - ")
-                yield Figure(variant=name.split("::")[-1], metric="passes", unit="", value=0, is_good=False, note=why)
-
-    return measure
-
-
-def preflight(shell: Shell) -> Iterable[Figure]:
-    """What the machine has, and whether the native parts can be built: before time is spent on anything else."""
-    code, output = shell.command(["-m", "benchmarks.gpu.preflight"])
-    try:
-        found = json.loads(output.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        note = f"exit code {code}: {output.strip()[-200:]}"
-        yield Figure(variant="preflight", metric="runs", unit="", value=None, is_good=False, note=note)
-        return
-    for name, (is_good, note) in found.items():
-        yield Figure(
-            variant=name, metric="is there", unit="", value=float(is_good is not False), is_good=is_good, note=note
-        )
-
-
-def driver_calls(shell: Shell) -> Iterable[Figure]:
-    """Microseconds of each call, the device idle and with work queued."""
-    code, output = shell.command(["-m", "benchmarks.gpu.calls"])
-    try:
-        found = json.loads(output.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        yield Figure(variant="calls", metric="time", unit="us", value=None, note=f"exit code {code}: {output[-200:]}")
-        return
-    for load, times in found.items():
-        for name, us in times.items():
-            yield Figure(variant=load, metric=name, unit="us", value=us)
-
-
 def sanitizer(workload: str) -> Measure:
     """A small run under compute-sanitizer, where that is installed."""
 
@@ -418,54 +342,69 @@ def _failed(name: str, answer: dict[str, Any]) -> Figure:
     return Figure(variant=name, metric="trains", unit="", value=None, is_good=False, note=answer["error"])
 
 
-_ALL_POLICIES = tuple(ours(policy) for policy in ("auto", "window", "vdnn", "lms", "on_demand"))
+_POLICIES = ("auto", "window", "vdnn", "lms", "on_demand")
+_ALL_POLICIES = tuple(ours(policy) for policy in _POLICIES)
 _RIVALS = (other("save_on_cpu"), other("checkpoint"), other("expandable_segments"))
-_ABLATIONS = tuple(
-    ours(policy, placement)
-    for placement in ("standing", "remapped", "best_fit")
-    for policy in ("auto", "window", "vdnn", "lms", "on_demand")
-)
+_GPT_1B: dict[str, Any] = {"builds_on_device": True, "sample_nbytes": 8_000_000_000}
 _SAMPLE_NBYTES = 88_000_000
 """What an image of 224x224 adds to ResNet-50's step: 87 MB by a trace of batch 960 on fake tensors. Those of the other
 models are from such traces, too, parameters and their state included. At 8 GiB an op of batch 835 fills the pool."""
 
 ITEMS: tuple[Item, ...] = (
-    Item(name="preflight", limit_s=90, measure=preflight),
-    Item(name="tests", limit_s=180, measure=tests("tests/gpu")),
+    Item(name="preflight", limit_s=80, measure=preflight),
+    Item(name="doctor", limit_s=60, measure=doctor),
+    Item(name="tests", limit_s=240, measure=tests("tests/gpu")),
+    Item(name="demo", limit_s=90, measure=demo),
     Item(name="bitwise conv_stack", limit_s=120, measure=bitwise("conv_stack")),
-    Item(name="bitwise gpt", limit_s=150, measure=bitwise("gpt")),
+    Item(name="bitwise gpt", limit_s=120, measure=bitwise("gpt")),
     Item(
         name="resnet50 16GiB",
-        limit_s=540,
+        limit_s=230,
         measure=ordered(
             throughput(
                 "resnet50", (190,), 16 * GIB, (other("in_core"), COMPUTE, ours("auto")), sample_nbytes=_SAMPLE_NBYTES
             ),
-            throughput("resnet50", (960, 1440), 16 * GIB, (COMPUTE, ours("auto")), sample_nbytes=_SAMPLE_NBYTES),
-            throughput(
-                "resnet50", (480,), 16 * GIB, (COMPUTE, ours("auto"), ours("window")), sample_nbytes=_SAMPLE_NBYTES
-            ),
+            throughput("resnet50", (480,), 16 * GIB, (COMPUTE, ours("auto")), sample_nbytes=_SAMPLE_NBYTES),
         ),
+    ),
+    Item(
+        name="resnet50 16GiB, batches 960 and 1440",
+        limit_s=290,
+        measure=throughput("resnet50", (1440, 960), 16 * GIB, (COMPUTE, ours("auto")), sample_nbytes=_SAMPLE_NBYTES),
     ),
     Item(
         name="gpt_1b 8GiB",
-        limit_s=300,
+        limit_s=180,
+        measure=throughput("gpt_1b", (4,), 8 * GIB, (COMPUTE, ours("auto"), other("in_core")), **_GPT_1B),
+    ),
+    Item(
+        name="gpt_1b 8GiB, fused and window",
+        limit_s=180,
         measure=throughput(
-            "gpt_1b",
-            (4,),
-            8 * GIB,
-            (COMPUTE, ours("auto"), other("in_core"), ours("auto", optimizer="adamw_fused"), ours("window")),
-            builds_on_device=True,
-            sample_nbytes=8_000_000_000,
+            "gpt_1b", (4,), 8 * GIB, (COMPUTE, ours("auto", optimizer="adamw_fused"), ours("window")), **_GPT_1B
         ),
     ),
-    Item(name="bitwise resnet50", limit_s=240, measure=bitwise("resnet50")),
+    Item(name="bitwise resnet50", limit_s=240, measure=bitwise("resnet50", host_nbytes=_LARGE_HOST_NBYTES)),
     Item(
         name="resnet50 16GiB, rivals and policies at batch 480",
-        limit_s=540,
+        limit_s=300,
         measure=throughput(
-            "resnet50", (480,), 16 * GIB, (COMPUTE, *_RIVALS, *_ABLATIONS), sample_nbytes=_SAMPLE_NBYTES
+            "resnet50", (480,), 16 * GIB, (COMPUTE, *_RIVALS, *_ALL_POLICIES), sample_nbytes=_SAMPLE_NBYTES
         ),
+    ),
+    *(
+        Item(
+            name=f"resnet50 16GiB, {placement} at batch 480",
+            limit_s=240,
+            measure=throughput(
+                "resnet50",
+                (480,),
+                16 * GIB,
+                tuple(ours(policy, placement) for policy in _POLICIES),
+                sample_nbytes=_SAMPLE_NBYTES,
+            ),
+        )
+        for placement in ("remapped", "best_fit")
     ),
     Item(
         name="resnet50 8GiB, nine times what fits",
@@ -489,16 +428,19 @@ ITEMS: tuple[Item, ...] = (
     ),
     Item(name="bitwise gpt, adamw_fused", limit_s=120, measure=bitwise("gpt", optimizer="adamw_fused")),
     Item(name="bitwise gpt, adamw_foreach", limit_s=120, measure=bitwise("gpt", optimizer="adamw_foreach")),
-    Item(
-        name="resnet50 16GiB, small batches",
-        limit_s=540,
-        measure=throughput(
-            "resnet50",
-            (64, 128, 256),
-            16 * GIB,
-            (other("in_core"), COMPUTE, *_ALL_POLICIES, ours("window", "remapped"), ours("window", "best_fit")),
-            sample_nbytes=_SAMPLE_NBYTES,
-        ),
+    *(
+        Item(
+            name=f"resnet50 16GiB, batch {batch_size}",
+            limit_s=180,
+            measure=throughput(
+                "resnet50",
+                (batch_size,),
+                16 * GIB,
+                (other("in_core"), COMPUTE, *_ALL_POLICIES, ours("window", "remapped"), ours("window", "best_fit")),
+                sample_nbytes=_SAMPLE_NBYTES,
+            ),
+        )
+        for batch_size in (64, 128, 256)
     ),
     *(
         Item(
@@ -518,12 +460,12 @@ ITEMS: tuple[Item, ...] = (
             ("deeplab_v3", 32, 1_300_000_000),
         )
     ),
-    Item(name="bitwise unet", limit_s=120, measure=bitwise("unet")),
+    Item(name="bitwise unet", limit_s=120, measure=bitwise("unet", host_nbytes=_LARGE_HOST_NBYTES)),
     Item(name="bitwise encoder", limit_s=120, measure=bitwise("encoder")),
     Item(name="bitwise lstm", limit_s=120, measure=bitwise("lstm")),
     Item(name="bitwise tied_frozen", limit_s=120, measure=bitwise("tied_frozen")),
-    Item(name="bitwise densenet121", limit_s=180, measure=bitwise("densenet121")),
-    Item(name="bitwise deeplab_v3", limit_s=180, measure=bitwise("deeplab_v3")),
+    Item(name="bitwise densenet121", limit_s=180, measure=bitwise("densenet121", host_nbytes=_LARGE_HOST_NBYTES)),
+    Item(name="bitwise deeplab_v3", limit_s=180, measure=bitwise("deeplab_v3", host_nbytes=_LARGE_HOST_NBYTES)),
     Item(
         name="resnet50 16GiB, TF32",
         limit_s=120,
@@ -538,6 +480,8 @@ runs over the fake (`FAKE_ITEMS`).
 
 FAKE_ITEMS: tuple[Item, ...] = (
     Item(name="preflight", limit_s=90, measure=preflight),
+    Item(name="doctor", limit_s=90, measure=doctor),
+    Item(name="demo", limit_s=180, measure=demo),
     Item(name="driver calls", limit_s=60, measure=driver_calls),
     Item(name="bitwise conv_stack", limit_s=240, measure=bitwise("conv_stack", preset="small", chunk_nbytes=64 << 10)),
     Item(name="sanitizer", limit_s=120, measure=sanitizer("conv_stack")),

@@ -21,11 +21,15 @@ from pathlib import Path
 
 import torch
 
+from ooc.devices.host_memory import VARIABLE
 from vmm.cuda_calls import CudaCalls, load_bindings
 from vmm.files import default_directory
-from vmm.machine import memory_room
+from vmm.host_blocks import HostBlocks
+from vmm.machine import meminfo_nbytes, memory_room
 from vmm.sizes import format_nbytes
+from vmm.testing.fake_cuda import FakeCuda
 
+_PINNED_NBYTES, _FAKE_PINNED_NBYTES = 4 << 30, 64 << 20
 _Found = tuple[bool | None, str]
 _PACKAGES = ("pytest", "numpy", "cuda-bindings", "cupy-cuda13x", "cupy-cuda12x", "cupy", "nvtx", "transformers", "timm")
 
@@ -37,6 +41,7 @@ def look(*, fake: bool) -> dict[str, _Found]:
         "compiler": _compiler,
         "native parts": _native_parts,
         "host memory": _host_memory,
+        "pinning": lambda: _pinning(FakeCuda() if fake else None),
         "store": _store,
         "packages": _packages,
     }
@@ -73,7 +78,35 @@ def _native_parts() -> _Found:
 
 
 def _host_memory() -> _Found:
-    return None, f"{format_nbytes(memory_room().available_nbytes)} available, {os.cpu_count()} cores"
+    memory = meminfo_nbytes()
+    said = os.environ.get(VARIABLE, "not set")
+    return None, (
+        f"MemTotal {format_nbytes(memory['MemTotal'])}, MemAvailable {format_nbytes(memory['MemAvailable'])}, room "
+        f"{format_nbytes(memory_room().available_nbytes)}, {VARIABLE} {said}, {os.cpu_count()} cores"
+    )
+
+
+def _pinning(fake: FakeCuda | None) -> _Found:
+    """How fast host memory is pinned, our way and the driver's: sessions pin before they train."""
+    if fake is None:
+        torch.zeros(1, device="cuda")  # makes the context current
+    calls = CudaCalls(fake if fake is not None else load_bindings())
+    nbytes = _FAKE_PINNED_NBYTES if fake is not None else min(_PINNED_NBYTES, memory_room().available_nbytes // 2)
+    started = time.monotonic()
+    HostBlocks(calls, budget_nbytes=nbytes, block_nbytes=2 << 20).close()
+    both_s = time.monotonic() - started
+    started = time.monotonic()
+    blocks = HostBlocks(calls, budget_nbytes=nbytes, block_nbytes=2 << 20)
+    pinned_s = time.monotonic() - started
+    blocks.close()
+    started = time.monotonic()
+    address = int(calls.call("cuMemHostAlloc", nbytes // 8, 0, what="pinned memory"))
+    alloc_s = time.monotonic() - started
+    calls.call("cuMemFreeHost", address, what="pinned memory")
+    return True, (
+        f"{format_nbytes(nbytes)} registered at {nbytes / pinned_s / 1e9:.1f} GB/s, allocated by the driver at "
+        f"{nbytes / 8 / alloc_s / 1e9:.1f} GB/s; the first time, given back again, in {both_s:.2f} s"
+    )
 
 
 def _store() -> _Found:

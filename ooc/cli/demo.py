@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ooc.cli.trial import TrialFailed, TrialOptions, TrialResult, TrialStep, run_trial
+from ooc.output_files import write_picture
 from ooc.reporting.memory_curves import Curve
 from ooc.units import MIB, format_duration, format_nbytes, parse_nbytes
 
@@ -199,6 +200,6 @@ def plot(curves: Mapping[str, Curve], budget_nbytes: int, path: Path, *, title: 
     axes.set_ylim(bottom=0)
     axes.margins(x=0)
     axes.legend(loc="upper right", frameon=False)
-    figure.savefig(path)
+    write_picture(figure, path)
     plt.close(figure)
     return path

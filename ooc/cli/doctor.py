@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from ooc.settings import Resolved, resolve
+from ooc.settings import BadSetting, Resolved, check, check_environment, resolve
 from ooc.units import GIB, MIB, format_duration, format_nbytes, format_rate
 from vmm.files import default_directory, directory_facts
 from vmm.huge_pages import open_huge_file
@@ -28,7 +27,7 @@ from vmm.machine import MachineFacts, machine_facts
 from vmm.native_build import cache_directory, find_compiler
 from vmm.store import FileStore
 
-_OLDEST_TORCH, _FIRST_UNTESTED_TORCH = (2, 11), (2, 14)
+_OLDEST_TORCH, _FIRST_UNTESTED_TORCH = (2, 11), (2, 15)
 _OLDEST_PYTHON = (3, 11)
 _GRANULE_NBYTES = 64 * 1024
 """Our smallest chunk: a page may not be larger."""
@@ -59,10 +58,19 @@ class Finding:
     remedy: str = ""
 
 
-def main(*, store: str | None = None, as_json: bool = False) -> int:
-    """Print all findings and settings. Returns 1 if something would stop us, else 0."""
-    settings = resolve({"store": store})
-    findings = examine(settings["store"].value)
+def main(*, store: str | None = None, as_json: bool = False, device: str = "cpu") -> int:
+    """Print all findings and settings. Returns 1 if something would stop us, else 0, and 2 for no such device."""
+    found = re.fullmatch(r"cpu|cuda(?::(\d+))?|fake", device)
+    if found is None:
+        print(f"ooc doctor: no device is called {device!r}. Options: cpu, cuda, cuda:1.", file=sys.stderr)
+        return 2
+    settings = resolve({"store": store, "device": device if device != "cpu" else None})
+    findings = [*examine(settings["store"].value, has_session=device == "cpu"), *_settings(settings)]
+    if device != "cpu":
+        from ooc.cli import doctor_cuda
+
+        probe = doctor_cuda.fake_probe() if device == "fake" else doctor_cuda.real_probe(int(found[1] or 0))
+        findings += doctor_cuda.examine(probe, settings["store"].value)
     stopped = any(f.verdict is Verdict.STOP for f in findings)
     if as_json:
         print(json.dumps(_document(findings, settings, stopped), indent=2))
@@ -71,14 +79,29 @@ def main(*, store: str | None = None, as_json: bool = False) -> int:
     return 1 if stopped else 0
 
 
-def examine(store: str | None) -> list[Finding]:
+def _settings(settings: Mapping[str, Resolved]) -> Iterator[Finding]:
+    """Variables that `ooc run` would refuse; nothing where all is well. The store is looked at by itself."""
+    for name, found in settings.items():
+        try:
+            if name != "store":
+                check({name: found})
+        except BadSetting as error:
+            yield Finding(name=error.place, value=found.value or "", verdict=Verdict.STOP, remedy=error.reason)
+    try:
+        for slip in check_environment():
+            yield Finding(name="variables", value=slip, verdict=Verdict.NOTE)
+    except BadSetting as error:
+        yield Finding(name=error.place, value=os.environ[error.place], verdict=Verdict.STOP, remedy=error.reason)
+
+
+def examine(store: str | None, *, has_session: bool = True) -> list[Finding]:
     """Look at everything. `store` is the directory to measure; None: where a session would put it."""
     sections: dict[str, Callable[[], Iterator[Finding]]] = {
         "software": _software,
         "compiler": _compiler,
         "machine": lambda: _machine(machine_facts()),
         "store": lambda: _store(store),
-        "session": lambda: _session(store),
+        **({"session": lambda: _session(store)} if has_session else {}),
     }
     findings: list[Finding] = []
     for name, look in sections.items():
@@ -114,10 +137,10 @@ def torch_finding(version: str) -> Finding:
     """What a version of torch, such as "2.13.0+cpu", means for us."""
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if release < _OLDEST_TORCH:
-        return Finding(name="torch", value=version, verdict=Verdict.STOP, remedy="ooc needs torch 2.11, 2.12 or 2.13.")
+        return Finding(name="torch", value=version, verdict=Verdict.STOP, remedy="ooc needs torch 2.11 to 2.14.")
     if release >= _FIRST_UNTESTED_TORCH:
         return Finding(
-            name="torch", value=version, verdict=Verdict.NOTE, remedy="Newer than what ooc was tested with (2.13)."
+            name="torch", value=version, verdict=Verdict.NOTE, remedy="Newer than what ooc was tested with (2.14)."
         )
     return Finding(name="torch", value=f"{version}, {torch.get_num_threads()} threads")
 
@@ -226,15 +249,21 @@ def _document(findings: list[Finding], settings: dict[str, Resolved], stopped: b
         "schema": "ooc.doctor",
         "schema_version": 1,
         "is_fine": not stopped,
-        "findings": [asdict(f) | {"verdict": f.verdict.value} for f in findings],
         "settings": {
             name: {"value": found.value, "source": found.source, "default": found.setting.default}
             for name, found in settings.items()
         },
+        "findings": [asdict(f) | {"verdict": f.verdict.value} for f in findings],
     }
 
 
 def _print_tables(findings: list[Finding], settings: dict[str, Resolved], stopped: bool) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:  # an image for GPUs may have no more than torch
+        _print_lines(findings, settings)
+        return
     colours = {Verdict.FINE: "green", Verdict.NOTE: "yellow", Verdict.STOP: "bold red"}
     console = Console()
     table = Table(title="This machine", title_justify="left")
@@ -254,3 +283,10 @@ def _print_tables(findings: list[Finding], settings: dict[str, Resolved], stoppe
         console.print(f"[bold red]Stopped by:[/] {names}")
     else:
         console.print("[green]Nothing would stop us.[/]")
+
+
+def _print_lines(findings: list[Finding], settings: dict[str, Resolved]) -> None:
+    for f in findings:
+        print(f"{f.verdict.value:5} {f.name}: {f.value}" + (f" -- {f.remedy}" if f.remedy else ""))
+    for found in settings.values():
+        print(f"{found.setting.option} = {found.value or found.setting.default} ({found.source})")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from ooc.cli import plan as planning_cli
 from ooc.fragmentation import cli as fragmentation
 from ooc.html_report import cli as html_report
-from ooc.settings import SETTINGS, resolve
+from ooc.settings import SETTINGS, BadSetting, Resolved, check, check_environment, resolve
+from vmm.printable import printable
 
 FAILURE_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
@@ -27,20 +28,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `ooc run` does not return what the script raises: it goes on to the interpreter, as without us.
     """
-    parsed = parser().parse_args(arguments)
+    parsed = parser().parse_args(_spelled_out(sys.argv[1:] if arguments is None else arguments))
     if parsed.command == "run":
         return _run(parsed)
     try:
         if parsed.command == "doctor":
             from ooc.cli import doctor
 
-            return doctor.main(store=parsed.store, as_json=parsed.json)
+            return doctor.main(store=parsed.store, as_json=parsed.json, device=parsed.device)
         if parsed.command == "fragmentation":
             return fragmentation.run(parsed)
         if parsed.command == "report":
             return html_report.run(parsed)
         if parsed.command in planning_cli.COMMANDS:
             return planning_cli.run(parsed)
+        if parsed.device != "cpu":
+            from ooc.cli import demo_cuda
+
+            return demo_cuda.main(
+                model=parsed.model,
+                budget=parsed.budget,
+                num_steps=parsed.steps,
+                store=parsed.store,
+                device=parsed.device,
+            )
         from ooc.cli import demo
 
         return demo.main(
@@ -69,6 +80,21 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _spelled_out(arguments: Sequence[str]) -> list[str]:
+    """`ooc run`'s bare `--progress` as `--progress=auto`. An optional value of argparse's would swallow SCRIPT."""
+    if not arguments or arguments[0] != "run":
+        return list(arguments)
+    with_value = {setting.option for setting in SETTINGS} - {"--progress"}
+    done, rest = [arguments[0]], iter(arguments[1:])
+    for word in rest:
+        done.append("--progress=auto" if word == "--progress" else word)
+        if word in with_value:
+            done.extend(value for value in [next(rest, None)] if value is not None)
+        elif word == "--" or not word.startswith("-"):  # SCRIPT: what follows is its own
+            done.extend(rest)
+    return done
+
+
 def own_version() -> str:
     """The installed version; "unknown" from a source tree that was never installed."""
     try:
@@ -88,12 +114,12 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         allow_abbrev=False,
     )
     for setting in SETTINGS:
-        if setting.name == "progress":  # a bare flag: an optional value would swallow SCRIPT
+        if setting.name == "progress":  # the bare flag is spelled out by `_spelled_out`
             run.add_argument(
                 "--progress",
-                action="store_const",
-                const="auto",
-                help="one line a step to stderr, on a terminal (OOC_PROGRESS=always: anywhere)",
+                metavar="[=WHEN]",
+                help="one line a step to stderr: --progress or --progress=auto on a terminal, =always anywhere, =never "
+                "(default: never)",
             )
             continue
         metavars = {"device": "NAME", "store": "DIR", "policy": "NAME", "report": "FILE", "plan": "FILE"}
@@ -119,6 +145,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         allow_abbrev=False,
     )
     demo.add_argument("--model", default="gpt", metavar="NAME", help="gpt, resnet50, vgg16, lstm, bert (default: gpt)")
+    demo.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default: cpu); cuda makes no plot")
     demo.add_argument("--budget", metavar="SIZE", help="default: a fifth of the in-core step's memory")
     demo.add_argument("--steps", type=int, metavar="N", help="steps of each run (default: by model)")
     demo.add_argument("--out", default="demo-out", metavar="DIR", help="where the plot goes (default: demo-out)")
@@ -132,6 +159,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Say what this machine offers, and what would stop us. Exit code 1 if something would.",
         allow_abbrev=False,
     )
+    doctor.add_argument("--device", default="cpu", metavar="NAME", help="cpu, cuda or cuda:1 (default: cpu)")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of tables")
     doctor.add_argument("--store", metavar="DIR", help="directory to measure (default: where a session would put it)")
 
@@ -161,7 +189,10 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _run(parsed: argparse.Namespace) -> int:
     if parsed.diagnose:
         return _diagnose(parsed)
-    settings = {name: found.value for name, found in resolve(vars(parsed)).items()}
+    found = resolve(vars(parsed))
+    if not _settings_are_fine(found):
+        return USAGE_EXIT_CODE
+    settings = {name: resolved.value for name, resolved in found.items()}
     budget = settings.pop("budget")
     if budget is None and settings["plan"] is None:
         print("ooc run: no budget. Options: --budget SIZE, such as --budget 2GiB; OOC_BUDGET.", file=sys.stderr)
@@ -176,9 +207,21 @@ def _run(parsed: argparse.Namespace) -> int:
             is_module=parsed.is_module,
         )
     except RunError as error:
-        print(f"ooc run: {error}", file=sys.stderr)
+        print(f"ooc run: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _settings_are_fine(found: Mapping[str, Resolved]) -> bool:
+    """Whether all that was given can be meant; else it was said."""
+    try:
+        check(found)
+        for slip in check_environment():
+            print(f"ooc run: {slip}", file=sys.stderr)
+    except BadSetting as error:
+        print(f"ooc run: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _diagnose(parsed: argparse.Namespace) -> int:
@@ -193,10 +236,13 @@ def _diagnose(parsed: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return USAGE_EXIT_CODE
+    report = resolve(vars(parsed))["report"]
+    if not _settings_are_fine({"report": report}):
+        return USAGE_EXIT_CODE
     try:
-        diagnose(parsed.target, parsed.arguments, is_module=parsed.is_module, report=parsed.report)
+        diagnose(parsed.target, parsed.arguments, is_module=parsed.is_module, report=report.value)
     except RunError as error:
-        print(f"ooc run: {error}", file=sys.stderr)
+        print(f"ooc run: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     return 0
 

@@ -14,11 +14,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ooc.output_files import write_output
 from ooc.units import GIB, KIB, MIB, TIB, format_duration, format_nbytes, parse_nbytes
 from scheduler.plan import Machine, PlanError
 from scheduler.policies import POLICIES
 from scheduler.profiles import Profile, ProfileError, load_profile, op_costs, profile_names, retimed
 from scheduler.trace import Trace, TraceError
+from vmm.printable import printable
 
 COMMANDS = ("trace", "plan", "fit", "profile")
 
@@ -59,13 +61,13 @@ def run(parsed: argparse.Namespace) -> int:
     try:
         return actions[parsed.command](parsed)
     except (PlanError, RecordingFailed) as error:
-        print(f"ooc {parsed.command}: {error}", file=sys.stderr)
+        print(f"ooc {parsed.command}: {printable(str(error))}", file=sys.stderr)
         return 1
     except RunError as error:
-        print(f"ooc {parsed.command}: {error}", file=sys.stderr)
+        print(f"ooc {parsed.command}: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except (UsageError, TraceError, ProfileError) as error:
-        print(f"ooc {parsed.command}: {error}", file=sys.stderr)
+        print(f"ooc {parsed.command}: {printable(str(error))}", file=sys.stderr)
         return 2
 
 
@@ -218,9 +220,9 @@ def write_text(name: str, text: str) -> None:
     """Write a file, compressed if its name ends in .gz. Raises `UsageError` where that fails."""
     try:
         if name.endswith(".gz"):
-            Path(name).write_bytes(gzip.compress(text.encode(), mtime=0))
+            write_output(name, gzip.compress(text.encode(), mtime=0))
         else:
-            Path(name).write_text(text)
+            write_output(name, text)
     except OSError as error:
         raise UsageError(f"cannot write {name}: {error}") from error
 
@@ -387,7 +389,7 @@ def _plan(parsed: argparse.Namespace) -> int:
         title = f"{len(trace.ops)} ops within {format_nbytes(machine.budget_nbytes)} on {profile.name}"
         print_table(comparison_table(outcomes, title=title, chosen=best))
         for note in notes_of(outcomes):
-            print(note)
+            print(printable(note))
     if error is not None:
         raise error
     if parsed.output is not None and best is not None and best.plan is not None:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from ooc.output_files import write_picture
 from ooc.units import MIB, format_duration, format_nbytes
 from scheduler.compare import Outcome
+from vmm.printable import printable
 
 _MOVED = ("loaded_nbytes", "evicted_nbytes")
 
@@ -45,7 +48,7 @@ def over_bound(outcome: Outcome) -> float:
 def comparison_table(outcomes: Sequence[Outcome], *, title: str, chosen: Outcome | None) -> Table:
     """Policies side by side; the chosen one is marked."""
     has_energy = any(o.energy_j is not None for o in outcomes)
-    table = Table(title=title)
+    table = Table(title=escape(printable(title)))
     table.add_column("policy")
     for heading in ("fits", "peak", "time", "stall", "over bound", "in", "out", "remaps"):
         table.add_column(heading, justify="right")
@@ -58,7 +61,7 @@ def comparison_table(outcomes: Sequence[Outcome], *, title: str, chosen: Outcome
 
 def sweep_table(points: Points, *, chunk_nbytes: int, title: str) -> Table:
     """A row a budget, a column a policy: time, and how far above the bound; `-` where it finds no plan."""
-    table = Table(title=title)
+    table = Table(title=escape(printable(title)))
     table.add_column("budget", justify="right")
     for outcome in points[0][1] if points else ():
         table.add_column(outcome.policy, justify="right")
@@ -117,7 +120,7 @@ def draw_sweep(points: Points, *, chunk_nbytes: int, path: Path, title: str) -> 
         axes[0][0].plot(*zip(*bound, strict=True), color="black", linestyle=":", label="bound")
     axes[0][0].legend(fontsize="small")
     figure.suptitle(title)
-    figure.savefig(path, dpi=110)
+    write_picture(figure, path, dpi=110)
     pyplot.close(figure)
 
 

@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 import ooc.session
 from ooc.errors import OocError
+from ooc.output_files import is_special
 from ooc.replay.given_plan import read_plan
 from ooc.reporting.report import summary, write_json
 from ooc.telemetry.progress import rank
 from vmm.driver import MemoryFault
 from vmm.machine import memory_room
 from vmm.native_build import NativeBuildError
+from vmm.printable import printable
 from vmm.store import StoreError
 
 if TYPE_CHECKING:
@@ -190,7 +192,7 @@ def _tell_diagnosis(recording: Recording, name: str, report_path: Path | None) -
         if report_path is not None:
             write_json(_of_this_rank(report_path), to_document(found))
     except BadFile as error:
-        print(f"ooc run --diagnose: nothing to tell: {error.reason}", file=sys.stderr)
+        print(f"ooc run --diagnose: nothing to tell: {printable(error.reason)}", file=sys.stderr)
         return
     except OSError as error:
         print(f"ooc run --diagnose: cannot write {report_path}: {error}", file=sys.stderr)
@@ -344,7 +346,9 @@ def _report_path(text: str | None) -> Path | None:
 
 def _of_this_rank(path: Path) -> Path:
     """Every rank's own file: they are told apart only when the script has joined its group."""
-    return path if rank() == 0 else path.with_name(f"{path.stem}.rank{rank()}{path.suffix}")
+    if rank() == 0 or is_special(path):
+        return path
+    return path.with_name(f"{path.stem}.rank{rank()}{path.suffix}")
 
 
 # -- tracebacks

@@ -37,6 +37,7 @@ class TrialOptions:
         budget_nbytes: Train out of core within this; None: in core.
         num_threads: None: torch's default.
         wants_curves: Tell memory over the planned step, too.
+        device: "cpu", "cuda" or "cuda:1"; "fake": a session's memory is a fake device's, and all else the host's.
     """
 
     workload: str
@@ -50,6 +51,12 @@ class TrialOptions:
     store: str | None = None
     policy: str = "auto"
     wants_curves: bool = False
+    device: str = "cpu"
+
+    @property
+    def tensors_on(self) -> torch.device:
+        """Where the model is."""
+        return torch.device("cpu" if self.device == "fake" else self.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +76,9 @@ class TrialResult:
         peak_nbytes: The process's peak memory by the kernel; `source` says how it was counted.
         report: The session's report; empty in core.
         curves: `live` and `resident`, as in `ooc.reporting.memory_curves`; empty unless asked for.
+        device_nbytes: Where the model is on a GPU, the most memory of it in use after a step, by the driver's count:
+            that of other processes and of the context included. Else 0.
+        tensors_nbytes: There, the most memory in tensors, by torch's count. Else 0.
     """
 
     steps: tuple[TrialStep, ...]
@@ -76,6 +86,8 @@ class TrialResult:
     source: str
     report: Mapping[str, Any]
     curves: Mapping[str, list[tuple[float, int]]]
+    device_nbytes: int = 0
+    tensors_nbytes: int = 0
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -95,20 +107,26 @@ def train(
     seed: int = 0,
     step_context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     transform: Callable[[nn.Module], nn.Module] = lambda model: model,
+    device: torch.device | None = None,
 ) -> Iterator[TrialStep]:
-    """Train `workload` and yield each step as it ends."""
+    """Train `workload` and yield each step as it ends. `device`: None: the host."""
     torch.manual_seed(seed)
     model = transform(workload.build())
+    if device is not None:
+        model.to(device)
     stepper = workload.make_optimizer(model, optimizer or None)
     for index in range(num_steps):
         started = time.perf_counter()
         with step_context():
-            loss = workload.loss(model, workload.make_batch(index))
+            batch = workload.make_batch(index)
+            if device is not None:
+                batch = tuple(tensor.to(device) for tensor in batch)
+            loss = workload.loss(model, batch)
             loss.backward()
             stepper.step()
             stepper.zero_grad(set_to_none=True)
             bits = loss.item().hex()
-            del loss
+            del loss, batch
         yield TrialStep(index=index, loss=bits, duration_s=time.perf_counter() - started)
 
 
@@ -160,7 +178,13 @@ def follow_trial(
     if last.get("event") != "done" or code != 0:
         raise TrialFailed(last.get("message") or f"the process ended with exit code {code} after {len(steps)} steps")
     return TrialResult(
-        steps=tuple(steps), peak_nbytes=peak_nbytes, source=source, report=last["report"], curves=last["curves"]
+        steps=tuple(steps),
+        peak_nbytes=peak_nbytes,
+        source=source,
+        report=last["report"],
+        curves=last["curves"],
+        device_nbytes=last.get("device_nbytes", 0),
+        tensors_nbytes=last.get("tensors_nbytes", 0),
     )
 
 
@@ -175,6 +199,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = TrialOptions(**json.loads(text))
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
+    if options.tensors_on.type == "cuda":  # else runs of one program may have other bits
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.deterministic = True
     try:
         if options.budget_nbytes is None:
             _train_in_core(options)
@@ -187,17 +214,31 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _train_in_core(options: TrialOptions) -> None:
+    if options.tensors_on.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"--device {options.device}: torch ({torch.__version__}) sees no CUDA device.\n"
+            "  Options: ooc doctor --device cuda says what is missing; --device cpu."
+        )
+    used = _DeviceUse(options.tensors_on)
     for step in train(_workload(options), **_how(options)):
+        used.look()
         tell("step", **asdict(step))
-    tell("done", report={}, curves={})
+    tell("done", report={}, curves={}, **used.told())
 
 
 def _train_out_of_core(options: TrialOptions, budget_nbytes: int) -> None:
     from ooc.reporting.memory_curves import live_curve, resident_curve
     from ooc.session import Session
 
-    with Session(budget_nbytes, store=options.store, policy=options.policy) as session:
+    used = _DeviceUse(options.tensors_on)
+    device: Any = options.device
+    if device == "fake":
+        from ooc.testing.fake_device import FakeCudaDevice
+
+        device = FakeCudaDevice(host_budget=256 << 20)
+    with Session(budget_nbytes, store=options.store, policy=options.policy, device=device) as session:
         for step in train(_workload(options), **_how(options), step_context=session.step):
+            used.look()
             tell("step", **asdict(step))
         trace, plan = session.trace(), session.plan()
         curves = {}
@@ -206,11 +247,33 @@ def _train_out_of_core(options: TrialOptions, budget_nbytes: int) -> None:
             if plan is not None:
                 curves["resident"] = resident_curve(trace, plan)
         report = session.report()
-    tell("done", report=report, curves=curves)
+        told = used.told()
+    tell("done", report=report, curves=curves, **told)
+
+
+class _DeviceUse:
+    """How much of a GPU is in use, the most that was seen."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._nbytes = 0
+
+    def look(self) -> None:
+        """Now."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            self._nbytes = max(self._nbytes, total - free)
+
+    def told(self) -> dict[str, int]:
+        """For the parent."""
+        if self._device.type != "cuda":
+            return {}
+        return {"device_nbytes": self._nbytes, "tensors_nbytes": torch.cuda.max_memory_allocated(self._device)}
 
 
 def _how(options: TrialOptions) -> dict[str, Any]:
-    return {"num_steps": options.num_steps, "optimizer": options.optimizer, "seed": options.seed}
+    found: dict[str, Any] = {"num_steps": options.num_steps, "optimizer": options.optimizer, "seed": options.seed}
+    return found | ({"device": options.tensors_on} if options.tensors_on.type != "cpu" else {})
 
 
 def _workload(options: TrialOptions) -> models.Workload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +29,9 @@ class CpuMemory:
     def __init__(
         self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None, checkpoint: Callable[[], None]
     ) -> None:
-        self.store = FileStore(store)
-        try:
+        with contextlib.ExitStack() as undo:
+            self.store = FileStore(store)
+            undo.callback(self.store.close)
             self.allocator = cpu_allocator()
             self.driver = PosixDriver(
                 num_chunks,
@@ -39,10 +41,9 @@ class CpuMemory:
                 occupied=tuple(self.allocator.survivors.items()),
                 checkpoint=checkpoint,
             )
-        except BaseException:
-            self.store.close()
-            raise
-        self.space = AddressSpace(self.driver)
+            undo.callback(self.driver.close)
+            self.space = AddressSpace(self.driver)
+            undo.pop_all()
 
     def __repr__(self) -> str:
         return f"<CpuMemory {self.driver!r}>"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ooc.devices.cuda_memory import DeviceMemory
+from ooc.devices.host_memory import host_memory_nbytes
 from ooc.devices.torch_cuda import Refusals, TorchCuda, check_environment, replace_figures
 from ooc.errors import DeviceUnavailable, SessionError
 from ooc.memory.record import State, VariableRecord
@@ -43,7 +44,7 @@ class CudaDevice:
 
     Args:
         index: Which, as CUDA counts those that are visible.
-        host_budget_nbytes: Host memory to pin; None: half of what is available.
+        host_budget_nbytes: Host memory to pin; None: half of what is available, or of OOC_HOST_NBYTES.
         bindings: `cuda.bindings.driver` or its like; imported by default.
         torch_cuda: torch's CUDA half; replaced in tests.
         pointers: The driver's calls for the native table; the real ones by default.
@@ -82,15 +83,11 @@ class CudaDevice:
             SessionError: CUDA was started before.
             vmm.driver.MemoryFault: Not the memory, on the device or to pin.
         """
-        host_nbytes = self._host_budget_nbytes
-        if host_nbytes is None:
-            host_nbytes = memory_room().available_nbytes // _HOST_SHARE
-        if host_nbytes < _LEAST_HOST_NBYTES:
-            raise ValueError(
-                f"host budget of {format_exactly(host_nbytes)}: at least {format_exactly(_LEAST_HOST_NBYTES)} are "
-                "needed, through which what the host cannot hold passes on its way to the file"
-            )
+        host_nbytes = self._host_nbytes()
         bindings, table = self.start()
+        staging_nbytes = min(_STAGING_NBYTES, host_nbytes // 2)
+        if shares_host_memory(CudaCalls(bindings), self._index):
+            host_nbytes = self._without_host_tier(host_nbytes, staging_nbytes)
         return self.memory_type(
             table=table,
             num_chunks=num_chunks,
@@ -101,9 +98,34 @@ class CudaDevice:
             current_stream=functools.partial(self._torch_cuda.current_stream, self._index),
             host_budget_nbytes=host_nbytes,
             file_directory=store or default_directory(),
-            staging_nbytes=min(_STAGING_NBYTES, host_nbytes // 2),
+            staging_nbytes=staging_nbytes,
             checkpoint=checkpoint,
         )
+
+    def _host_nbytes(self) -> int:
+        """Host memory to pin where it is not the device's."""
+        host_nbytes = self._host_budget_nbytes
+        if host_nbytes is None:
+            host_nbytes = host_memory_nbytes(memory_room().available_nbytes) // _HOST_SHARE
+        if host_nbytes < _LEAST_HOST_NBYTES:
+            raise ValueError(
+                f"host budget of {format_exactly(host_nbytes)}: at least {format_exactly(_LEAST_HOST_NBYTES)} are "
+                "needed, through which what the host cannot hold passes on its way to the file"
+            )
+        return host_nbytes
+
+    def _without_host_tier(self, host_nbytes: int, staging_nbytes: int) -> int:
+        """Host memory to pin where it is the device's: none but staging, unless the user asks for more."""
+        if self._host_budget_nbytes is None:
+            _log.info("device %d shares the host's memory: what is evicted goes to the file", self._index)
+            return staging_nbytes
+        _log.warning(
+            "host_budget of %s: device %d shares the host's memory, so what is evicted there stays in the same memory. "
+            "Options: no host_budget, so that it goes to the file.",
+            format_exactly(host_nbytes),
+            self._index,
+        )
+        return host_nbytes
 
     def start(self) -> tuple[Any, CudaTable]:
         """Start CUDA with our table as torch's allocator. The driver's bindings, and the table.
@@ -133,6 +155,18 @@ class CudaDevice:
             raise DeviceUnavailable(f"device='cuda': this machine cannot run it.\n{fault}") from fault
         check_environment(self._torch_cuda, driver_version=version, is_ours=cuda_table().is_installed)
         return bindings
+
+
+def shares_host_memory(calls: CudaCalls, index: int) -> bool:
+    """Whether the device's memory is the host's.
+
+    [Note: unified memory] On such devices (boards, GB10) what is evicted to pinned host memory is where it was: there
+    is no such tier, and it goes to the file. Not so where a device with memory of its own sees the host's coherently
+    (GH200): there host memory is more memory, and `CU_DEVICE_ATTRIBUTE_INTEGRATED` is 0.
+    """
+    device = int(calls.call("cuDeviceGet", index, what=f"device {index}"))
+    attribute = calls.bindings.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED
+    return bool(calls.call("cuDeviceGetAttribute", attribute, device, what=f"whose memory device {index} has"))
 
 
 class CudaMemory(DeviceMemory):

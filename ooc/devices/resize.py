@@ -45,7 +45,7 @@ def _vacate(manager: ResidencyManager, num_before: int, num_after: int) -> None:
     workspaces = [r for r in manager.workspaces() if r.state is not State.AWAY and _end(r) > num_after and not r.pins]
     _check_staying(manager, leaving, workspaces, num_after)
     for record in workspaces:
-        record.pins += 1
+        record.pin()
     try:
         manager.evict(leaving)
         try:
@@ -59,7 +59,7 @@ def _vacate(manager: ResidencyManager, num_before: int, num_after: int) -> None:
         raise _does_not_fit(manager, num_after, no_room.num_pinned) from no_room
     finally:
         for record in workspaces:
-            record.pins -= 1
+            record.unpin()
 
 
 def _check_staying(

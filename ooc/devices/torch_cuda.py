@@ -125,11 +125,12 @@ def memory_stats(table: CudaTable) -> dict[str, Any]:
     }
     for name in ("allocated_bytes", "active_bytes", "requested_bytes"):
         found[name] = by_pool("nbytes")
+    found["allocated"] = found["allocation"]  # as torch.accelerator names it
     return found
 
 
 def replace_figures(table: CudaTable) -> _Undo:
-    """Let `torch.cuda.memory_allocated()` and its kin tell our figures. What takes them away again.
+    """Let `torch.cuda.memory_allocated()`, `torch.accelerator`'s and their kin tell our figures. What takes them away.
 
     torch's own entry points raise with any allocator but its own, and scripts call them.
     """
@@ -138,6 +139,13 @@ def replace_figures(table: CudaTable) -> _Undo:
         "_cuda_resetPeakMemoryStats": lambda _device: table.reset_peaks(),
         "_cuda_resetAccumulatedMemoryStats": lambda _device: None,
         "_cuda_emptyCache": lambda: None,  # nothing is cached: the pool is the budget
+        # torch.accelerator asks the allocator that was there before ours.
+        "_accelerator_isAllocatorInitialized": lambda: True,
+        "_accelerator_getDeviceStats": lambda _device: memory_stats(table),
+        "_accelerator_resetPeakStats": lambda _device: table.reset_peaks(),
+        "_accelerator_resetAccumulatedStats": lambda _device: None,
+        "_accelerator_emptyCache": lambda: None,
+        "_accelerator_getMemoryInfo": lambda device: torch.cuda.mem_get_info(device),
     }
     undo = ExitStack()
     for name, function in replaced.items():

@@ -140,14 +140,14 @@ class OpRunner:
         self.recording.note_limit(budget_nbytes // _FLIGHT_FRACTION)
 
     @property
-    def position(self) -> int:
-        """Where in the step we are: `2i + 1` inside op i, `2i` before it."""
-        return int(self._allocator.state.position)
+    def op_index(self) -> int:
+        """The op that is running, or that comes next."""
+        return self._allocator.state.op_index
 
     def start_recording(self) -> None:
         """A period begins on demand."""
         self.recording.begin(self._manager.records)
-        self._allocator.state.position = 0
+        self._allocator.state.set_between(0)
 
     def bail_out(self, reason: str) -> None:
         """Leave the plan that is being replayed (see `Executor.bail_out`)."""
@@ -246,7 +246,7 @@ class OpRunner:
         if self._has_served:
             with self._lock:
                 for record in self._records_at(self._dispatcher.operands(result)):
-                    record.seen = True
+                    record.note_seen()
         return result
 
     def _adapt(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -273,7 +273,7 @@ class OpRunner:
             occurrences = self._dispatcher.occurrences(args, kwargs)
             records = self._records_at(occurrences)
             for record in records:
-                record.pins += 1
+                record.pin()
             try:
                 self._manager.load(records)
             except NoRoom as no_room:
@@ -283,7 +283,7 @@ class OpRunner:
                 self._unpin(records)
                 raise
             for record in records:
-                record.seen = True
+                record.note_seen()
                 self._manager.touch(record)
             op = OpRecord(
                 func=func,
@@ -293,7 +293,7 @@ class OpRunner:
                 landed=self.collectives.take_landed(len(recorder.ops)),
             )
             state = self._allocator.state
-            state.position = 2 * len(recorder.ops) + 1
+            state.set_inside(len(recorder.ops))
             cold_ns = state.cold_ns
             self._pending = None
             if self._watch is not None:
@@ -310,7 +310,7 @@ class OpRunner:
                 error = self._pending_error((func, args, kwargs), records)  # before what it allocated is forgotten
                 self._unpin(records)
                 for record in self._records_at(op.written):
-                    record.stored = False
+                    record.written()
                 self._note_failed_op(func)
                 self.absorb()
             if error is not None:
@@ -331,16 +331,16 @@ class OpRunner:
         for address in op.results:
             record = self._manager.records.get(address)
             if record is not None:
-                record.seen = True
+                record.note_seen()
         for address in op.written:
             record = self._manager.records.get(address)
             if record is not None:
-                record.stored = False
+                record.written()
         recorder.ops.append(op)
         if len(recorder.ops) >= MAX_PERIOD_OPS:
             self._cut_period()
             return
-        self._allocator.state.position = 2 * len(recorder.ops)
+        self._allocator.state.set_between(len(recorder.ops))
 
     def _cut_period(self) -> None:
         """No step has ended for so many ops that the recorder's memory would count: start a new recording.
@@ -350,12 +350,12 @@ class OpRunner:
         if self.recording.recorder is not None and not self.recording.recorder.is_cut:
             _log.warning("no step ended in %d ops: they are not planned (is there an optimizer?)", MAX_PERIOD_OPS)
         self.recording.begin(self._manager.records, is_cut=True)
-        self._allocator.state.position = 0
+        self._allocator.state.set_between(0)
 
     def _note_failed_op(self, func: Any) -> None:
         if self.recording.recorder is not None:
             self.recording.recorder.ops.append(OpRecord(func=func, where="", occurrences=(), written=()))
-            self._allocator.state.position = 2 * len(self.recording.recorder.ops)
+            self._allocator.state.set_between(len(self.recording.recorder.ops))
 
     def _records_at(self, addresses: Any) -> list[VariableRecord]:
         found = self._manager.records
@@ -364,7 +364,7 @@ class OpRunner:
     @staticmethod
     def _unpin(records: list[VariableRecord]) -> None:
         for record in records:
-            record.pins -= 1
+            record.unpin()
 
     # -- memory
 
@@ -377,7 +377,7 @@ class OpRunner:
                 executor = self._executor
                 if executor.active is not None:
                     executor.absorb_events()
-                    between = self._allocator.state.position % 2 == 0
+                    between = not self._allocator.state.is_inside_op
                     if between and threading.get_ident() == self._thread:
                         address = executor.serve_between(nbytes)
                         if address:
@@ -386,7 +386,7 @@ class OpRunner:
                         self.bail_out("an allocation that the plan does not have")
                 self.absorb()
                 record = self._manager.allocate(nbytes)
-                inside = self._allocator.state.position % 2 == 1
+                inside = self._allocator.state.is_inside_op
                 record.is_workspace = inside and threading.get_ident() == self._thread
                 return self._served(record.address, nbytes)
         except BaseException as error:  # noqa: BLE001 - nothing may be raised into C++; the op's caller raises it
@@ -422,7 +422,7 @@ class OpRunner:
             error = self._pending_error(call, records)
             self._unpin(records)
             for record in records:
-                record.stored = False
+                record.written()
             self._note_failed_op(call[0])
             self.absorb()
         if error is not None:

@@ -6,7 +6,8 @@ session is open, every Python handler is reached through a gate: inside a critic
 under the dispatch mode, an allocation, a step boundary) the signal is noted, and native code lets
 it arrive again as soon as the section ends. Then the handler runs in the user's code, as it would
 have without us. A section that waits for a disk waits on: SIGQUIT and SIGTERM, which have no
-Python handler by default, still end the process.
+Python handler by default, still end the process. Planning, which can take seconds, is given up for
+a Ctrl-C: it has touched nothing (`stoppable`).
 
 Not covered: exceptions set from other threads (`PyThreadState_SetAsyncExc`), and modules that took
 a reference to `signal.signal` before the session was opened and install a handler during it.
@@ -23,6 +24,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from ooc.replay.dispatcher import Dispatcher
+from ooc.replay.stoppable import Stop, Stopped
 
 PythonHandler = Callable[[int, FrameType | None], Any]
 Handler = PythonHandler | int | signal.Handlers | None
@@ -158,6 +160,9 @@ class SignalGate:
         """The gate: what the interpreter calls as the handler of every signal."""
         is_closing = frame is not None and frame.f_code in self._closing and self._is_open()
         if self._dispatcher.postpone(number, is_closing):
+            if number == signal.SIGINT and Stop.is_allowed:
+                Stop.is_allowed = False  # first: what is raised may arrive in the `finally` that would do it
+                raise Stopped
             return
         self._handlers[number](number, frame)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ooc.units import parse_nbytes
+from vmm.printable import printable
 
 FINE, DOES_NOT_FIT, BAD = 0, 1, 2
 
@@ -63,6 +64,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _report(parsed: argparse.Namespace, capacity: int | None, settings: object, names: tuple[str, ...]) -> int:
     from rich.console import Console
+    from rich.markup import escape
 
     from ooc.fragmentation.errors import BadFile
     from ooc.fragmentation.readers import read_streams
@@ -72,7 +74,7 @@ def _report(parsed: argparse.Namespace, capacity: int | None, settings: object, 
 
     assert settings is None or isinstance(settings, CachingSettings)
     progress = Console(stderr=True)
-    with progress.status(f"reading {parsed.file}") as status:
+    with progress.status(f"reading {escape(printable(parsed.file))}") as status:
         streams = read_streams(parsed.file)
         named = {stream.device: stream for stream in streams}
         if parsed.device is not None and parsed.device not in named:
@@ -98,12 +100,13 @@ def _report(parsed: argparse.Namespace, capacity: int | None, settings: object, 
     else:
         show(report, Console(width=None if sys.stdout.isatty() else PIPE_WIDTH), parsed.file)
         if len(named) > 1:
-            print(f"\nAlso in the file: {', '.join(name for name in named if name != stream.device)} (--device NAME)")
+            others = ", ".join(name for name in named if name != stream.device)
+            print(f"\nAlso in the file: {printable(others)} (--device NAME)")
         if parsed.png is not None:
             print(f"\nPicture: {parsed.png}")
     return DOES_NOT_FIT if report.does_not_fit else FINE
 
 
 def _complain(message: str) -> int:
-    print(f"ooc fragmentation: {message}", file=sys.stderr)
+    print(f"ooc fragmentation: {printable(message)}", file=sys.stderr)
     return BAD

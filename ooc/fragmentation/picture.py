@@ -12,6 +12,7 @@ from ooc.fragmentation.analysis import curve
 from ooc.fragmentation.replay import Replay
 from ooc.fragmentation.report import Report
 from ooc.fragmentation.stream import IntArray, Stream
+from ooc.output_files import write_picture
 from ooc.units import MIB, format_nbytes
 
 MAX_RECTANGLES = 6000
@@ -34,7 +35,7 @@ def draw(report: Report, path: Path) -> None:
     if shown:
         _draw_addresses(axes[0][0], shown[0], report.stream)
     _draw_curves(axes[-1][0], report)
-    figure.savefig(path, dpi=130)
+    write_picture(figure, path, dpi=130)
     pyplot.close(figure)
 
 

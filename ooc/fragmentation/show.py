@@ -9,6 +9,7 @@ from rich.table import Table
 from ooc.fragmentation.analysis import Outcome, Summary, meets_record
 from ooc.fragmentation.report import Report
 from ooc.units import format_nbytes
+from vmm.printable import printable
 
 PIPE_WIDTH = 120
 """Columns where the output is no terminal; the table has about 115."""
@@ -20,7 +21,9 @@ MAX_CULPRITS_SHOWN = 5
 def show(report: Report, console: Console, path: str) -> None:
     """Print the report: verdict, table, the failed request, what is in the way, what to do."""
     stream = report.stream
-    console.print(f"[bold]{escape(path)}[/]: {stream.source}, {escape(stream.device)}", soft_wrap=True, highlight=False)
+    console.print(
+        f"[bold]{_shown(path)}[/]: {_shown(stream.source)}, {_shown(stream.device)}", soft_wrap=True, highlight=False
+    )
     console.print(
         f"{stream.num_events:,} events, {stream.num_buffers:,} buffers; most live at once "
         f"{format_nbytes(stream.wanted_nbytes)}; capacity {_capacity(report)}",
@@ -28,10 +31,10 @@ def show(report: Report, console: Console, path: str) -> None:
         highlight=False,
     )
     for note in stream.notes:
-        console.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
+        console.print(f"note: {_shown(note)}", soft_wrap=True, highlight=False)
     console.print(_table(report))
     for name, reason in report.missing.items():
-        console.print(f"not shown: {name}: {escape(reason)}", soft_wrap=True, highlight=False)
+        console.print(f"not shown: {name}: {_shown(reason)}", soft_wrap=True, highlight=False)
     own = report.reference_summary
     if own is not None:
         _show_record(own, report, console)
@@ -39,7 +42,12 @@ def show(report: Report, console: Console, path: str) -> None:
     if report.advice:
         console.print("\n[bold]What to do[/]")
         for line in report.advice:
-            console.print(escape(line), soft_wrap=True, highlight=False)
+            console.print(_shown(line), soft_wrap=True, highlight=False)
+
+
+def _shown(text: str) -> str:
+    """Text of a file: neither markup of rich's nor an escape sequence of the terminal's."""
+    return escape(printable(text))
 
 
 def _capacity(report: Report) -> str:
@@ -116,7 +124,7 @@ def _show_worst(own: Summary, report: Report, console: Console) -> None:
             highlight=False,
         )
         for frame in report.stream.stack(failure.buffer)[:MAX_FRAMES_SHOWN]:
-            console.print(f"    {escape(frame)}", soft_wrap=True, highlight=False)
+            console.print(f"    {_shown(frame)}", soft_wrap=True, highlight=False)
     if report.culprits:
         console.print(
             f"\n[bold]What lies between the free blocks[/] after event {worst.event_index:,} "
@@ -131,4 +139,4 @@ def _show_worst(own: Summary, report: Report, console: Console) -> None:
                 highlight=False,
             )
             for frame in culprit.stack[:MAX_FRAMES_SHOWN] or ("(no stack was recorded)",):
-                console.print(f"    {escape(frame)}", soft_wrap=True, highlight=False)
+                console.print(f"    {_shown(frame)}", soft_wrap=True, highlight=False)

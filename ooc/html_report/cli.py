@@ -9,6 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from vmm.printable import printable
+
 FINE, BAD = 0, 2
 
 
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Run the command as parsed. Returns the exit code."""
     from ooc.html_report.facts import DEFAULT_ENDURANCE_NBYTES
+    from ooc.output_files import write_output
     from ooc.reporting.documents import BadDocument, read_documents
     from ooc.units import parse_nbytes
 
@@ -63,7 +66,7 @@ def run(parsed: argparse.Namespace) -> int:
 
             target = Path(parsed.output) if parsed.output is not None else Path(parsed.files[0]).with_suffix(".html")
             page = make_page(documents, endurance_nbytes=endurance)
-            target.write_text(page, encoding="ascii", errors="xmlcharrefreplace")
+            write_output(target, page.encode("ascii", errors="xmlcharrefreplace"))
     except BadDocument as error:
         return _complain(str(error))
     except ValueError as error:
@@ -75,5 +78,5 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _complain(message: str) -> int:
-    print(f"ooc report: {message}", file=sys.stderr)
+    print(f"ooc report: {printable(message)}", file=sys.stderr)
     return BAD

@@ -76,7 +76,8 @@ class Collectives:
             self._end_functional(args)
             return result
         with self._runner.lock:
-            self._postponed = postponed = []
+            postponed: list[int] = []
+            self._postponed = postponed
             try:
                 result = run(func, args, kwargs)
                 self._note_launch(func, args, kwargs, result)
@@ -186,7 +187,7 @@ class Collectives:
         with self._runner.lock:
             addresses = self._operands.pop(key, ())
             self._flights.end(key)
-            op_index = self._runner.position // 2
+            op_index = self._runner.op_index
             if self._landed[0] != op_index:
                 self._landed = (op_index, [])
             self._landed[1].extend(addresses)

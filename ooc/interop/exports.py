@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ooc.devices.protocols import Memory
 from ooc.dispatch.op_runner import OpRunner
 from ooc.errors import BudgetTooSmall
+from ooc.interop.uncompiled import Uncompiled
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import NoRoom, ResidencyManager
 
@@ -67,6 +68,7 @@ class Exports:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._is_open = False
         self._has_announced = False
+        self._uncompiled = Uncompiled(self.announce_uncompiled)
 
     def __repr__(self) -> str:
         return f"<Outside {'open' if self._is_open else 'closed'}, {len(self._until_boundary)} until the next step>"
@@ -76,6 +78,7 @@ class Exports:
         self._is_open = True
         for owner, name, make in _replacements():
             self._replace(owner, name, make)
+        self._uncompiled.install()
 
     # -- step boundaries; the session calls these with its lock held
 
@@ -120,16 +123,16 @@ class Exports:
             record = self._find(address)
             if record is None:
                 return None
-            record.exports += 1
+            record.export()
             if record.state is not State.RESIDENT:
-                record.pins += 1
+                record.pin()
                 try:
                     self._load_to_export(record)
                 except BaseException:
-                    record.exports -= 1
+                    record.cancel_export()
                     raise
                 finally:
-                    record.pins -= 1
+                    record.unpin()
             self._memory.host_touches(record)
             return record
 
@@ -146,19 +149,20 @@ class Exports:
         with self._lock:
             record = self._find(address)
             if record is not None and record not in self._until_boundary:
-                record.exports += 1
+                record.export()
                 self._until_boundary.append(record)
 
     def announce_uncompiled(self) -> None:
-        """Dynamo skips every frame under a dispatch mode, without a word: say it, once a session."""
+        """Compiled code becomes eager: say it, once a session."""
         if self._is_open and not self._has_announced:
             self._has_announced = True
             warnings.warn(
                 "torch.compile does nothing under an ooc session: dynamo does not compile under a dispatch mode, "
-                "so what is marked to be compiled runs op by op (with the results of eager execution). "
+                "so what is marked to be compiled is left as it is, and what was compiled before runs op by op (with "
+                "the results of eager execution). "
                 "Options: leave torch.compile away; compile outside the session.",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=_users_stacklevel(),
             )
 
     def end(self, record: VariableRecord) -> None:
@@ -200,8 +204,8 @@ class Exports:
         with self._lock:
             records = [r for a in dict.fromkeys(addresses) if (r := self._find(a)) is not None]
             for record in records:
-                record.pins += 1
-                record.exports += 1
+                record.pin()
+                record.export()
             try:
                 self._manager.load(records)
             except BaseException as error:
@@ -218,6 +222,7 @@ class Exports:
     def close(self) -> None:
         """Put every replaced function back. Exports that are still held go on to work. Idempotent."""
         self._is_open = False
+        self._uncompiled.remove()
         for owner, name, ours, before in self._replaced:
             if owner.__dict__.get(name) is not ours:
                 continue  # somebody has replaced ours, which from now on only passes on
@@ -240,7 +245,7 @@ class Exports:
 
     def _let_go(self, records: list[VariableRecord]) -> None:
         for record in records:
-            record.pins -= 1
+            record.unpin()
             self.end(record)
         self._manager.end_exports()
 
@@ -265,6 +270,14 @@ class Exports:
         setattr(owner, name, ours)
 
 
+def _users_stacklevel() -> int:
+    """`stacklevel` for a warning by who called this: the nearest frame that is neither ours nor torch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("ooc", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def _replacements() -> list[tuple[Any, str, Callable[[Exports, Any], Any]]]:
     """What is replaced: owner, name, and what makes the replacement."""
     tensor, storage = torch.Tensor, torch.UntypedStorage
@@ -283,23 +296,7 @@ def _replacements() -> list[tuple[Any, str, Callable[[Exports, Any], Any]]]:
         (storage, "_share_filename_cpu_", _make_storage_sharing),
         (torch, "save", _make_bulk),
         (torch.serialization, "save", _make_bulk),
-        (torch, "compile", _make_compile),
-        *_compiled_modules(),
     ]
-
-
-def _compiled_modules() -> list[tuple[Any, str, Callable[[Exports, Any], Any]]]:
-    """Modules that were compiled before the session; their class is there only if dynamo was imported."""
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    return [(eval_frame.OptimizedModule, "__call__", _make_compile)] if eval_frame is not None else []
-
-
-def _make_compile(exports: Exports, original: Any) -> Any:
-    def announced(*args: Any, **kwargs: Any) -> Any:
-        exports.announce_uncompiled()
-        return original(*args, **kwargs)
-
-    return announced
 
 
 def _make_numpy(exports: Exports, original: Any) -> Any:

@@ -84,7 +84,7 @@ class Forks:
         self._descriptors = os.pipe()
         scratch: list[Slot] = []
         # Inside an op its operands change under us: what is written then is the child's alone.
-        is_quiet = self._allocator.state.position % 2 == 0 and not any(r.pins for r in records)
+        is_quiet = not self._allocator.state.is_inside_op and not any(r.pins for r in records)
         self._pages = []
         slots = []
         failures = []

@@ -84,7 +84,7 @@ class Flights:
         """A collective has been launched: its operands stay."""
         flight = Flight(landing, records, written)
         for record in flight.records:
-            record.pins += 1
+            record.pin()
             self._held[id(record)] += 1
         for record in flight.written:
             _note_written(record)
@@ -178,7 +178,7 @@ class Flights:
         self._flights.remove(flight)
         self._ended.append(flight)
         for record in flight.records:
-            record.pins -= 1
+            record.unpin()
             self._held[id(record)] -= 1
             if not self._held[id(record)]:
                 del self._held[id(record)]
@@ -188,4 +188,4 @@ class Flights:
 
 def _note_written(record: VariableRecord) -> None:
     if record.state is State.RESIDENT:  # else it was freed meanwhile, and its addresses may be another's
-        record.stored = False
+        record.written()

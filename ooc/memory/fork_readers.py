@@ -1,4 +1,4 @@
-"""Which slots of the store forked processes may still read, so that they are not written again.
+"""Keeps slots of the store that forked processes may still read from being written or freed.
 
 A forked process lives as long as a pipe of ours is open in it or in its descendants, or its
 process does (it may close files that it does not know).
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PID = struct.Struct("=i")
 
 
-class _Child:
+class _Reader:
     """A forked process that may still read what was in `offsets` of the file at its fork."""
 
     __slots__ = ("_pid_descriptor", "_pipe", "offsets")
@@ -33,7 +33,7 @@ class _Child:
         self.offsets = offsets
 
     def is_gone(self) -> bool:
-        """Whether neither it nor a descendant that has our pipe is alive. Never blocks."""
+        """Whether the process and all descendants that have our pipe have ended. Never blocks."""
         while self._pipe >= 0:
             try:
                 message = os.read(self._pipe, PID.size)
@@ -50,7 +50,7 @@ class _Child:
         return bool(select.select([self._pid_descriptor], [], [], 0)[0])
 
     def close(self) -> None:
-        """Let go of what tells us whether it lives."""
+        """Close the descriptors that tell whether it is alive."""
         for descriptor in (self._pipe, self._pid_descriptor):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
@@ -58,40 +58,40 @@ class _Child:
 
 
 class ForkReaders:
-    """Which slots of the store forked processes may still read. One thread at a time."""
+    """The forked processes that may still read slots of the store, and which slots. One thread at a time."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._children: list[_Child] = []
+        self._readers: list[_Reader] = []
         self._held: Counter[int] = Counter()  # by a slot's offset
-        self._retired: dict[int, Slot] = {}  # freed by us, held by a child
+        self._retired: dict[int, Slot] = {}  # freed by us, still read by a forked process
 
     def __repr__(self) -> str:
-        return f"<Children: {len(self._children)}, {len(self._held)} slots held, {len(self._retired)} retired>"
+        return f"<ForkReaders: {len(self._readers)}, {len(self._held)} slots held, {len(self._retired)} retired>"
 
     @property
     def num_held(self) -> int:
-        """Slots that a child may read."""
+        """Slots that a forked process may read."""
         return len(self._held)
 
     @property
     def num_retired(self) -> int:
-        """Slots that only children use."""
+        """Slots that only forked processes use."""
         return len(self._retired)
 
     def hold(self, slot: Slot) -> bool:
-        """Whether a child may read the slot, so that it must not be written."""
+        """Whether a forked process may read the slot, so that it must not be written."""
         return bool(self._held) and slot.offset in self._held
 
     def free(self, slot: Slot) -> None:
-        """We use the slot no more. Its space is free when no child reads it any more."""
+        """Free a slot: at once, or when the last forked process that may read it has ended."""
         if self.hold(slot):
             self._retired[slot.offset] = slot
         else:
             self._store.free(slot)
 
     def add(self, pipe: int, slots: Iterable[Slot]) -> None:
-        """A process was forked (or is about to be) that may read these slots.
+        """Note that a process was forked, or is about to be, that may read these slots.
 
         Args:
             pipe: Reading end of a pipe whose writing end only that process and its descendants keep.
@@ -99,16 +99,16 @@ class ForkReaders:
             slots: What it may read.
         """
         os.set_blocking(pipe, False)
-        child = _Child(pipe, tuple(slot.offset for slot in slots))
-        self._children.append(child)
-        self._held.update(child.offsets)
+        reader = _Reader(pipe, tuple(slot.offset for slot in slots))
+        self._readers.append(reader)
+        self._held.update(reader.offsets)
 
     def forget_gone(self) -> None:
-        """Free what only processes held that have ended since."""
-        for child in [c for c in self._children if c.is_gone()]:
-            child.close()
-            self._children.remove(child)
-            for offset in child.offsets:
+        """Free the slots that only forked processes held which have ended since."""
+        for reader in [r for r in self._readers if r.is_gone()]:
+            reader.close()
+            self._readers.remove(reader)
+            for offset in reader.offsets:
                 self._held[offset] -= 1
                 if self._held[offset] == 0:
                     del self._held[offset]
@@ -117,8 +117,8 @@ class ForkReaders:
                         self._store.free(slot)
 
     def close(self) -> None:
-        """Watch no child any more; those alive keep the file. Idempotent."""
-        for child in self._children:
-            child.close()
-        self._children.clear()
+        """Stop watching; the forked processes that are alive keep the file open. Idempotent."""
+        for reader in self._readers:
+            reader.close()
+        self._readers.clear()
         self._held.clear()

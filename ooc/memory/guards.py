@@ -1,10 +1,10 @@
-"""What the addresses of an away variable show: its part of the store's file, or nothing until touched.
+"""Controls what the addresses of an away variable show: its part of the store's file, or nothing until touched.
 
-On demand an evicted variable's reservation shows the store's file, so that any code on any thread
+On demand, an evicted variable's reservation shows the store's file, so that any code on any thread
 may read and write it, system calls too, without a chunk and without us. Inside a planned step it
-aliases other variables' chunks. At a step's end the away ones are guarded: they show nothing, and
-the first stray touch maps the file there (vmm/faults.py). A guard lasts until the variable is next
-loaded. See ooc/DESIGN.md, "Access from outside".
+aliases other variables' chunks. At a step's end away variables are guarded: their addresses show nothing,
+and a fault handler maps the file there at the first stray touch (vmm/faults.py). A guard lasts until
+the variable is next loaded. See ooc/DESIGN.md, "Access from outside".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vmm.store import FileStore
 
 
 class Guards:
-    """Guards of one session's away variables. One thread at a time (the session's lock).
+    """The page guards of one session's away variables. One thread at a time (the session's lock).
 
     Args:
         space, store: The session's.
@@ -39,7 +39,7 @@ class Guards:
         return f"<Guards of {len(self._guarded)} variables, {self.num_served} touches served>"
 
     def open(self) -> None:
-        """Install the handler; before that there are no records. Raises OSError."""
+        """Install the fault handler, before there are records. Raises OSError."""
         self._opened = FaultTable(self._space.driver.arena, self._store.descriptor, self._store.engine.finished_ring)
         self._served_before = self._opened.num_served
 
@@ -59,10 +59,10 @@ class Guards:
         return self._table.num_calls
 
     def hide(self, record: VariableRecord) -> None:
-        """An on-demand record went away: show the store's file, or in debug mode nothing.
+        """Let an evicted on-demand variable's addresses show the store's file, or in debug mode nothing.
 
-        Its write to the store is over. Exported memory shows the file in debug mode, too: whoever it
-        was given to may use it at any time.
+        Its write to the store has ended. Exported memory shows the file in debug mode, too: it may be used
+        at any time.
         """
         assert record.slot is not None, record
         if not self._debug or record.exports:
@@ -91,7 +91,7 @@ class Guards:
         self._space.driver.note_guards(-num_records)
 
     def lift(self, record: VariableRecord) -> bool:
-        """The record's chunks come back, or go to its next life: its range is accessible again.
+        """End a record's guard: it gets chunks again, so its range is made accessible.
 
         Returns:
             Whether a touch was served meanwhile: the reservation shows the file (which may have been
@@ -104,7 +104,7 @@ class Guards:
         return record.guard != NO_GUARD and self._table.state(record.guard) == SERVED
 
     def serve(self, is_on: bool) -> None:
-        """Whether touches are served from now on. Only debug mode ever says no, inside a step."""
+        """Set whether touches are served from now on. Only debug mode turns that off, inside a step."""
         self._table.is_serving = is_on or not self._debug
 
     def served_records(self) -> list[VariableRecord]:
@@ -112,12 +112,12 @@ class Guards:
         return [r for entry, r in self._guarded.items() if self._table.state(entry) == SERVED]
 
     def become_inherited(self) -> None:
-        """In a forked child: the guards are the parent's. A touch of what is not inherited faults, with a message."""
+        """In a forked process: the guards are the parent's. A touch of what is not inherited faults, with a message."""
         if self._opened is not None:
             self._opened.become_inherited()
 
     def close(self) -> None:
-        """Take every guard away and the handler out. Idempotent."""
+        """End every guard and remove the fault handler. Idempotent."""
         for record in self._guarded.values():
             record.guard = NO_GUARD
         self._guarded.clear()

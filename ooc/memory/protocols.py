@@ -1,11 +1,12 @@
-"""What the residency manager needs of a device: addresses that show chunks, and a store for evicted bytes."""
+"""Protocols of what the residency manager needs of a device: an address space, page guards, a backing store."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ooc.memory.record import VariableRecord
 from vmm.addresses import Reservation
 from vmm.driver import Driver
 from vmm.store import StoreSpeed
@@ -13,7 +14,10 @@ from vmm.transfers import Direction, TransferRecord, TransferStatistics
 
 
 class Space(Protocol):
-    """Reservations and what they show: `vmm.addresses.AddressSpace`, or a device's `vmm.device_space.DeviceSpace`."""
+    """An address space whose reservations show chunks.
+
+    It is `vmm.addresses.AddressSpace`, or a device's `vmm.device_space.DeviceSpace`.
+    """
 
     @property
     def driver(self) -> Driver:
@@ -21,7 +25,7 @@ class Space(Protocol):
 
     @property
     def num_remapped_chunks(self) -> int:
-        """Places, so far, that were changed from one chunk to another."""
+        """Chunk-sized places that were remapped from one chunk to another so far."""
 
     def reserve(self, nbytes: int) -> Reservation:
         """Addresses for so many bytes, mapped to nothing."""
@@ -39,10 +43,53 @@ class Space(Protocol):
         """Nothing uses what it shows after `event`, until it is mapped again."""
 
 
-class Store(Protocol):
-    """Where evicted bytes live: `vmm.store.FileStore`, or a device's `vmm.device_store.DeviceStore`.
+class AddressGuards(Protocol):
+    """What the addresses of away variables show: `ooc.memory.guards.Guards`, or a device's `DeviceGuards`."""
 
-    Slots are the store's own kind; transfers have `done`, `order` (ops come after it) and `wait` (the host does).
+    @property
+    def num_served(self) -> int:
+        """Stray touches served so far."""
+
+    @property
+    def num_calls(self) -> int:
+        """System calls made so far to protect ranges and to make them accessible again."""
+
+    def open(self) -> None:
+        """Install what serves touches. Raises OSError."""
+
+    def hide(self, record: VariableRecord) -> None:
+        """An on-demand record is away, and its addresses show it no longer."""
+
+    def guard_away(self, records: Iterable[VariableRecord]) -> None:
+        """Guard records that are away, or on their way in, while their addresses show other bytes."""
+
+    def check_room(self, num_records: int) -> None:
+        """Raise `MapCountExceeded` if so many more cannot be guarded."""
+
+    def lift(self, record: VariableRecord) -> bool:
+        """Make its range accessible again. Whether a touch was served meanwhile."""
+
+    def was_served(self, record: VariableRecord) -> bool:
+        """Whether a guarded record's range shows the store's file now."""
+
+    def serve(self, is_on: bool) -> None:
+        """Whether touches are served from now on."""
+
+    def served_records(self) -> list[VariableRecord]:
+        """Guarded records whose ranges show the store's file now."""
+
+    def become_inherited(self) -> None:
+        """In a forked process: the guards are the parent's."""
+
+    def close(self) -> None:
+        """Take every guard away. Idempotent."""
+
+
+class Store(Protocol):
+    """The backing store of evicted variables: `vmm.store.FileStore`, or a device's `vmm.device_store.DeviceStore`.
+
+    Slots and transfers are the store's own kind, each good for its own store alone, hence `Any`. All transfers have a
+    `ticket`, `done`, `order` (ops come after it) and `wait` (the host does); a device's also a `fence`.
     """
 
     @property

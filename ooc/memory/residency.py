@@ -1,11 +1,11 @@
-"""The books: which variable is where, and the on-demand way of moving them.
+"""Residency manager: tracks where each variable's bytes are, and loads and evicts variables on demand.
 
-One `VariableRecord` per live storage at or above the threshold. The books are the truth in every
-mode: the executor of a plan updates the same records, so that at any moment a step can leave its
-plan and go on from here (DESIGN.md sections 6 and 8).
+There is one `VariableRecord` per live storage at or above the threshold. Records are accurate in every mode: the
+executor of a plan updates the same ones, so that at any moment a step can bail out of its plan and go on on demand
+(DESIGN.md sections 6 and 8).
 
-Memory that a record holds is counted in chunks of the pool, and the pool is the budget: nothing
-here allocates memory for variables anywhere else.
+The memory that a record holds is counted in chunks of the pool, and the pool is the budget: variables get memory
+from nowhere else.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import time
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ooc.errors import HiddenWrite, StoreFailed
 from ooc.memory.flights import Flights
 from ooc.memory.fork_readers import ForkReaders
-from ooc.memory.guards import Guards
 from ooc.memory.record import Runs, Segments, State, VariableRecord
 from ooc.units import format_nbytes
 from vmm.chunks import ChunkPool
@@ -29,17 +28,17 @@ from vmm.driver import MemoryFault
 from vmm.store import Transfer
 
 if TYPE_CHECKING:
-    from ooc.memory.protocols import Space, Store
+    from ooc.memory.protocols import AddressGuards, Space, Store
 
 Move = tuple[int, int, int]
-"""A transfer begun: its ticket, and its variable's address and bytes."""
+"""A transfer that was started: its ticket, and its variable's address and bytes."""
 
 _NUM_MOVES_KEPT = 1 << 14
-"""As many as the transfer engine keeps records of; whoever draws a timeline empties it each step."""
+"""As many as the transfer engine keeps records of; `ooc.telemetry.timeline` empties it each step."""
 
 
 class NoRoom(Exception):
-    """The pool cannot give so many chunks: what remains is pinned. The caller knows for what."""
+    """The pool cannot give so many chunks, since what remains is pinned. The caller knows what they are for."""
 
     def __init__(self, *, num_needed: int, num_free: int, num_pinned: int) -> None:
         super().__init__(f"{num_needed} chunks needed, {num_free} free, {num_pinned} pinned")
@@ -49,7 +48,7 @@ class NoRoom(Exception):
 
 
 class Counters:
-    """What was moved; only ever growing. Sizes in bytes, times in nanoseconds."""
+    """Totals of what was moved, which only ever grow. Sizes in bytes, times in nanoseconds."""
 
     __slots__ = ("dropped_nbytes", "evicted_nbytes", "loaded_nbytes", "num_faults", "stall_ns")
 
@@ -61,20 +60,31 @@ class Counters:
         self.stall_ns = 0
 
     def copy(self) -> dict[str, int]:
-        """The present values, by name."""
+        """The totals of now, by name."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 class ResidencyManager:
-    """Records of all live variables, and loads and evictions on demand.
+    """Manages the variables outside any active plan: tracks residency, loads and evicts on demand (LRU).
 
-    `moves` are the transfers begun since it was last emptied (by `ooc.telemetry.timeline`); `stalls`, when the
-    session's thread waited for transfers, as `(start, stop)` of the monotonic clock. Without `is_host` the memory
-    is a device's: the host cannot look into it, and what was given out must stay, since nothing serves a touch.
-
-    `space` and `store` are of one `ooc.devices.protocols.Memory`.
+    The variables of the active plan are the executor's (`forget`); when a step bails out they come back to `records`,
+    and `retake_pool` accounts for their chunks.
 
     Owns none of what it is given; the session does. One thread at a time (the session's lock).
+
+    Args:
+        pool: Which chunks are free.
+        space, store, guards: Of one `ooc.devices.protocols.Memory`.
+        debug: Checks that what is dropped was not written since it was stored.
+        is_host: Whether the memory is the host's. A device's cannot be read by the host, and what was given out must
+            stay there, since no touch of it can be served.
+
+    Attributes:
+        records: Those it manages, by address.
+        ended_exports: Records whose exports have ended, one entry an export; appended to on any thread.
+        moves: Transfers started since it was last emptied (by `ooc.telemetry.timeline`).
+        stalls: When the session's thread waited for transfers: `(start, stop)` of the monotonic clock.
+        peak_chunks: The most chunks in use at once so far.
     """
 
     def __init__(
@@ -83,17 +93,17 @@ class ResidencyManager:
         pool: ChunkPool,
         space: Space,
         store: Store,
+        guards: AddressGuards,
         debug: bool = False,
-        guards: Guards | None = None,
         is_host: bool = True,
     ) -> None:
-        self.pool = pool
+        self._pool = pool
         self.space = space
         self.store = store
         self.debug = debug
         self.records: dict[int, VariableRecord] = {}
         self.counters = Counters()
-        self.guards = guards if guards is not None else Guards(space=space, store=store, debug=debug)
+        self.guards = guards
         self.is_host = is_host
         self.fork_readers = ForkReaders(store)
         self.flights = Flights()
@@ -106,13 +116,19 @@ class ResidencyManager:
 
     def __repr__(self) -> str:
         return (
-            f"<Books of {len(self.records)} variables, {len(self._by_use)} resident, {self.pool.num_free} chunks free>"
+            f"<ResidencyManager of {len(self.records)} variables, {len(self._by_use)} resident, "
+            f"{self._pool.num_free} chunks free>"
         )
 
     def close(self) -> None:
-        """End the guards, and watch forked children no more. Idempotent."""
+        """End the guards, and stop watching forked processes. Idempotent."""
         self.guards.close()
         self.fork_readers.close()
+
+    @property
+    def pool(self) -> ChunkPool:
+        """Which chunks are free. Another object after `retake_pool` and `share_pool`: do not keep it."""
+        return self._pool
 
     @property
     def chunk_nbytes(self) -> int:
@@ -120,7 +136,7 @@ class ResidencyManager:
         return self.space.driver.chunk_nbytes
 
     def workspaces(self) -> list[VariableRecord]:
-        """What ops have allocated and kept without ever naming it: it stays in memory, beside any plan."""
+        """Records of memory that ops allocated and kept without naming it: it stays resident, beside any plan."""
         return [r for r in self.records.values() if r.is_workspace and not r.seen and not r.exports]
 
     def chunks_of(self, nbytes: int) -> int:
@@ -128,7 +144,7 @@ class ResidencyManager:
         return -(-nbytes // self.chunk_nbytes)
 
     def new_record(self, nbytes: int) -> VariableRecord:
-        """A record with a reservation of its own and no chunks, not in the books yet."""
+        """A record with a reservation of its own and no chunks, not managed yet."""
         return VariableRecord(nbytes=nbytes, reservation=self.space.reserve(nbytes), serial=self.next_serial())
 
     def next_serial(self) -> int:
@@ -148,7 +164,7 @@ class ResidencyManager:
         return found
 
     def note_stall(self, start_ns: int) -> None:
-        """The session's thread waited for transfers from `start_ns` until now."""
+        """Note that the session's thread waited for transfers from `start_ns` until now."""
         stop_ns = time.monotonic_ns()
         self.counters.stall_ns += stop_ns - start_ns
         self.stalls.append((start_ns, stop_ns))
@@ -156,32 +172,35 @@ class ResidencyManager:
     # -- life of a record
 
     def allocate(self, nbytes: int) -> VariableRecord:
-        """A new resident variable; evicts others as needed. Raises `NoRoom`, `StoreFailed`."""
+        """Allocate a resident variable; evicts others as needed. Raises `NoRoom`, `StoreFailed`."""
         self.make_room(self.chunks_of(nbytes))
         record = self.new_record(nbytes)
-        runs = self.pool.take(self.chunks_of(nbytes))
+        runs = self._pool.take(self.chunks_of(nbytes))
         try:
-            self.give_chunks(record, runs)
+            self.guards.lift(record)
+            self.space.map(record.reservation, runs)
         except BaseException:
-            self.pool.give(runs)
+            self._pool.give(runs)
             self.space.release(record.reservation)
             raise
+        record.born(runs)
+        self._note_peak()
         self.enter(record)
         return record
 
     def enter(self, record: VariableRecord) -> None:
-        """Put a record into the books."""
+        """Manage this record from now on."""
         self.records[record.address] = record
         if record.state is State.RESIDENT:
             self._by_use[record.address] = record
 
     def forget(self, record: VariableRecord) -> None:
-        """Take a record out of the books as it is: from now on it is the executor's."""
+        """Manage this record no more; it stays as it is, and from now on the executor moves it."""
         del self.records[record.address]
         self._by_use.pop(record.address, None)
 
     def free(self, address: int) -> VariableRecord | None:
-        """The storage at `address` was freed: forget it. None if it was not in the books."""
+        """Free the chunks and the slot of a storage that was freed. None if its record is not managed here."""
         record = self.records.pop(address, None)
         if record is None:
             return None
@@ -189,12 +208,12 @@ class ResidencyManager:
         with contextlib.suppress(StoreFailed):  # nobody needs its bytes any more
             self.settle(record)
         if record.state is State.RESIDENT:
-            self.pool.give(record.runs)
+            self._pool.give(record.runs)
         self.dispose(record)
         return record
 
     def dispose(self, record: VariableRecord) -> None:
-        """Give back the reservation and the store slot of a record that holds no chunks."""
+        """Give back the reservation and the store slot of a record without chunks."""
         self.guards.lift(record)
         if record.slot is not None:
             self.fork_readers.free(record.slot)
@@ -202,35 +221,25 @@ class ResidencyManager:
         self.space.release(record.reservation)
 
     def end_exports(self) -> None:
-        """Forget pointers that the outside has let go of (`ended_exports`, filled on any thread)."""
+        """Take note of the exports that have ended (`ended_exports`, filled on any thread)."""
         while self.ended_exports:
             record = self.ended_exports.popleft()
-            record.exports -= 1
-            if record.state is not State.AWAY:  # else what was written is in the store's file
-                record.stored = False
+            record.end_export()
 
     def touch(self, record: VariableRecord) -> None:
-        """Note a use, for the order of eviction."""
+        """Note a use: the record is now the most recently used."""
         if record.address in self._by_use:
             self._by_use.move_to_end(record.address)
 
     # -- moving
 
-    def give_chunks(self, record: VariableRecord, runs: Runs) -> None:
-        """Map chunks (already taken from the pool) for a record, which is resident from now on."""
-        self.guards.lift(record)
-        self.space.map(record.reservation, runs)
-        record.runs = runs
-        record.state = State.RESIDENT
-        self.peak_chunks = max(self.peak_chunks, self.pool.num_chunks - self.pool.num_free)
-
     def may_be_evicted(self, record: VariableRecord) -> bool:
-        """Whether a resident record may go away, for all that is known of who uses it."""
+        """Whether nothing that is known to use a resident record keeps it in memory."""
         return not record.pins and record.seen and (self.is_host or not record.exports)
 
     def make_room(self, num_chunks: int) -> None:
-        """Evict least recently used variables until so many chunks are free. Raises `NoRoom`."""
-        missing = num_chunks - self.pool.num_free
+        """Evict least recently used variables until so many chunks are free. Raises `NoRoom`, `StoreFailed`."""
+        missing = num_chunks - self._pool.num_free
         if missing <= 0:
             return
         self.end_exports()
@@ -247,11 +256,11 @@ class ResidencyManager:
                 return
             movable_chunks = sum(self.chunks_of(r.nbytes) for r in movable)
             pinned = sum(self.chunks_of(r.nbytes) for r in self._by_use.values()) - movable_chunks
-            raise NoRoom(num_needed=num_chunks, num_free=self.pool.num_free, num_pinned=pinned)
+            raise NoRoom(num_needed=num_chunks, num_free=self._pool.num_free, num_pinned=pinned)
         self.evict(victims)
 
     def evict(self, records: Sequence[VariableRecord]) -> None:
-        """Write out what the store has no current copy of, and free the chunks. Waits for the writes.
+        """Evict records: write those out that the store has no current copy of, wait, and free the chunks.
 
         Raises:
             StoreFailed: A write failed. Its variable is still resident; the others are away.
@@ -282,14 +291,15 @@ class ResidencyManager:
                 failure = error
                 continue
             self._by_use.pop(record.address, None)
-            self.pool.give(record.runs)
-            self.hide(record)
+            self._pool.give(record.runs)
+            record.released()
+            self.guards.hide(record)
         self.note_stall(started)
         if failure is not None:
             raise failure
 
     def check_clean(self, record: VariableRecord) -> None:
-        """In debug mode: a resident record whose copy in the store is to be relied on must equal it.
+        """In debug mode, check that a resident record equals its copy in the store, which is to be relied on.
 
         Raises:
             HiddenWrite: It was written since, and nothing said so.
@@ -308,14 +318,8 @@ class ResidencyManager:
             total = zlib.crc32((ctypes.c_char * nbytes).from_address(address), total)
         return total
 
-    def hide(self, record: VariableRecord) -> None:
-        """A record's chunks were given away: from now on its bytes are in the store only."""
-        record.runs = ()
-        record.state = State.AWAY
-        self.guards.hide(record)
-
     def load(self, records: Iterable[VariableRecord]) -> None:
-        """Bring records in and wait for them. The caller has pinned them, so that none evicts another.
+        """Load records and wait for them. The caller has pinned them, so that none evicts another.
 
         Raises:
             NoRoom: They do not fit beside what is pinned. What was loaded stays.
@@ -332,11 +336,11 @@ class ResidencyManager:
         failure: StoreFailed | MemoryFault | None = None
         loading = []
         for record in missing:
-            runs = self.pool.take(self.chunks_of(record.nbytes))
+            taken = self._pool.take(self.chunks_of(record.nbytes))
             try:
-                self.start_load(record, runs)
+                self.start_load(record, taken)
             except MemoryFault as fault:  # a device's
-                self.pool.give(runs)
+                self._pool.give(taken)
                 failure = fault
                 continue
             loading.append(record)
@@ -347,20 +351,21 @@ class ResidencyManager:
                 self.guards.lift(record)
                 self.space.map(record.reservation, runs)
             except (StoreFailed, MemoryFault) as error:
-                record.runs, record.state = (), State.AWAY
-                self.pool.give(runs)
+                if record.state is State.RESIDENT:  # it has arrived, and cannot be mapped
+                    record.load_undone()
+                self._pool.give(runs)
                 failure = error
                 continue
             self._by_use[record.address] = record
-        self.peak_chunks = max(self.peak_chunks, self.pool.num_chunks - self.pool.num_free)
+        self._note_peak()
         self.note_stall(started)
         if failure is not None:
             raise failure
 
-    # -- transfers: one at a time per record, noted in `record.transfer`
+    # -- transfers: one at a time per record, kept in `record.transfer`
 
     def start_write(self, record: VariableRecord, segments: Segments | None = None) -> Transfer:
-        """Start writing a resident record out. It stays resident; `settle` completes the act."""
+        """Start writing a resident record to the store. It stays resident; `settle` waits for the write."""
         self.flights.wait_for(record)  # or the bytes of a collective half done would be taken to be current
         if record.slot is None or self.fork_readers.hold(record.slot):
             slot = self.store.allocate(record.nbytes)
@@ -369,13 +374,13 @@ class ResidencyManager:
             record.slot = slot
         if segments is None:
             segments = self.segments(record.runs, record.nbytes)
-        record.transfer = self.store.write(record.slot, segments)
-        self.moves.append((record.transfer.ticket, record.address, record.nbytes))
-        record.stored = True
+        transfer: Transfer = self.store.write(record.slot, segments)
+        record.write_started(transfer)
+        self.moves.append((transfer.ticket, record.address, record.nbytes))
         if self.debug and self.is_host:
             record.checksum = self._checksum(record)
         self.counters.evicted_nbytes += record.nbytes
-        return record.transfer
+        return transfer
 
     def start_load(
         self,
@@ -383,36 +388,33 @@ class ResidencyManager:
         runs: Runs,
         after: Sequence[Transfer] = (),
         segments: Segments | None = None,
-    ) -> Transfer:
-        """Start reading a record into these chunks, after its own write and `after` are done."""
+    ) -> None:
+        """Start loading a record into these chunks, after its own write and the transfers `after`."""
         assert record.slot is not None, record
         if record.transfer is not None:
             after = (*after, record.transfer)
         if segments is None:
             segments = self.segments(runs, record.nbytes)
-        record.transfer = self.store.read(record.slot, segments, after=after)
+        transfer: Any = self.store.read(record.slot, segments, after=after)
         if not self.is_host:
-            self.space.note_unused(record.reservation, record.transfer.fence)
-        self.moves.append((record.transfer.ticket, record.address, record.nbytes))
-        record.runs = runs
-        record.state = State.LOADING
+            self.space.note_unused(record.reservation, transfer.fence)
+        record.load_started(runs, transfer)
+        self.moves.append((transfer.ticket, record.address, record.nbytes))
         self.counters.loaded_nbytes += record.nbytes
-        return record.transfer
 
     def settle_load(self, record: VariableRecord, runs: Runs) -> None:
-        """Read an away record into these chunks, and wait."""
+        """Load an away record into these chunks, and wait."""
         self.start_load(record, runs)
         self.settle(record)
 
     def settle(self, record: VariableRecord, *, for_ops: bool = False) -> None:
-        """Wait for the record's transfer, if any. Raises `StoreFailed`, with the record in its old state.
+        """Wait for the record's transfer, if any. Raises `StoreFailed`, with the record where it was before.
 
-        With `for_ops` only ops need it: on a device they wait, and the host goes on.
+        With `for_ops` only ops wait: on a device the host goes on.
         """
         transfer = record.transfer
         if transfer is None:
             return
-        record.transfer = None
         loading = record.state is State.LOADING
         try:
             if for_ops:
@@ -421,10 +423,9 @@ class ResidencyManager:
                 transfer.wait()
         except OSError as error:
             if loading:
-                record.state = State.AWAY
-                record.runs = ()
+                record.load_failed()
             else:
-                record.stored = False
+                record.write_failed()
             act = "load" if loading else "evict"
             raise StoreFailed(
                 f"cannot {act} {record.label or 'variable'} ({format_nbytes(record.nbytes)}): {error}. "
@@ -433,22 +434,37 @@ class ResidencyManager:
                 errno=error.errno,
             ) from error
         if loading:
-            record.state = State.RESIDENT
+            record.loaded()
+        else:
+            record.write_ended()
 
     # -- for the executor
 
     def resident_chunks(self) -> int:
-        """Chunks held by records in the books."""
+        """Chunks held by the managed records."""
         return sum(self.chunks_of(r.nbytes) for r in self.records.values() if r.state is not State.AWAY)
 
     def retake_pool(self, pool: ChunkPool) -> None:
-        """Start over with a fresh pool that agrees with the records, after a plan was left."""
-        self.pool = pool
+        """Go on with a fresh pool, in which resident records have their chunks: no plan is active any more."""
+        self._pool = pool
         self._by_use.clear()
         for record in sorted(self.records.values(), key=lambda r: r.serial):
             if record.state is State.RESIDENT:
-                self.pool.take_exactly(record.runs)
+                pool.take_exactly(record.runs)
                 self._by_use[record.address] = record
+
+    def share_pool(self, pool: ChunkPool, num_chunks: int, workspaces: Sequence[VariableRecord]) -> None:
+        """Go on with a fresh pool of which a plan has the first `num_chunks` chunks for itself.
+
+        Beside the workspaces, which keep theirs, what is left serves allocations that the plan does not have.
+        """
+        pool.take_exactly([(0, num_chunks)] if num_chunks else [])
+        for record in workspaces:
+            pool.take_exactly(record.runs)
+        self._pool = pool
+
+    def _note_peak(self) -> None:
+        self.peak_chunks = max(self.peak_chunks, self._pool.num_chunks - self._pool.num_free)
 
 
 def _is_exported(record: VariableRecord) -> bool:

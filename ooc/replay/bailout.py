@@ -1,4 +1,4 @@
-"""What leaving a plan takes: transfers that must land first, and the step so far as a recording."""
+"""Bailout from a plan in mid-step: ends its transfers, returns its variables, records the ops replayed so far."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def land_transfers(
     writes: Iterable[ExecutableResidency],
     loads: Iterable[ExecutableResidency],
 ) -> StoreFailed | None:
-    """Wait for all that is under way; undo what failed."""
+    """Wait for all transfers under way, and undo the releases whose writes failed. The failure, if any."""
     failure: StoreFailed | None = None
     for variable in executable.variables:
         if variable.record is not None and variable.record.transfer is not None:
@@ -29,10 +29,8 @@ def land_transfers(
                 failure = error
     under_way = [(residency, True) for residency in writes] + [(residency, False) for residency in loads]
     for residency, is_write in under_way:
-        record, transfer = (
-            residency.moved,
-            residency.transfer,
-        )  # not the role's: since then it may have passed to another
+        # Not the variable's record: since the transfer began, it may have been bound to another.
+        record, transfer = residency.moved, residency.transfer
         residency.transfer = None
         if transfer is None:
             continue
@@ -43,19 +41,17 @@ def land_transfers(
                 failure = StoreFailed(f"a transfer failed: {error}", errno=error.errno)
                 failure.__cause__ = error
             if is_write and record is not None and record.state is State.AWAY:
-                # Released but not written, so nobody was let into its chunks: it is still there.
-                record.state = State.RESIDENT
-                record.runs = residency.runs
-                record.stored = False
+                # Released but not written, so nothing else was put into its chunks: its bytes are still there.
+                record.restored(residency.runs)
     return failure
 
 
 def recorder_so_far(
     executable: ExecutablePlan, num_ops: int, *, start_records: Mapping[int, VariableRecord], events: list[Event]
 ) -> StepRecorder:
-    """The ops played so far, as if they had been recorded on demand.
+    """A recorder of the ops replayed so far, as if they had run on demand.
 
-    `start_records` are those that did not play a persistent role when the step began.
+    `start_records` are those that were not bound to a persistent variable when the step began.
     """
     start = dict(start_records)
     persistent = (executable.variables[i].record for i in executable.persistent.tolist())
@@ -87,9 +83,9 @@ def recorder_so_far(
 def return_records(
     manager: ResidencyManager, allocator: AllocatorTable, executable: ExecutablePlan, pinned: Container[int]
 ) -> list[VariableRecord]:
-    """Give the records that play a role back to the books, as they are; their roles are free.
+    """Unbind all live records and return them, where they are, to the residency manager.
 
-    Those of the roles in `pinned` are pinned.
+    Those of the plan variables in `pinned` are pinned.
 
     Returns:
         The pinned ones.
@@ -102,19 +98,20 @@ def return_records(
             continue
         allocator.bind(record.address, -1)
         record.variable_index = -1
-        record.seen = record.seen or variable.evictable
+        if variable.evictable:
+            record.note_seen()
         if variable.is_born:
             record.serial = manager.next_serial()
         manager.records[record.address] = record
         if record.state is State.RESIDENT and manager.guards.was_served(record):
-            record.state = State.AWAY  # it came in while somebody may have written to the store's copy
+            record.load_undone()  # it came in while somebody may have written to the store's copy
         if record.state is State.AWAY:
-            manager.hide(record)
+            manager.guards.hide(record)
         else:
             manager.guards.lift(record)
             manager.space.map(record.reservation, record.runs)
         if variable.index in pinned:
-            record.pins += 1
+            record.pin()
             found.append(record)
     for variable in executable.variables:
         if variable.record is not None and variable.record.address in manager.records:
@@ -124,12 +121,12 @@ def return_records(
 
 
 def pinned_by(executable: ExecutablePlan, index: int) -> set[int]:
-    """Roles that op `index` uses or allocates: they stay where they are until it has ended."""
+    """Indices of the plan variables that op `index` uses or allocates: pinned until it has ended."""
     return {use.variable for use in executable.trace.ops[index].uses} | set(executable.occurrences[index])
 
 
 def has_landed(residency: ExecutableResidency) -> bool:
-    """Whether the stay's transfer is over and went well, or there is none."""
+    """Whether the residency's transfer has ended well, or there is none."""
     if residency.transfer is None:
         return True
     if not residency.transfer.done():

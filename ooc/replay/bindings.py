@@ -1,10 +1,10 @@
-"""Casting: which record plays which role of a plan, from one step to the next.
+"""Bindings between a plan's variables and the session's records, from one step to the next.
 
-A plan knows variables as roles. Parameters play the same role in every step; a gradient that is
-freed and allocated anew passes from the role that it was born in to the role that exists at the
-next step's start. Where the two are alive at once they take turns with two reservations; otherwise
-one reservation serves both. A record that is alive where the plan has no role for it goes back to
-the books.
+A plan is made for the variables of one recorded step; in each replay they are bound to the records that are alive
+then. A parameter is bound to the same plan variable in every step. A gradient that is freed and allocated anew passes
+from the plan variable that it was born as to its successor, the one that exists at the next step's start. Where
+the two are alive at once they take turns with two reservations (double buffering); otherwise one reservation serves
+both. A record that outlives its plan variable is evicted, and managed on demand from then on.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ooc.replay.executable_plan import ExecutablePlan, ExecutableResidency, Plan
 from ooc.tracing.recorder import ranks_by_age
 from scheduler.plan import Dropped, Evicted, Kept
 from vmm.driver import MemoryFault
+from vmm.files import BLOCK_NBYTES
 from vmm.store import StoreFull
 from vmm.torch_cpu import AllocatorTable
 
@@ -24,7 +25,7 @@ Bound = list[tuple[PlanVariable, VariableRecord]]
 
 
 class Bindings:
-    """Gives the roles of plans their records, reservations and mappings. Owns nothing."""
+    """Binds plan variables to records, and gives them reservations and mappings. Owns nothing."""
 
     def __init__(self, manager: ResidencyManager, allocator: AllocatorTable) -> None:
         self._manager = manager
@@ -39,7 +40,7 @@ class Bindings:
     # -- before a plan's first step
 
     def bind(self, executable: ExecutablePlan) -> Bound | None:
-        """Find who plays the roles that exist at the start. None: a persistent one is missing."""
+        """Bind records to the plan variables that exist at the step's start. None: a persistent one is missing."""
         records = self._manager.records
         by_serial = {record.serial: record for record in records.values()}
         ranks = ranks_by_age(records.values())
@@ -54,7 +55,7 @@ class Bindings:
                 variable.record = record
                 bound.append((variable, record))
                 taken.add(record.serial)
-        by_rank = {}
+        by_rank: dict[tuple[int, int | None], VariableRecord] = {}
         for record in records.values():
             by_rank[record.nbytes, ranks[record.serial]] = record
         for variable in executable.variables:
@@ -69,7 +70,7 @@ class Bindings:
 
     @staticmethod
     def start_residencies(executable: ExecutablePlan) -> dict[int, ExecutableResidency]:
-        """Per role that is in memory when the step starts, its first stay."""
+        """Per variable that is resident when the step starts, its first residency."""
         return {
             variable.index: variable.residencies[0]
             for variable in executable.variables
@@ -78,7 +79,7 @@ class Bindings:
 
     @staticmethod
     def in_place(bound: Bound, targets: Mapping[int, ExecutableResidency]) -> set[int]:
-        """Addresses of those that are in memory, in the very chunks in which the step finds them."""
+        """Addresses of the bound records that are resident in the very chunks in which the plan starts with them."""
         return {
             record.address
             for variable, record in bound
@@ -88,7 +89,7 @@ class Bindings:
         }
 
     def map_all(self, executable: ExecutablePlan, others: Sequence[ExecutablePlan]) -> bool:
-        """Map every role's reservation to its first chunks. False, and nothing kept, if that cannot be."""
+        """Map every variable's reservation to its first chunks. False, and nothing kept, if that cannot be."""
         for attempt in range(2):
             try:
                 for variable in executable.variables:
@@ -122,7 +123,7 @@ class Bindings:
         return None
 
     def _reserve_store(self, executable: ExecutablePlan) -> None:
-        """Let the store have room now for all that the plan evicts: a full disk must be found before the step."""
+        """Reserve room in the store for all that the plan evicts: a full disk must be found before the step."""
         new = {
             variable.record.address: variable.record.nbytes
             for variable in executable.variables
@@ -130,15 +131,14 @@ class Bindings:
             and variable.record.slot is None
             and any(isinstance(residency.planned.stop, Evicted | Dropped) for residency in variable.residencies)
         }
-        block_nbytes = 4096
-        self._manager.store.reserve(sum(-(-nbytes // block_nbytes) * block_nbytes for nbytes in new.values()))
+        self._manager.store.reserve(sum(-(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES for nbytes in new.values()))
 
     def give_up(self, executable: ExecutablePlan, *, keep_bound: bool = False) -> None:
-        """Unmap what a plan that is not being played keeps mapped."""
+        """Unmap what an inactive plan keeps mapped."""
         bound = [(r, r.record) for r in executable.variables if not r.is_born and r.record is not None]
         for _, record in bound:
             if record.state is State.AWAY and self._manager.records.get(record.address) is record:
-                self._manager.hide(record)
+                self._manager.guards.hide(record)
         for record in executable.give_up_records():
             if record.address not in self._manager.records:
                 self._manager.dispose(record)
@@ -158,7 +158,7 @@ class Bindings:
     # -- from one step to the next
 
     def can_pass_on(self, executable: ExecutablePlan) -> bool:
-        """Whether all that is alive where the plan has no more role for it may be evicted."""
+        """Whether every record that has outlived its plan variable may be evicted."""
         alive = executable.variable_alive
         over = [executable.variables[index] for index in executable.dies[alive[executable.dies] != 0].tolist()]
         over += [variable for variable in executable.movers if alive[variable.index] and variable.successor is None]
@@ -166,7 +166,7 @@ class Bindings:
         return not any(record.exports or not (record.seen or variable.evictable) for variable, record in records)
 
     def pass_on(self, executable: ExecutablePlan) -> None:
-        """The step is complete and the same plan comes again: variables take their roles for it."""
+        """Rebind records for the next step of the same plan: each that lives on passes to its variable's successor."""
         manager = self._manager
         alive = executable.variable_alive
         for index in executable.dies[alive[executable.dies] != 0].tolist():
@@ -203,32 +203,34 @@ class Bindings:
             self.set_alive(executable, successor, record)
         for variable in executable.successors:
             if not alive[variable.index]:
-                executable.variable_address[variable.index] = 0  # nobody plays it in this step
+                executable.variable_address[variable.index] = 0  # not bound in this step
 
-    # -- single roles
+    # -- single variables
 
     def give_new_record(self, variable: PlanVariable) -> None:
-        """A record with a reservation for a role that is born in the step (or may be: an heir's)."""
+        """Give a plan variable that is born in the step a record with a reservation (perhaps its successor's)."""
         if variable.is_born:
             successor = variable.successor
             if successor is not None and successor.record is not None and not variable.double_buffered:
                 variable.record = successor.record  # one reservation serves both: the one dies before the other is born
                 return
             variable.record = self._manager.new_record(variable.nbytes)
-            variable.record.seen = variable.evictable
+            if variable.evictable:
+                variable.record.note_seen()
 
     def map_first(self, variable: PlanVariable) -> None:
+        """Map a variable's reservation to the chunks of its first residency."""
         if variable.record is None or not variable.residencies:
             return
         if variable.successor is not None and variable.successor.record is variable.record:
-            return  # one reservation: until this one is born it shows the heir's chunks
+            return  # one reservation: until this one is born it shows the successor's chunks
         self._manager.guards.lift(variable.record)
         self._space.map(variable.record.reservation, variable.residencies[0].runs)
 
     def set_alive(
         self, executable: ExecutablePlan, variable: PlanVariable, record: VariableRecord, *, is_born: bool = False
     ) -> None:
-        """`record` plays `role` from now on, unless its storage was freed a moment ago."""
+        """Mark the variable alive, bound to `record`, unless its storage was freed a moment ago."""
         executable.variable_alive[variable.index] = 1  # first: a free that comes right after `bind` takes it back
         executable.variable_address[variable.index] = record.address
         record.variable_index = variable.index
@@ -236,7 +238,7 @@ class Bindings:
             executable.variable_alive[variable.index] = 0
 
     def expel(self, executable: ExecutablePlan, variable: PlanVariable) -> None:
-        """A record that is alive where the plan has no more role for it goes back to the books, away."""
+        """Evict a record that outlived its plan variable; from here on it is managed on demand."""
         record = variable.record
         assert record is not None
         manager = self._manager
@@ -248,7 +250,9 @@ class Bindings:
         self._allocator.bind(record.address, -1)
         record.variable_index = -1
         record.serial = manager.next_serial()
-        manager.hide(record)
+        if record.state is State.RESIDENT:
+            record.released()
+        manager.guards.hide(record)
         manager.records[record.address] = record
         for other in (variable, variable.successor, variable.predecessor):
             if other is not None and other.record is record:
@@ -261,9 +265,9 @@ class Bindings:
                 executable.variable_address[other.index] = other.record.address
 
     def bury(self, executable: ExecutablePlan, variable: PlanVariable) -> None:
-        """Whoever played a role that is not born in the step is dead: nobody will ask for its reservation again.
+        """Dispose of the record of a dead variable that is not born in the step: no allocation will use it again.
 
-        (Unless it serves a role that is born in the step, too.)
+        Unless it serves a variable that is born in the step, too.
         """
         record = variable.record
         if record is None or record.address in self._manager.records:

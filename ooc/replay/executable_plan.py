@@ -1,6 +1,6 @@
-"""A plan made ready to be played: per op, what to do before and after it; tables for native code.
+"""An executable plan: per op the actions before and after it, and the tables that native code reads.
 
-Compiling decides nothing. It turns the plan's residencies into `ExecutableResidency` objects, works out for each
+Making one decides nothing. It turns the plan's residencies into `ExecutableResidency` objects, works out for each
 whose chunks it takes over (so what it must wait for, or must see freed, first), and lays the rest
 out in arrays that native/dispatch.cpp and vmm/native/allocator.cpp read.
 """
@@ -52,17 +52,17 @@ _BEFORE, _AFTER, _INTERCEPT = 1, 2, 4
 
 
 class PlanVariable:
-    """A variable of the plan, and the record that plays it in this step.
+    """A variable of the plan, and the record that is bound to it in this step.
 
     Attributes:
-        record: Who plays it. For one born in the step, the record whose reservation it will get.
-        heir: The role that it is in the next step, where that is another one.
-        predecessor: The role that it was in the step before, where that is another one.
-        double_buffered: It is born while its heir's record, from the step before, is still
+        record: The one bound to it. For a variable born in the step, the record whose reservation it will get.
+        successor: The plan variable that its record passes to in the next step, where that is another one.
+        predecessor: The plan variable that its record had in the step before, where that is another one.
+        double_buffered: It is born while its successor's record, from the step before, is still
             alive: the two take turns with two reservations.
         is_persistent: The same storage in every step.
         dies_within: It is born and freed within the step.
-        serial: For a persistent role, its record's serial.
+        serial: For a persistent variable, its record's serial.
         rank: For one that exists at the start: how many of its size were younger then.
     """
 
@@ -108,13 +108,13 @@ class PlanVariable:
 
 
 class ExecutableResidency:
-    """One residency, ready to be played.
+    """One residency of a plan variable: an interval of the step in which it is in memory, in fixed chunks.
 
     Attributes:
         runs: Its chunks.
         start_op: The op before which it is loaded, or None.
         waits: Earlier holders of its chunks whose transfer must be complete first.
-        dead: Roles freed inside the op that it is born in, from which it takes chunks over.
+        dead: Indices of variables freed inside the op that it is born in, from which it takes chunks over.
         transfer: Its latest load or write.
         moved: The record that this transfer moves.
         segments: Its bytes as ranges of the linear view.
@@ -137,7 +137,7 @@ class ExecutableResidency:
 
 
 class Before:
-    """What happens right before an op, in this order."""
+    """The actions right before an op, in this order."""
 
     __slots__ = ("arrivals", "births", "loads", "releases")
 
@@ -149,7 +149,7 @@ class Before:
 
 
 class After:
-    """What happens right after an op, in this order."""
+    """The actions right after an op, in this order."""
 
     __slots__ = ("drops", "dirties", "writes")
 
@@ -160,7 +160,7 @@ class After:
 
 
 class ExecutablePlan:
-    """A plan, its roles and its tables. Owns the arrays that native code reads while installed."""
+    """A plan, its variables and its tables. Owns the arrays that native code reads while it is installed."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class ExecutablePlan:
         self.num_chunks = 0
         self.timings = OpTimings()
         self._link_variables(observed)
-        # What a step boundary looks at, so that it need not look at every role.
+        # What a step boundary looks at, so that it need not look at every variable.
         self.movers = [r for r in self.variables if r.lives_on and not r.is_persistent]
         self.successors = [r for r in self.variables if r.predecessor is not None]
         self.persistent = np.array([r.index for r in self.variables if r.is_persistent], dtype=np.int64)
@@ -238,10 +238,10 @@ class ExecutablePlan:
         return residencies
 
     def _find_predecessors(self, residencies: Sequence[ExecutableResidency]) -> None:
-        """For each stay, who held its chunks before; around the step's end, too.
+        """Find for each residency which ones held its chunks before it, across the step boundary, too.
 
-        A stay waits for the transfers of the one before it. Where that one may have waited for
-        nobody itself (kept over the boundary, or born between ops and perhaps not born this time),
+        A residency waits for the transfers of the one before it. Where that one may not have waited
+        itself (kept over the boundary, or born between ops and perhaps not born this time),
         it waits for those before that, too. A load that is left out waits all the same.
         """
         last = np.full(self.num_chunks, -1, dtype=np.int64)
@@ -270,7 +270,7 @@ class ExecutablePlan:
                     residency.dead = tuple(self._freed_inside(residency, start_tick))
 
     def _birth_op(self, residency: ExecutableResidency) -> int | None:
-        """The op inside which a stay begins with a birth; None if it begins otherwise, or between ops."""
+        """The op inside which a residency begins with a birth; None if it begins otherwise, or between ops."""
         if not isinstance(residency.planned.start, Born):
             return None
         tick, _ = occupied_ticks(residency.planned, self.trace)
@@ -278,7 +278,7 @@ class ExecutablePlan:
         return op if op >= 0 and tick < self.trace.ops[op].stop_tick else None
 
     def _freed_inside(self, residency: ExecutableResidency, start_tick: int) -> Iterator[int]:
-        """Roles that die between an op's start and the stay's birth inside it and held a chunk of it.
+        """Variables that die between an op's start and the residency's birth inside it and held a chunk of it.
 
         All that dies earlier is seen dead before the op (`deaths`).
         """
@@ -292,7 +292,7 @@ class ExecutablePlan:
                 yield index
 
     def _place_acts(self, residencies: Iterable[ExecutableResidency]) -> list[list[ExecutableResidency]]:
-        """Sort the stays' acts by op. Returns the births inside each op, in order."""
+        """Sort the residencies' actions by op. Returns the births inside each op, in order."""
         uses = self.trace.uses_by_variable()
         births: list[list[ExecutableResidency]] = [[] for _ in range(self.num_ops)]
         late = self._loaded_for_next_step()
@@ -336,7 +336,7 @@ class ExecutablePlan:
         return births
 
     def _loaded_for_next_step(self) -> set[int]:
-        """Roles that start in memory, where the load may still be under way when the step starts."""
+        """Variables that start in memory, where the load may still be under way when the step starts."""
         found = set()
         for variable in self.variables:
             last = variable.residencies[-1].planned if variable.residencies else None
@@ -390,16 +390,16 @@ class ExecutablePlan:
             num_roles=len(self.variables),
         )
 
-    # -- playing it
+    # -- replaying it
 
     def live_records(self) -> list[VariableRecord]:
-        """Records that play a role now."""
+        """Records that are bound to a live variable now."""
         return [r.record for r in self.variables if r.record is not None and self.variable_alive[r.index]]
 
     def give_up_records(self) -> list[VariableRecord]:
         """Let go of the records kept for variables born in the step; the caller disposes of them.
 
-        Only while the plan is not being played. They are made anew when it is entered again.
+        Only while the plan is inactive. They are made anew when it is entered again.
         """
         found = {id(r.record): r.record for r in self.variables if r.is_born and r.record is not None}
         for variable in self.variables:
@@ -439,7 +439,7 @@ class ExecutablePlan:
         return any(u.writes and u.variable == variable.index for o in self.trace.ops[op:] for u in o.uses)
 
     def residency_at(self, variable: PlanVariable, op: int) -> ExecutableResidency | None:
-        """The residency of `role` that covers op `op`, if any."""
+        """The residency of a variable that covers op `op`, if any."""
         start, stop = self.trace.ops[op].start_tick, self.trace.ops[op].stop_tick
         for residency in variable.residencies:
             first, last = occupied_ticks(residency.planned, self.trace)
@@ -449,7 +449,7 @@ class ExecutablePlan:
 
 
 def _refuse_reruns(plan: Plan) -> None:
-    """Raise `PlanError` for a plan that runs ops again: the executor does not play that yet."""
+    """Raise `PlanError` for a plan that recomputes: the executor cannot replay that yet."""
     for planned in plan.residencies:
         if isinstance(planned.start, Recomputed) or isinstance(planned.stop, Discarded):
             raise PlanError(

@@ -1,14 +1,14 @@
-"""Playing a plan: before and after each op, at a step's boundary, and when a step leaves the plan.
+"""Executor: replays a plan, op by op and step by step, and bails out when a step differs from it.
 
-The executor has no opinions. It does what `ExecutablePlan` says, checks what the plan took for granted
-(what should be dead was freed; what is dropped is clean), and the moment something is not as
-planned it hands true books to the on-demand way and the step goes on there (DESIGN.md sections 6, 8).
+The executor decides nothing. It does what `ExecutablePlan` says and checks what the plan took for granted (what should
+be dead was freed; what is dropped is clean). The moment something is not as planned it returns all records to the
+residency manager, and the step goes on on demand (DESIGN.md sections 6, 8).
 
-While a plan is played, the records that play a role are the executor's; the books hold only the
-others, in chunks that the plan does not use. Ordering rules (DESIGN.md section 10):
+During replay the records bound to plan variables are the executor's; the residency manager has only the others, in
+chunks that the plan does not use. Ordering rules (DESIGN.md section 10):
 
-* a load starts after its own variable's write, and after the writes of whoever held its chunks;
-* an allocation waits for the writes of whoever held its chunks;
+* a load starts after its own variable's write, and after the writes of the residencies that held its chunks before;
+* an allocation waits for the writes of the residencies that held its chunks before;
 * what should have died before its chunks are reused is checked to be dead;
 * at a step's start every reservation has its step-start chunks again.
 """
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class Executor:
-    """Plays one plan at a time over the session's books, allocator and dispatcher."""
+    """Replays one plan at a time, over the session's residency manager, allocator and dispatcher."""
 
     def __init__(
         self,
@@ -82,18 +82,17 @@ class Executor:
     # -- between steps
 
     def enter(self, executable: ExecutablePlan, others: Sequence[ExecutablePlan] = ()) -> bool:
-        """Move all variables to where the plan's step starts. Called at a step boundary, on demand.
+        """Make a plan active: bring all variables to where its step starts. Called at a step boundary, on demand.
 
         Args:
-            compiled: The plan.
-            others: Plans that are not being played; their mappings are given up if the kernel's
-                limit on mappings stands in the way.
+            executable: The plan.
+            others: Inactive plans; their mappings are given up if the kernel's limit on mappings stands in the way.
 
         Returns:
-            False if the plan cannot start from here (`left_because` says why); the books are true.
+            False if the plan cannot start from here (`bailout_reason` says why); the step goes on on demand.
 
         Raises:
-            StoreFailed: A transfer failed; the books are true.
+            StoreFailed: A transfer failed; the step goes on on demand.
         """
         manager = self._manager
         if not manager.flights.settle():
@@ -128,7 +127,8 @@ class Executor:
             manager.load([r for r in workspaces if r.state is State.AWAY])
             return False
         try:
-            self._take_pool(executable, [r for r in workspaces if r.state is State.RESIDENT])
+            resident = [r for r in workspaces if r.state is State.RESIDENT]
+            manager.share_pool(self._new_pool(), executable.num_chunks, resident)
             manager.load([r for r in workspaces if r.state is State.AWAY])  # beside the plan's chunks
             if not self._bindings.map_all(executable, others):
                 self.bailout_reason = self._bindings.refusal
@@ -137,7 +137,7 @@ class Executor:
             manager.retake_pool(self._new_pool())
         for _, record in bound:
             manager.forget(record)
-        self._take_pool(executable, workspaces)
+        manager.share_pool(self._new_pool(), executable.num_chunks, workspaces)
         missing = [
             (targets[variable.index], r)
             for variable, r in bound
@@ -152,7 +152,7 @@ class Executor:
         self._bindings.hide_away(executable)
         self._install(executable)
         for variable, record in bound:
-            # Freed meanwhile (by the cycle collector): only from `_install` on do frees find their role.
+            # Freed meanwhile (by the cycle collector): only from `_install` on do frees find their variable.
             if not self._allocator.is_alive(record.address):
                 executable.variable_alive[variable.index] = 0
         self._start_period(executable)
@@ -166,7 +166,7 @@ class Executor:
         return True
 
     def retire(self, executable: ExecutablePlan) -> None:
-        """A plan will not be played again: give back what it keeps for the variables born in it."""
+        """Give back what a plan that will not be replayed again keeps for the variables born in it."""
         assert executable is not self.active
         self._bindings.give_up(executable)
 
@@ -190,18 +190,18 @@ class Executor:
             if variable.record is not None and executable.variable_alive[variable.index]
         ]
         self._start_foreign = dict(self._manager.records)
-        self._allocator.state.position = 0
+        self._allocator.state.set_between(0)
         self._dispatcher.start(0)
 
     def is_complete(self) -> bool:
-        """Whether every op of the plan has been played in this period."""
+        """Whether every op of the plan has been replayed in this period."""
         return self.active is not None and self._dispatcher.cursor == self.active.num_ops
 
     def rotate(self) -> bool:
-        """The step is complete and the same plan comes again: variables take their roles for it.
+        """Pass from a complete step to the next one of the same plan: rebind the variables.
 
         Returns:
-            False if the step had to leave the plan instead (`left_because`).
+            False if it had to bail out instead (`bailout_reason`).
         """
         executable = self.active
         assert executable is not None
@@ -234,7 +234,7 @@ class Executor:
     # -- around an op; called by the dispatcher
 
     def before(self, index: int) -> bool:
-        """Releases, loads, arrivals and births of op `index`. False: the step has left the plan."""
+        """Do the releases, loads, arrivals and births of op `index`. False: the step has bailed out."""
         executable = self.active
         assert executable is not None
         acts = executable.before[index]
@@ -252,7 +252,7 @@ class Executor:
             if alive[variable.index]:
                 self._start_load(residency)
                 continue
-            for other in residency.waits:  # whoever has the chunks next looks no further back than to this stay
+            for other in residency.waits:  # the next residency of these chunks looks no further back than to this one
                 if other.transfer is not None:
                     self._await(other)
         started = 0
@@ -276,14 +276,14 @@ class Executor:
                 if other.transfer is not None:
                     if not other.transfer.done():
                         started = started or time.monotonic_ns()
-                    self._await(other)  # also when it is over: a write that failed must let nobody in
+                    self._await(other)  # also when it has ended: after a failed write nothing may be put there
             self._prepare_birth(residency)
         if started:
             self._manager.note_stall(started)
         return True
 
     def _check_deaths(self, executable: ExecutablePlan, tick: int) -> bool:
-        """What should have been freed by `tick` and was not leaves the plan's chunks. False: the step left the plan."""
+        """Evict what should have been freed by `tick` and was not. False: it must stay, and the step has bailed out."""
         deaths, alive = executable.deaths, executable.variable_alive
         while self._next_death < len(deaths) and deaths[self._next_death][0] <= tick:
             variable = executable.variables[deaths[self._next_death][1]]
@@ -307,7 +307,7 @@ class Executor:
         return any(executable.variable_alive[index] for _, index in itertools.takewhile(lambda d: d[0] <= tick, deaths))
 
     def after(self, index: int) -> None:
-        """Writes and drops after op `index`."""
+        """Do the writes and drops after op `index`."""
         executable = self.active
         assert executable is not None
         acts = executable.after[index]
@@ -315,7 +315,7 @@ class Executor:
         alive = executable.variable_alive
         for variable in acts.dirties:
             if variable.record is not None:
-                variable.record.stored = False
+                variable.record.written()
         for residency in acts.writes:
             record = residency.variable.record
             if record is None or not alive[residency.variable.index]:
@@ -342,27 +342,27 @@ class Executor:
                 return
 
     def fail(self, index: int) -> None:
-        """Op `index` raised, perhaps after it had written some of its operands."""
+        """Note that op `index` raised, perhaps after it had written some of its operands."""
         assert self.active is not None
         for use in self.active.trace.ops[index].uses:
             record = self.active.variables[use.variable].record
             if use.writes and record is not None:
-                record.stored = False
+                record.written()
 
     def mid_op_records(self) -> list[VariableRecord]:
-        """Operands, and what was allocated so far, of the op in which the step left its plan."""
+        """Operands, and what was allocated so far, of the op in which the step bailed out."""
         return list(self._mid_op_pins)
 
     def finish(self) -> None:
-        """The op in which the step left its plan has ended: its operands need not stay any more."""
+        """Unpin the operands of the op in which the step bailed out: it has ended."""
         for record in self._mid_op_pins:
-            record.pins -= 1
+            record.unpin()
         self._mid_op_pins.clear()
 
     # -- allocations that the table did not serve
 
     def serve_between(self, nbytes: int) -> int:
-        """A planned allocation between two ops; 0 if the plan has none here."""
+        """Serve a planned allocation between two ops. Its address; 0 if the plan has none here."""
         executable = self.active
         assert executable is not None
         for residency in executable.between_births.get(self._dispatcher.cursor, ()):
@@ -386,7 +386,7 @@ class Executor:
         return 0
 
     def absorb_events(self) -> list[Event]:
-        """Take the allocator's log into this period's, and forget freed variables of the books."""
+        """Append the allocator's log to this period's, and free those of its variables that the manager has."""
         events = self._allocator.drain()
         self.events.extend(events)
         for event in events:
@@ -394,16 +394,16 @@ class Executor:
                 self._manager.free(event.address)
         return events
 
-    # -- leaving
+    # -- bailout
 
     def bail_out(self, reason: str) -> None:
-        """Go on on demand from here. `on_leave` gets the recorder with what was played of the step.
+        """Deactivate the plan; the step goes on on demand. `on_bailout` gets a recorder of the ops replayed so far.
 
         Safe at any point: between ops, or inside one (from an allocation), where that op's
         operands and allocations stay pinned until `finish`.
 
         Raises:
-            StoreFailed: A transfer had failed. The books are true nevertheless.
+            StoreFailed: A transfer had failed. All records are returned nevertheless.
         """
         executable = self.active
         assert executable is not None
@@ -412,11 +412,10 @@ class Executor:
         self._allocator.state.mode = MODE_DEMAND
         self._allocator.state.plan = None
         self.active = None
-        position = self._allocator.state.position
-        cursor = position // 2
+        cursor = self._allocator.state.op_index
         # Another thread cannot tell whether the session's is just about to run the op: as if it were.
         is_foreign = threading.get_ident() != self._thread and cursor < executable.num_ops
-        inside = position % 2 == 1 or is_foreign
+        inside = self._allocator.state.is_inside_op or is_foreign
         self._manager.flights.settle()  # sends and receives stay pinned: on demand that is enough
         failure = land_transfers(self._manager, executable, writes=self._writes, loads=self._loads)
         self._writes.clear()
@@ -432,7 +431,7 @@ class Executor:
                 self._bindings.bury(executable, variable)
         self._manager.retake_pool(self._new_pool())
         _log.info("left the plan at op %d: %s", cursor, reason)
-        self._recording.resume(recorder)  # also when a transfer had failed: the step goes on from true books
+        self._recording.resume(recorder)  # also when a transfer had failed: the step goes on on demand
         if failure is not None:
             raise failure
 
@@ -468,10 +467,8 @@ class Executor:
             else:
                 after.append(other.transfer)
         # Its addresses show what they showed until it has arrived: a guarded variable stays guarded.
-        residency.transfer, residency.moved = (
-            self._manager.start_load(record, residency.runs, after, residency.segments),
-            record,
-        )
+        self._manager.start_load(record, residency.runs, after, residency.segments)
+        residency.transfer, residency.moved = record.transfer, record
         self._loads.append(residency)
 
     def _arrive(self, record: VariableRecord) -> None:
@@ -479,14 +476,15 @@ class Executor:
             self._manager.settle(record, for_ops=True)
             if self._manager.guards.lift(record):
                 # Touched on its way in: what was read may be older than what the store's file holds now.
-                runs, record.state = record.runs, State.AWAY
+                runs = record.runs
+                record.load_undone()
                 self._manager.settle_load(record, runs)
         except StoreFailed as error:
             self._abandon(error)
         self._space.map(record.reservation, record.runs)
 
     def _await(self, residency: ExecutableResidency) -> None:
-        """Let ops wait for the stay's transfer. Over is not done: until this has passed, its chunks are its own."""
+        """Let ops wait for the residency's transfer. One that has ended may have failed: it is seen only here."""
         assert residency.transfer is not None
         try:
             residency.transfer.order()
@@ -497,13 +495,13 @@ class Executor:
         residency.transfer = None
 
     def _abandon(self, error: StoreFailed) -> None:
-        """A transfer failed in mid-step: make the books true, then fail the step."""
+        """Bail out since a transfer failed in mid-step, then fail the step."""
         with contextlib.suppress(StoreFailed):
             self.bail_out("a transfer failed")
         raise error
 
     def _release(self, executable: ExecutablePlan, residency: ExecutableResidency) -> bool:
-        """The stay ends here, in the store. False: it must not, and the step has left the plan."""
+        """End a residency whose bytes the store has. False: it must not end, and the step has bailed out."""
         record = residency.variable.record
         if record is None or not executable.variable_alive[residency.variable.index]:
             return True
@@ -524,9 +522,7 @@ class Executor:
         if residency.transfer is not None and residency.transfer.done():
             self._await(residency)
         self._manager.check_clean(record)
-        record.state = State.AWAY
-        record.runs = ()
-        record.transfer = residency.transfer
+        record.released(residency.transfer)
         if self._manager.debug or (self.guards_releases and not residency.variable.dies_within):
             try:
                 self._manager.guards.guard_away([record])
@@ -539,22 +535,19 @@ class Executor:
         record = residency.variable.record
         assert record is not None
         if residency.transfer is not None and not residency.transfer.done():
-            # Who was born here in the step before was freed on its way out. Nobody needs those bytes, well or not.
+            # Its record of the step before was freed while it was written out. Nothing needs those bytes, well or not.
             with contextlib.suppress(OSError):
                 residency.transfer.order()
         self._manager.guards.lift(record)
-        record.state = State.RESIDENT
-        record.runs = residency.runs
-        record.stored = False
-        record.transfer = None
+        record.born(residency.runs)
         self._space.map(record.reservation, residency.runs)
 
-    # -- roles
+    # -- steps that differ harmlessly, and what is alive
 
     def skip_bystanders(self, func: Any) -> bool:
-        """Let the plan go on at op `func` if only ops that touch no variable lie between. True if so.
+        """Skip planned ops that touch no variable, up to the next `func`. True if that is possible.
 
-        Of the ops that do not come, the plan's acts around them are done.
+        The plan's actions around the skipped ops are done.
         """
         executable = self.active
         assert executable is not None
@@ -564,7 +557,7 @@ class Executor:
         if index == cursor or index == executable.num_ops or executable.funcs[index] is not func:
             return False
         for skipped in range(cursor, index):
-            self._allocator.state.position = 2 * skipped
+            self._allocator.state.set_between(skipped)
             executable.op_start_ns[skipped] = executable.op_stop_ns[skipped] = time.monotonic_ns()
             if executable.before[skipped] is not None and not self.before(skipped):
                 return False
@@ -572,12 +565,12 @@ class Executor:
                 self.after(skipped)
             if self.active is None:
                 return False
-        self._allocator.state.position = 2 * index
+        self._allocator.state.set_between(index)
         self._dispatcher.start(index)
         return True
 
     def rebind(self, addresses: Sequence[int]) -> bool:
-        """Let operands of the next op play roles that nobody plays yet (a batch from a list).
+        """Bind operands of the next op to plan variables that are not bound yet (a batch from a list).
 
         Returns:
             True if the op's operands are now as planned, and resident.
@@ -597,7 +590,7 @@ class Executor:
                 return False
             changes[variable_index] = record
         if len({record.address for record in changes.values()}) != len(changes):
-            return False  # one variable cannot play two roles
+            return False  # one record cannot be bound to two variables
         for variable_index, record in changes.items():
             if not self._bind_late(executable, executable.variables[variable_index], record, index):
                 return False
@@ -624,22 +617,14 @@ class Executor:
         if not (isinstance(start, Loaded) and start.before_op == index):
             self._start_load(residency)
             self._arrive(record)
-        # Else `before` loads it, after it has released who holds the chunks until this very op.
+        # Else `before` loads it, after it has released the variable that has the chunks until this very op.
         if executable.is_written_from(variable, index):
-            record.stored = False  # the op that was to note the first write may have been another's
+            record.written()  # the op that was to note the first write may have been another's
         self._manager.note_stall(started)
         return True
 
-    def _take_pool(self, executable: ExecutablePlan, workspaces: Sequence[VariableRecord]) -> None:
-        """The plan's chunks are its own from now on; beside workspaces, what is left serves the unplanned."""
-        pool = self._new_pool()
-        pool.take_exactly([(0, executable.num_chunks)] if executable.num_chunks else [])
-        for record in workspaces:
-            pool.take_exactly(record.runs)
-        self._manager.pool = pool
-
     def guard_away(self) -> None:
-        """The step is over: let stray touches of what is away be served until it is next loaded.
+        """Guard what is away at the step's end: stray touches are served until it is next loaded.
 
         Until the next step begins (`guards_releases`) the same holds for what goes away meanwhile.
         """
@@ -654,24 +639,24 @@ class Executor:
         )
 
     def unserve(self) -> None:
-        """In debug mode a step begins: what was served between steps shows nothing again."""
+        """At the start of a step in debug mode: what was served between steps shows nothing again."""
         for record in self._manager.guards.served_records():
             if self._manager.records.get(record.address) is record:
-                self._manager.hide(record)
+                self._manager.guards.hide(record)
             elif self.active is not None and record.variable_index >= 0:
                 variable = self.active.variables[record.variable_index]
                 self._bindings.map_first(variable)
                 self._manager.guards.guard_away([record])
 
     def live_records(self) -> list[VariableRecord]:
-        """Records that play a role now."""
+        """Records that are bound to a live plan variable now."""
         return self.active.live_records() if self.active is not None else []
 
     def record_at(self, address: int) -> VariableRecord | None:
-        """The record that plays a role at this address, if one does."""
+        """The record at this address, if it is bound to a live plan variable."""
         return next((record for record in self.live_records() if record.address == address), None)
 
     def _prune(self) -> None:
-        """Forget what has landed well. A failed transfer stays: whoever needs it finds out."""
+        """Forget transfers that have ended well. A failed one stays, and fails the action that needs it."""
         self._writes = [residency for residency in dict.fromkeys(self._writes) if not has_landed(residency)]
         self._loads = [residency for residency in dict.fromkeys(self._loads) if not has_landed(residency)]

@@ -1,4 +1,4 @@
-"""A plan that a user brings (`ooc run --plan`): in place of planning, for the step that it was made for."""
+"""A plan from a file (`ooc run --plan`), replayed instead of planning the step that it was made for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def read_plan(path: str | Path) -> Plan:
-    """The plan in a file, if a session can play it.
+    """Read a plan from a file, if a session can replay it.
 
     Raises:
         ValueError: Not readable, not a plan, of another version, or one that runs ops again.
@@ -40,11 +40,11 @@ def read_plan(path: str | Path) -> Plan:
 
 
 class GivenPlan(PlanCache):
-    """Answers with the given plan for its own step, and like the cache behind it for every other.
+    """A plan cache that returns the given plan for its own step, and what the cache behind it has for every other.
 
     Attributes:
         plan: The given one.
-        refusal: Why it was not played when a step was last planned; empty if it was.
+        refusal: Why it was not used when a step was last planned; empty if it was.
     """
 
     def __init__(self, plan: Plan, behind: PlanCache | None) -> None:
@@ -77,7 +77,7 @@ class GivenPlan(PlanCache):
             self.behind.save(plan, trace, parameters)
 
     def is_fixed(self, plan: Plan) -> bool:
-        """The given plan is played as it is."""
+        """Whether this is the given plan, which is replayed as it is."""
         return plan.residencies == self.plan.residencies
 
     def _why_not(self, trace: Trace, machine: Machine) -> str:

@@ -1,4 +1,4 @@
-"""What playing a plan showed: how long its ops really take, and what the store really does meanwhile."""
+"""Measured op durations and store rates of a plan's replays, for planning the same step again."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from ooc.memory.protocols import Store
 from scheduler.plan import Machine
 from scheduler.trace import Trace
-from vmm.store import FileStore
 
 
 class OpTimings:
-    """Measurements over the steps played from one plan.
+    """Op durations and store rates, measured over the steps that were replayed from one plan.
 
     Attributes:
-        num_played: Steps played whole.
+        num_played: Steps replayed from the first op to the last.
     """
 
     def __init__(self) -> None:
@@ -25,11 +25,11 @@ class OpTimings:
         self._start: tuple[int, int, int, int] | None = None
 
     def __repr__(self) -> str:
-        return f"<PlayLog of {self.num_played} steps>"
+        return f"<OpTimings of {self.num_played} steps>"
 
-    def note(self, op_ns: npt.NDArray[np.int64], store: FileStore) -> None:
-        """A step was played; each op took so long. The first one does not count: it touches memory
-        for the first time."""
+    def note(self, op_ns: npt.NDArray[np.int64], store: Store) -> None:
+        """Note the op durations of a step that was replayed whole. The first one does not count: it touches
+        memory for the first time."""
         self.num_played += 1
         if self.num_played == 1:
             self._start = _odometer(store)
@@ -47,7 +47,7 @@ class OpTimings:
             trace, ops=tuple(replace(op, duration_ns=max(ns, 0)) for op, ns in zip(trace.ops, times, strict=False))
         )
 
-    def machine(self, before: Machine, store: FileStore) -> Machine:
+    def machine(self, before: Machine, store: Store) -> Machine:
         """The machine with the rates seen since the first step, each way while it was busy.
 
         They were had under the load that matters (ops computing, both ways busy), so no further
@@ -68,6 +68,6 @@ class OpTimings:
         )
 
 
-def _odometer(store: FileStore) -> tuple[int, int, int, int]:
+def _odometer(store: Store) -> tuple[int, int, int, int]:
     reads, writes = store.statistics("read"), store.statistics("write")
     return reads.nbytes, reads.busy_ns, writes.nbytes, writes.busy_ns

@@ -1,4 +1,4 @@
-"""What a device wants to know of ops: that one is about to run, and on what memory."""
+"""Protocol of a device's hooks around ops: which op is about to run, and on what memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class OpWatch(Protocol):
-    """Told of each op before it runs. The CPU has none: there, what the host does is done."""
+    """Hooks that a device has called around each op. The CPU has none: there, what the host has run has happened."""
 
     def begins(self, func: Any, operands: Iterable[VariableRecord], written: Container[int]) -> None:
         """An op is about to run on demand; `written` are the addresses of operands that it changes."""
@@ -23,14 +23,14 @@ class OpWatch(Protocol):
         """The op that ran on demand has been issued, and its duration is about to be taken."""
 
     def born(self, address: int, nbytes: int) -> None:
-        """Memory was allocated that no plan had inside an op: whoever asked will write it."""
+        """Memory was allocated that no plan has inside an op; its first use will be a write."""
 
     def calls_of(self, executable: ExecutablePlan) -> list[Any]:
-        """Per op of a plan, what is to be called for it."""
+        """Per op of a plan, the function to call for it."""
 
 
 def named_calls(funcs: Sequence[Any], calls: Sequence[Any]) -> list[Any]:
-    """What is called for each op of a plan, each as a range under its op's name; what is one already stays."""
+    """The functions to call for a plan's ops, each wrapped in a profiler range of its op's name (once)."""
     return [
         call if getattr(call, "func", None) is _call_named else functools.partial(_call_named, str(func), call)
         for func, call in zip(funcs, calls, strict=True)

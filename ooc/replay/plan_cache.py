@@ -1,6 +1,6 @@
-"""Plans kept on disk, so that the next run of the same step on the same machine need not plan again.
+"""Plan cache on disk: the next run of the same step on the same machine need not plan again.
 
-A plan is right for a trace whatever the times in it, so a kept plan is looked up by the sequence
+A plan is valid for a trace whatever the times in it, so a cached plan is looked up by the sequence
 and by a coarse description of the machine, and checked by `scheduler.verify` before it is used.
 What is predicted of it is computed anew from the present run's times and rates.
 
@@ -32,6 +32,7 @@ from scheduler.plan import Machine, Plan, PlanError
 from scheduler.trace import Trace
 from scheduler.verify import verify
 from vmm.native_build import cache_directory
+from vmm.printable import printable
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ _PARTIAL_LIFETIME_S = 3600.0
 
 
 class PlanCache:
-    """A directory of plans by key. Trouble with it is logged and costs a plan made anew, nothing else.
+    """A directory of plans by key. An error in it is logged, and costs no more than planning again.
 
     Args:
         directory: Where; made on first use.
@@ -64,14 +65,15 @@ class PlanCache:
         return cls(cache_directory() / "plans")
 
     def load(self, trace: Trace, machine: Machine, policy: str, parameters: Mapping[str, Any]) -> Plan | None:
-        """The plan kept for this step, checked, with predictions for `machine`; None if there is none."""
+        """The cached plan of this step, verified, with predictions for `machine`; None if there is none."""
         path = self._path(trace, machine, policy, parameters)
         try:
             text = path.read_text()
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as error:
-            return self._reject(path, error)
+            self._reject(path, error)
+            return None
         try:
             kept = Plan.from_json(text)
             if (kept.machine.num_chunks, kept.machine.chunk_nbytes) != (machine.num_chunks, machine.chunk_nbytes):
@@ -80,7 +82,8 @@ class PlanCache:
             verify(plan, trace)
             result = simulate(plan, trace, with_timeline=False)
         except (PlanError, LookupError, TypeError, ValueError, AssertionError) as error:
-            return self._reject(path, error)
+            self._reject(path, error)
+            return None
         with contextlib.suppress(OSError):
             os.utime(path)
         self.num_hits += 1
@@ -92,7 +95,7 @@ class PlanCache:
         return replace(plan, predicted=predicted, bounds=lower_bounds(trace, machine))
 
     def save(self, plan: Plan, trace: Trace, parameters: Mapping[str, Any]) -> None:
-        """Keep a plan, in place of what is kept for the same step. `parameters` are those asked for."""
+        """Cache a plan, in place of an earlier one of the same step. `parameters` are those asked for."""
         path = self._path(trace, plan.machine, plan.policy, parameters)
         partial = None
         try:
@@ -132,7 +135,7 @@ class PlanCache:
         return self.directory / f"{hashlib.sha256(body.encode()).hexdigest()[:32]}.json"
 
     def _reject(self, path: Path, error: Exception) -> None:
-        _log.warning("the kept plan %s is of no use and is removed: %s", path, error)
+        _log.warning("the kept plan %s is of no use and is removed: %s", path, printable(str(error)))
         with contextlib.suppress(OSError):
             path.unlink()
 

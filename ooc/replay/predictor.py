@@ -1,4 +1,4 @@
-"""Which sequence comes next: what came next before, after as much of the past as tells something.
+"""Predicts the next step's op sequence with a variable-order Markov model of the last eight steps.
 
 Steps mostly repeat; but an evaluation every fifth step, a checkpoint every sixth, two shapes that take turns are
 patterns, too. A wrong guess costs the rest of a step on demand, so it is worth some memory.
@@ -9,27 +9,27 @@ from __future__ import annotations
 from collections import Counter, deque
 
 _MOST_KEYS = 8
-"""The longest past that is looked at: patterns of up to eight steps are told apart."""
+"""The longest context: patterns of up to eight steps are told apart."""
 _MOST_PASTS = 512
-"""Pasts that are remembered, the newest: steps that are never the same twice must not fill memory."""
+"""Contexts (the keys before a step) that are remembered: steps that are never the same must not fill memory."""
 
 
 class SequencePredictor:
-    """Learns what follows what, from keys in the order in which they come."""
+    """A variable-order Markov model over sequence keys, learned from the order in which they come."""
 
     def __init__(self) -> None:
         self._recent: deque[str] = deque(maxlen=_MOST_KEYS)
         self._followers: dict[tuple[str, ...], Counter[str]] = {}
 
     def __repr__(self) -> str:
-        return f"<Expectation after {list(self._recent)}, {len(self._followers)} pasts known>"
+        return f"<SequencePredictor after {list(self._recent)}, {len(self._followers)} pasts known>"
 
     def __len__(self) -> int:
-        """Pasts that are remembered."""
+        """Contexts that are remembered."""
         return len(self._followers)
 
     def note(self, key: str) -> None:
-        """The step that has just ended was `key`."""
+        """Learn that the step that has just ended was `key`."""
         for past in self._pasts():
             followers = self._followers.pop(past, None) or Counter()  # to the end: seen most recently
             count = followers.pop(key, 0)
@@ -40,14 +40,14 @@ class SequencePredictor:
         self._recent.append(key)
 
     def interrupt(self) -> None:
-        """Something that has no key has come: the past is over."""
+        """Something without a key has run: the next context begins after it."""
         self._recent.clear()
 
     def next(self) -> str | None:
-        """What most likely comes next; None before anything is known.
+        """The most likely next key; None before anything is known.
 
-        Of all pasts that end now, the one that was followed most surely by one thing decides, seldom-seen ones counting
-        as less sure; of equally sure ones, the longest. Of things that followed equally often, the one seen last.
+        Of all contexts that match now, the one with the most probable follower decides, where contexts seen seldom
+        count for less; of equally probable ones, the longest. Of followers seen equally often, the one seen last.
         """
         best: tuple[float, int, str] | None = None
         for past in self._pasts():

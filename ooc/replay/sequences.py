@@ -1,4 +1,4 @@
-"""Which sequences of ops were seen, which have a plan, and which one to expect next."""
+"""Op sequences that were observed, their plans, and the plan to replay in the next step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from ooc.memory.protocols import Store
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.plan_cache import PlanCache
 from ooc.replay.predictor import SequencePredictor
+from ooc.replay.stoppable import Stopped, stoppable
 from ooc.tracing.recorder import Observed, close_cycle, need_nbytes
 from ooc.units import format_nbytes
 from scheduler.cost.simulate import simulate
@@ -19,14 +21,13 @@ from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
 from scheduler.policies import POLICIES
 from scheduler.trace import Trace
-from vmm.store import FileStore
 
 _log = logging.getLogger(__name__)
 
 _MAX_SEQUENCES = 64
 """Sequences without a plan that are remembered: a step that is never the same twice must not fill memory."""
 _REFINE_AFTER = (3, 8)
-"""Steps played from a plan after which it is made anew: early, and once more with a better minimum."""
+"""Steps replayed from a plan after which it is made anew: early, and once more with a better minimum."""
 _WORTHWHILE = 0.995
 """A new plan must be predicted to take at most this part of the old one's time: a change is not free."""
 _WORTHWHILE_STALL = 0.005
@@ -34,10 +35,10 @@ _WORTHWHILE_STALL = 0.005
 
 
 class Sequences:
-    """Learns sequences and plans each that was seen twice.
+    """Learns op sequences, and plans each that was observed twice.
 
-    A sequence's key is its trace's fingerprint. What comes next is expected as it came before (`ooc.replay.predictor`),
-    so shapes that take turns, and an evaluation every few steps, are all played from their plans.
+    A sequence's key is its trace's fingerprint. The next one is predicted (`ooc.replay.predictor`), so shapes that take
+    turns, and an evaluation every few steps, are all replayed from their plans.
 
     Args:
         planning: Told the number of ops, is entered while a plan is made.
@@ -73,7 +74,7 @@ class Sequences:
         self.planning_s = 0.0
         self.last_num_ops: int | None = None
         self.retired: list[ExecutablePlan] = []
-        """Plans that will not be played again; whoever empties the list gives back what they keep."""
+        """Plans that will not be replayed again; whoever empties the list gives back what they keep."""
 
     def __repr__(self) -> str:
         return f"<Sequences: {len(self._seen)} seen, {len(self._plans)} planned, {len(self._unplannable)} unplannable>"
@@ -117,6 +118,9 @@ class Sequences:
             with self._planning(len(trace.ops)):
                 plan = self._plan(trace, machine)
             executable = self._make_executable(trace, plan, observed)
+        except Stopped:
+            _log.info("planning was interrupted; it is tried again when this sequence comes again")
+            return key
         except PlanError as error:
             self._unplannable[key] = str(error)
             _log.warning("this sequence stays on demand: %s", error)
@@ -139,10 +143,13 @@ class Sequences:
             if kept is not None:
                 _log.info("this step was planned in an earlier run")
                 return kept
-        plan = make_plan(trace, machine, policy=self._policy, **self._parameters)
+        plan = self._make_plan(trace, machine)
         if self._cache is not None:
             self._cache.save(plan, trace, self._parameters)
         return plan
+
+    def _make_plan(self, trace: Trace, machine: Machine) -> Plan:
+        return stoppable(lambda: make_plan(trace, machine, policy=self._policy, **self._parameters))
 
     def _make_executable(self, trace: Trace, plan: Plan, observed: Observed) -> ExecutablePlan:
         return ExecutablePlan(
@@ -161,8 +168,8 @@ class Sequences:
         self._unplannable.clear()
         self.active_key = None
 
-    def refine(self, executable: ExecutablePlan, store: FileStore) -> ExecutablePlan:
-        """A step was played whole from this plan: plan anew with the times and rates it really had.
+    def refine(self, executable: ExecutablePlan, store: Store) -> ExecutablePlan:
+        """Plan anew with the measured times and rates, after a step was replayed whole from this plan.
 
         The first plan rests on steps that ran on demand and on a store measured while nothing
         computed. So plan again after some steps, and keep the better of the two as simulated with
@@ -183,12 +190,14 @@ class Sequences:
             return executable
         try:
             with self._planning(len(trace.ops)):
-                plan = make_plan(trace, machine, policy=self._policy, **self._parameters)
+                plan = self._make_plan(trace, machine)
             old_ns = old.duration_ns + executable.plan.predicted.get("remap_ns", 0)
             _log.info("planned anew: %.4f s a step instead of %.4f s", plan.step_ns / 1e9, old_ns / 1e9)
             if plan.step_ns > old_ns * _WORTHWHILE:
                 return executable
             better = self._make_executable(trace, plan, self._seen[key])
+        except Stopped:
+            return executable
         except PlanError as error:
             _log.warning("cannot plan anew: %s", error)
             return executable
@@ -217,8 +226,8 @@ class Sequences:
             self.active_key = None
             return None
         self._predictor.note(key)
-        # A plan that turns out wrong costs little: the step leaves it where it differs, and is
-        # recorded whole. So any plan is better than none, the one played last above all others.
+        # A plan that turns out wrong costs little: the step bails out where it differs, and is
+        # recorded whole. So any plan is better than none, the one replayed last above all others.
         for expected in (self._predictor.next(), key, self._last_played):
             if expected is not None and expected in self._plans:
                 self.active_key = self._last_played = expected

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ooc.output_files import write_output
 from ooc.reporting.documents import MAX_DOCUMENT_NBYTES, BadDocument, Document
 from ooc.reporting.report import versions
 from ooc.reporting.step_view import StepView
@@ -52,7 +53,7 @@ def write_chrome_trace(path: Path, documents: Sequence[Document], *, beside: str
     if host is not None:
         host["traceEvents"] += trace["traceEvents"]
         trace = host
-    path.write_text(json.dumps(trace, separators=(",", ":")), encoding="ascii")
+    write_output(path, json.dumps(trace, separators=(",", ":")))
 
 
 def chrome_trace(documents: Sequence[Document], *, base_ns: int | None = None) -> dict[str, Any]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +13,7 @@ from typing import Any
 import torch
 
 from ooc.engine import Engine
+from ooc.output_files import write_output
 from ooc.units import format_duration, format_nbytes
 
 REPORT_SCHEMA_VERSION = 1
@@ -70,19 +68,8 @@ def versions() -> dict[str, str]:
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a document so that whoever looks sees the old file or the whole new one. Raises OSError."""
-    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(_readable(document))
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(partial, 0o666 & ~umask)  # mkstemp's 0600 is for secrets
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
+    """Write a document as `write_output` does: a regular file whole or not at all. Raises OSError."""
+    write_output(path, _readable(document))
 
 
 def _readable(document: Mapping[str, Any]) -> str:

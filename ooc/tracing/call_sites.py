@@ -1,7 +1,7 @@
-"""Where in a person's program an op comes from: its module, and the line that called it.
+"""Call sites of ops in the user's program: the module, and the line that called the op.
 
 An op that runs on demand looks up the Python stack once (some microseconds); ops of a planned step do not come by
-here, and have the place that was noted when their step was learned. A backward op has no line of its own:
+here, and have the call site that was noted when their step was recorded. A backward op has no line of its own:
 autograd numbers its nodes as the forward ops make them, so the node that runs says whose gradient it is.
 
     blocks.0.attention (model.py:41)                an op called in a module's forward
@@ -42,7 +42,7 @@ _OTHER, _USERS, _CALL, _BACKWARD = range(4)
 
 
 class CallSites:
-    """Finds places, and remembers which forward op made which autograd node.
+    """Finds ops' call sites, and remembers which forward op made which autograd node.
 
     One recording's worth: `clear` it when the next begins.
     """
@@ -55,7 +55,7 @@ class CallSites:
         self._paths: dict[int, tuple[weakref.ref[nn.Module], dict[int, str]]] = {}
 
     def __repr__(self) -> str:
-        return f"<Places of {len(self._forward)} autograd nodes, {len(self._lines)} lines>"
+        return f"<CallSites of {len(self._forward)} autograd nodes, {len(self._lines)} lines>"
 
     def clear(self) -> None:
         """Forget nodes and modules, which may be others from now on."""
@@ -67,7 +67,7 @@ class CallSites:
             self._texts.clear()
 
     def of_this_op(self) -> str:
-        """The place of the op that is being dispatched on this thread; empty where nobody's code is on the stack."""
+        """The call site of the op that is being dispatched on this thread; empty without user code on the stack."""
         line, inner, outer, is_backward = self._walk(sys._getframe(1))
         path = self._path(inner.f_locals["self"], outer.f_locals["self"]) if inner and outer else ""
         key = path, line
@@ -84,7 +84,7 @@ class CallSites:
         return text
 
     def _walk(self, frame: FrameType | None) -> tuple[str, FrameType | None, FrameType | None, bool]:
-        """The innermost line of a person's, the innermost and outermost modules' calls; whether autograd called."""
+        """The innermost line of user code, the innermost and outermost modules' calls; whether autograd called."""
         line, is_backward = "", False
         inner: FrameType | None = None
         outer: FrameType | None = None
@@ -116,7 +116,7 @@ class CallSites:
             if id(inner) in paths and model() is not None:
                 return paths[id(inner)] or type(inner).__name__
         paths = {}
-        with contextlib.suppress(Exception):  # a module may be anything; places are for people
+        with contextlib.suppress(Exception):  # a module may be anything; call sites are for people to read
             paths = {id(module): name for name, module in outer.named_modules()}
         paths.setdefault(id(inner), "")
         self._paths[id(outer)] = weakref.ref(outer), paths
@@ -124,7 +124,7 @@ class CallSites:
 
 
 def _is_the_users(file_name: str) -> bool:
-    """Whether a line in this file says something to a person: neither torch's, nor ours, nor the standard library's."""
+    """Whether this is a file of user code: neither torch's, nor ours, nor the standard library's."""
     if file_name.startswith(_OWN_MODELS):
         return True
     if file_name.startswith((*_LIBRARIES, "<frozen ")):
@@ -133,7 +133,7 @@ def _is_the_users(file_name: str) -> bool:
 
 
 def _short(file_name: str) -> str:
-    """A file as it is imported, without the directories that lead to where imports begin."""
+    """A file's path relative to the entry of `sys.path` that it is imported from."""
     starts = (os.path.join(os.path.abspath(entry), "") for entry in sys.path)
     longest = max((start for start in starts if file_name.startswith(start)), key=len, default="")
     return file_name[len(longest) :]

@@ -1,4 +1,4 @@
-"""Recording a step that never runs: fake tensors have sizes and no bytes.
+"""Records a step without running it, with fake tensors, which have sizes and no bytes.
 
 Under torch's `FakeTensorMode` a model larger than the machine is built and stepped in seconds, and a dispatch
 mode above it notes each op with its storages and the life of each storage, as `ooc.tracing.recorder` does for a step
@@ -29,6 +29,7 @@ from ooc.tracing.call_sites import CallSites
 from ooc.tracing.recorder import NEED, Observed, OpRecord, StepRecorder, close_cycle, need_nbytes
 from scheduler.profiles import Profile
 from scheduler.trace import Trace
+from vmm.table import between_ops, inside_op
 from vmm.torch_cpu import ALLOC, FREE, GRANULE_NBYTES, Event
 
 _log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ MOST_SETUP_OPS = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class _Storage:
-    """One live storage, in the form in which the recorder reads records. The address is made up and unique."""
+    """A live fake storage, with what the recorder reads of records. Its address is made up and unique."""
 
     address: int
     nbytes: int
@@ -107,7 +108,7 @@ class FakeRecording:
         self._fake.__exit__(*reason)
 
     def boundary(self, optimizer: torch.optim.Optimizer | None = None, model: torch.nn.Module | None = None) -> bool:
-        """One step ends and the next begins. Returns whether `trace` is complete.
+        """End one step and begin the next. Returns whether `trace` is complete.
 
         Args:
             optimizer, model: To tell parameters, gradients and optimizer state by kind and name.
@@ -130,7 +131,7 @@ class FakeRecording:
         self._need_nbytes = max(self._need_nbytes, need_nbytes(trace))
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """One op, noted with its operands, results and work."""
+        """Run one op on fake tensors, and record its operands, results and work."""
         recorder = self._recorder
         occurrences = self._addresses((args, kwargs))
         changed = ops.written_values(func, args, dict(kwargs))
@@ -194,7 +195,7 @@ class FakeRecording:
         )
 
     def _replayable(self) -> list[bool]:
-        """For each op: no random numbers, no change of anything, and no untracked operand that changes later?"""
+        """Per op, whether it may be run again: no random numbers, no writes, no untracked operand written later."""
         assert self._recorder is not None
         found: list[bool] = []
         changed_later: set[int] = set()
@@ -242,7 +243,8 @@ class FakeRecording:
     def _note(self, storage: _Storage, kind: int) -> None:
         recorder = self._recorder
         if recorder is not None:
-            position = 2 * len(recorder.ops) + self._is_in_op
+            index = len(recorder.ops)
+            position = inside_op(index) if self._is_in_op else between_ops(index)
             recorder.events.append(Event(storage.address, storage.nbytes, kind, position))
 
     def _name_storages(self, optimizer: torch.optim.Optimizer | None, model: torch.nn.Module | None) -> None:
@@ -263,8 +265,8 @@ class FakeRecording:
                 known[1].kind, known[1].label = kind, label
 
 
-class _Mode(TorchDispatchMode):
-    """Sees each op above the fake tensors."""
+class _Mode(TorchDispatchMode):  # type: ignore[misc]  # to mypy all of torch is Any
+    """Dispatch mode above the fake tensors, which gives each op to the recording."""
 
     def __init__(self, recording: FakeRecording) -> None:
         super().__init__()
@@ -284,7 +286,7 @@ class _Mode(TorchDispatchMode):
 
 
 def _agree(first: Observed, second: Observed) -> bool:
-    """Are the two the same sequence, on the same long-lived storages?"""
+    """Whether two observations are of one sequence, on the same long-lived storages."""
     if first.trace.fingerprint() != second.trace.fingerprint():
         return False
     throughout = [i for i, v in enumerate(second.trace.variables) if v.birth_tick is None and v.death_tick is None]

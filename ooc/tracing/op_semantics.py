@@ -1,4 +1,4 @@
-"""What we must know of ops beyond what the dispatcher says: what they write, and which to run in parts.
+"""Semantics of ops that the dispatcher does not tell: what they write, and which can run in parts.
 
 * **Writes** come from the op's schema. Some ops write what their schema hides; those are listed.
   Custom ops are taken to write every operand.
@@ -9,7 +9,7 @@
   procedures, ICSE'24 section 4).
 
 On the CPU list ops have one route (a loop over the tensors), so parts take the same route as the
-whole.
+whole; on CUDA `list_routes` sees to that.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ooc.tracing.collective_ops import is_collective
+from ooc.tracing.list_routes import same_route
 
 _HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
     # Running statistics, updated without an alias mark or a version bump (seen with torch 2.13).
@@ -66,7 +67,7 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 def is_list_op(func: Any) -> bool:
     """Whether an op works on lists of tensors index by index."""
-    name = func._schema.name
+    name: str = func._schema.name
     return name.startswith(("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")) or (
         name == "aten::_amp_foreach_non_finite_check_and_unscale_"
     )
@@ -102,6 +103,8 @@ def run_list_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, lim
     cuts = list(_cuts([sum(_nbytes(v[i]) for v in tensors) for i in range(length)], limit_nbytes))
     if len(cuts) <= 1:
         return run(func, args, kwargs)
+    if func._schema.name.startswith("aten::_foreach_"):
+        func = same_route(func, tensors)
     names = [argument.name for argument in func._schema.arguments]
     results: list[Any] = []
     returns_list = False

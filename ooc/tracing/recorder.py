@@ -1,4 +1,4 @@
-"""Recording a step, and turning what was recorded into a `scheduler.Trace`.
+"""Records a step's ops and allocations, and turns them into a `scheduler.Trace`.
 
 While a step runs on demand, the recorder notes each op with the storage addresses of its operands,
 and the allocator's log notes each allocation and free with its position in the step. Only at the
@@ -17,12 +17,13 @@ from ooc.memory.record import VariableRecord
 from scheduler.budget import smallest_num_chunks
 from scheduler.plan import Machine
 from scheduler.trace import Op, Trace, Use, Variable
+from vmm.table import between_ops, inside_op
 from vmm.torch_cpu import ALLOC, GRANULE_NBYTES, Event
 
 
 @dataclass(slots=True, kw_only=True)
 class OpRecord:
-    """One op as it ran. Addresses are those of arena storages at the time.
+    """One op of a recording. Addresses are those that its storages had at the time.
 
     Attributes:
         func: The `OpOverload`.
@@ -47,15 +48,16 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """A step as seen once.
+    """One observation of a step.
 
     Attributes:
-        trace: Without `becomes`: a single step does not show who carries on as what.
+        trace: Without `becomes`: a single step does not show which variable is which in the next.
         funcs: The op of each `trace.ops`.
         occurrences: Per op, the variable of each operand, repeats included.
         start_serials, end_serials: Per variable, the serial of its record where it exists at the
             step's start, or is alive at its end; else None.
         flights: Per op, `OpRecord.in_flight`, `is_held` and `landed`, of variables; empty where there is no collective.
+        start_ranks: Per variable that exists at the step's start, its record's rank (`ranks_by_age`).
     """
 
     trace: Trace
@@ -93,8 +95,8 @@ class _Draft:
 def ranks_by_age(records: Iterable[VariableRecord]) -> dict[int | None, int]:
     """For each record, by serial, how many of the same size are younger.
 
-    That is what a variable that is another storage in every step is known by: what it was made
-    after and before, with those counted in which the step leaves alone.
+    A variable that is another storage in every step is identified by its size and this rank: its place in the order
+    of allocation. Records that the step does not use are counted, too.
     """
     counts: dict[int, int] = {}
     ranks: dict[int | None, int] = {}
@@ -105,7 +107,7 @@ def ranks_by_age(records: Iterable[VariableRecord]) -> dict[int | None, int]:
 
 
 class StepRecorder:
-    """One step's ops and events, in order.
+    """The ops and allocator events of one step, in order.
 
     Attributes:
         is_cut: Recording began in mid-step: no sequence to learn.
@@ -124,7 +126,7 @@ class StepRecorder:
         return f"<StepRecorder {len(self.ops)} ops, {len(self.events)} events>"
 
     def build(self, end_records: Mapping[int, VariableRecord]) -> Observed:
-        """The step as a trace. `end_records` are the variables alive now, by address."""
+        """Build the step's trace. `end_records` are the variables alive now, by address."""
         builder = _Builder(dict(self.start_records), _InFlight(self.flight_nbytes))
         return builder.build(self.ops, self.events, end_records)
 
@@ -138,7 +140,7 @@ class _InFlight:
         self._held: set[int] = set()
 
     def launch(
-        self, variables: Iterable[int], written: Container[int], drafts: Sequence[_Draft], is_held: bool
+        self, variables: Iterable[int], written: Container[int | None], drafts: Sequence[_Draft], is_held: bool
     ) -> None:
         """A collective uses these from now on."""
         for index in variables:
@@ -157,6 +159,11 @@ class _InFlight:
         for index in variables:
             self._writes.pop(index, None)
             self._held.discard(index)
+
+    @property
+    def written(self) -> set[int]:
+        """Those that are written until they are in use no more."""
+        return {index for index, writes in self._writes.items() if writes}
 
     def uses(self, drafts: Sequence[_Draft], *, besides: Container[int]) -> list[Use]:
         """Uses of these during an op that names only `besides`."""
@@ -198,21 +205,22 @@ class _Builder:
             return born
 
         for index, op in enumerate(ops):
-            consume(2 * index + 1, "")
+            consume(inside_op(index), "")
             start_tick = self.tick
             self.tick += 1
             operands = tuple(v for v in map(self._operand, op.occurrences) if v is not None)
             landed = self._known(op.landed)
             written = {self._operand(address) for address in op.written}
             name = str(op.func)
-            born = consume(2 * index + 2, f"{name}, {op.where}" if op.where else name)
+            born = consume(between_ops(index + 1), f"{name}, {op.where}" if op.where else name)
             for address in op.results:
                 if address in self.live:
                     self.drafts[self.live[address]].seen = True
-            uses = [Use(variable=v, reads=True, writes=v in written) for v in dict.fromkeys(operands)]
+            changing = written | self.in_flight.written
+            uses = [Use(variable=v, reads=True, writes=v in changing) for v in dict.fromkeys(operands)]
             uses += [Use(variable=v, reads=False, writes=True) for v in born]
-            # What the program has waited for since the last op is used in this one, too: what is written out after
-            # that op would be written out before the wait.
+            # What ends before this op is used and changed in it, too: written out right after the op before, it would
+            # be written out before the program's wait.
             uses += self.in_flight.uses(self.drafts, besides=operands)
             self.in_flight.end((*landed, *operands))
             launched = self._known(op.in_flight)
@@ -229,7 +237,7 @@ class _Builder:
                 )
             )
             occurrences.append(operands)
-        consume(2 * len(ops) + 2, "")
+        consume(between_ops(len(ops) + 1), "")
         return self._finish(made, occurrences, flights, ops, end_records)
 
     def _known(self, addresses: Iterable[int]) -> tuple[int, ...]:
@@ -251,7 +259,7 @@ class _Builder:
         return None
 
     def _operand(self, address: int, *, seen: bool = True) -> int | None:
-        """The variable at this address now; None for memory that is not in the books."""
+        """Index of the variable at this address now; None for memory that is no variable's."""
         index = self.live.get(address)
         if index is None:
             record = self.start_records.get(address)
@@ -315,7 +323,7 @@ def _within_one_op(draft: _Draft, ops: Sequence[Op]) -> bool:
 
 
 def close_cycle(first: Observed, second: Observed) -> Trace:
-    """The trace of a step that repeats, from two observations of it.
+    """Make the cyclic trace of a repeating step from two observations of it.
 
     A variable that exists at the start and lives on is *itself* in the next step if both
     observations found the same storage in its place; otherwise it enters and leaves (a batch from

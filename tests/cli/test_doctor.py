@@ -57,7 +57,8 @@ def test_no_compiler_stops_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         ("2.10.1", Verdict.STOP),
         ("2.11.0", Verdict.FINE),
         ("2.13.0+cpu", Verdict.FINE),
-        ("2.14.0a0+git1234", Verdict.NOTE),
+        ("2.14.1", Verdict.FINE),
+        ("2.15.0a0+git1234", Verdict.NOTE),
         ("3.0.0", Verdict.NOTE),
     ],
 )

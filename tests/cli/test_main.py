@@ -35,8 +35,8 @@ FLAGS = {
         "-h",
         "-m",
     ],
-    "demo": ["--budget", "--help", "--model", "--out", "--steps", "--store", "-h"],
-    "doctor": ["--help", "--json", "--store", "-h"],
+    "demo": ["--budget", "--device", "--help", "--model", "--out", "--steps", "--store", "-h"],
+    "doctor": ["--device", "--help", "--json", "--store", "-h"],
     "fragmentation": [
         "--alloc-conf",
         "--allocator",

@@ -16,6 +16,7 @@ from ooc.testing.fake_device import FakeKernels
 from vmm import native_build
 from vmm.cuda_table import ALLOCATE, FREE, DriverPointers
 from vmm.testing.fake_cuda import FakeCuda
+from vmm.testing.fake_cuda.contexts import CONTEXT
 from vmm.torch_cpu import torch_build_flags
 
 CHUNK_NBYTES = 64 << 10
@@ -41,6 +42,8 @@ class HostedTorch:
         )
         self.library = ctypes.CDLL(str(path))
         self.library.host_install.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
+        self.library.host_context_set.argtypes = (ctypes.c_uint64,)
+        self.library.host_memory_num_freed.restype = ctypes.c_uint64
         self.memory: Any = None
 
     def is_initialized(self) -> bool:
@@ -52,6 +55,17 @@ class HostedTorch:
 
     def start(self, index: int) -> None:
         assert index == 0
+        self.make_current(CONTEXT)
+
+    def current(self) -> int:
+        """As `Contexts.current`, where the native table and the fake both look: none on a new thread."""
+        found = ctypes.c_uint64()
+        self.library.host_context_get(ctypes.byref(found))
+        return found.value
+
+    def make_current(self, context: int) -> None:
+        """As `Contexts.make_current`."""
+        self.library.host_context_set(context)
 
     def current_stream(self, index: int) -> int:
         assert index == 0
@@ -76,14 +90,29 @@ class HostedDevice(CudaDevice):
     threshold_nbytes = CHUNK_NBYTES // 2
     memory_type = HostedMemory
 
-    def __init__(self, *, num_chunks: int, host_budget_nbytes: int = 64 << 20, seed: int = 0) -> None:
-        self.fake = FakeCuda(total_nbytes=num_chunks * CHUNK_NBYTES, granularity=CHUNK_NBYTES, seed=seed)
-        torch_ = HostedTorch()
+    def __init__(
+        self,
+        *,
+        num_chunks: int,
+        host_budget_nbytes: int | None = 64 << 20,
+        seed: int = 0,
+        is_integrated: bool = False,
+    ) -> None:
+        self.torch = torch_ = HostedTorch()
+        self.fake = FakeCuda(
+            total_nbytes=num_chunks * CHUNK_NBYTES,
+            granularity=CHUNK_NBYTES,
+            seed=seed,
+            is_integrated=is_integrated,
+            contexts=torch_,
+        )
         self.unmapped: list[tuple[int, int]] = []
         self._callbacks = (_SYNCHRONIZE(self._synchronize), _UNMAP(self._unmap))
+        library = torch_.library
         pointers = DriverPointers(
-            *(_address(f) for f in (torch_.library.host_memory_allocate, torch_.library.host_memory_free)),
+            *map(_address, (library.host_memory_allocate, library.host_memory_free)),
             *map(_address, self._callbacks),
+            *map(_address, (library.host_context_get, library.host_context_set)),
         )
         super().__init__(
             bindings=self.fake, torch_cuda=torch_, pointers=pointers, host_budget_nbytes=host_budget_nbytes

@@ -89,6 +89,7 @@ import torch
 from benchmarks.gpu.aliased import open_aliased
 MIB = 1 << 20
 with open_aliased(4 * MIB, fake=True) as memory:
+    assert not torch._C._is_multithreading_enabled(), "a backward pass runs on a thread of its own, as in no session"
     with memory.own_memory():
         own = torch.full((MIB // 4,), 7.0)
     small = torch.full((100,), 5.0)
@@ -103,6 +104,7 @@ with open_aliased(4 * MIB, fake=True) as memory:
     assert {t.data_ptr() for t in again} == addresses, "an address that is free is used again"
     larger = torch.zeros(6 * MIB // 4)  # more than there is
     del again, larger
+assert torch._C._is_multithreading_enabled()
 print(memory)
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)

@@ -15,6 +15,7 @@ import ooc.devices.cuda
 from ooc.cli.main import main
 from ooc.devices.cuda import CudaDevice, CudaMemory
 from ooc.errors import DeviceUnavailable, Refused, SessionError
+from ooc.options import _choose_chunk
 from ooc.testing.fake_device import FakeCudaDevice
 from tests.cuda.cases import CudaSession as FakeSession
 from vmm.cuda_table import cuda_table
@@ -139,7 +140,7 @@ def test_a_budget_above_the_free_memory_and_two_processes_on_one_card() -> None:
 
 def test_host_memory_that_cannot_be_pinned() -> None:
     fake = FakeCuda()
-    fake.cuMemHostAlloc = lambda nbytes, flags: (CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)  # type: ignore[method-assign]
+    fake.cuMemHostRegister = lambda *_: (CUresult.CUDA_ERROR_OUT_OF_MEMORY,)  # type: ignore[method-assign]
     with pytest.raises(MemoryFault, match=r"cannot pin(.|\n)*ulimit -l"):
         _memory(fake, 4)
     assert fake.left() == []
@@ -162,6 +163,34 @@ def test_a_host_without_memory_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CudaDevice(bindings=FakeCuda(), torch_cuda=FakeTorch())
     with pytest.raises(ValueError, match=r"host budget of 2\.0 KiB .*at least 64\.0 KiB"):
         ooc.Session("64MiB", device=device)
+
+
+def test_host_memory_that_is_said_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For hosts that are given memory as they use it: half of what is said, not of what the kernel has available."""
+    monkeypatch.setenv("OOC_HOST_NBYTES", "96KiB")
+    device = CudaDevice(bindings=FakeCuda(), torch_cuda=FakeTorch())
+    with pytest.raises(ValueError, match=r"host budget of 48\.0 KiB .*at least 64\.0 KiB"):
+        ooc.Session("64MiB", device=device)
+    monkeypatch.setenv("OOC_HOST_NBYTES", "96G")
+    with pytest.raises(ValueError, match="OOC_HOST_NBYTES"):
+        ooc.Session("64MiB", device=device)
+
+
+@pytest.mark.parametrize(
+    ("budget_nbytes", "granule_nbytes", "chunk_nbytes"),
+    [
+        (16 << 30, 2 << 20, 2 << 20),
+        (32 << 30, 2 << 20, 2 << 20),
+        (40 << 30, 2 << 20, 4 << 20),
+        (128 << 30, 2 << 20, 8 << 20),
+        (1 << 40, 2 << 20, 16 << 20),
+        (128 << 30, 64 << 10, 2 << 20),
+        (256 << 20, 64 << 10, 64 << 10),
+    ],
+)
+def test_large_pools_have_larger_chunks(budget_nbytes: int, granule_nbytes: int, chunk_nbytes: int) -> None:
+    """On a device each costs driver calls of its own when the pool is made; on the host only their number is kept."""
+    assert _choose_chunk(budget_nbytes, None, granule_nbytes) == chunk_nbytes
 
 
 def test_chunks_that_the_device_does_not_map() -> None:

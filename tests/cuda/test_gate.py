@@ -12,20 +12,9 @@ import torch
 
 from benchmarks.gpu import gate
 from benchmarks.gpu.child import Order
-from benchmarks.gpu.gate import SHARD_S, Results, shards
-from benchmarks.gpu.items import (
-    COMPUTE,
-    FAKE_ITEMS,
-    ITEMS,
-    NOT_THERE,
-    Figure,
-    Item,
-    Shell,
-    bitwise,
-    other,
-    ours,
-    throughput,
-)
+from benchmarks.gpu.figures import Figure, Item, Overran, Shell
+from benchmarks.gpu.gate import ITEMS_S, SHARD_S, Results, shards
+from benchmarks.gpu.items import COMPUTE, FAKE_ITEMS, ITEMS, NOT_THERE, bitwise, other, ours, throughput
 
 MIB = 1 << 20
 CONTEXT_NBYTES = 300 * MIB
@@ -70,22 +59,25 @@ def _wrong(shell: Shell) -> list[Figure]:
     return [figure for figure in bitwise("gpt")(shell) if figure.is_good is False]
 
 
-def test_shards_take_nine_minutes_and_keep_the_order() -> None:
+def test_shards_leave_time_for_the_gate_itself_and_keep_the_order() -> None:
     parts = shards(ITEMS)
     assert [item for part in parts for item in part] == list(ITEMS)
-    assert all(sum(item.limit_s for item in part) <= SHARD_S for part in parts)
+    assert all(sum(item.limit_s for item in part) <= ITEMS_S for part in parts)
+    assert ITEMS_S + 30 <= SHARD_S == 8.5 * 60
     assert len({item.name for item in ITEMS}) == len(ITEMS)
-    assert [item.name for item in parts[0][:2]] == ["preflight", "tests"]
+    assert [item.name for item in parts[0]] == ["preflight", "doctor", "tests", "demo"]
+    assert {"bitwise conv_stack", "bitwise gpt", "resnet50 16GiB"} == {item.name for item in parts[1]}
+    assert "gpt_1b 8GiB" in {item.name for item in parts[2]}
     with pytest.raises(ValueError, match="more than a shard's"):
-        shards([Item(name="long", limit_s=SHARD_S + 1, measure=lambda _: ())])
+        shards([Item(name="long", limit_s=ITEMS_S + 1, measure=lambda _: ())])
 
 
 def test_all_is_well() -> None:
     shell = Scripted(_answer(), smallest_nbytes=15 * MIB)
     assert _wrong(shell) == []
     budgets = [order.budget_nbytes for order in shell.orders[1:]]
-    assert budgets == [110 * MIB, 50 * MIB, 50 * MIB, 24 * MIB, 16 * MIB, 12 * MIB]
-    assert [order.debug for order in shell.orders[1:]] == [False, False, True, False, False, False]
+    assert budgets == [110 * MIB, 50 * MIB, 50 * MIB, 24 * MIB, 16 * MIB]
+    assert [order.debug for order in shell.orders[1:]] == [False, False, True, False, False]
     assert all(order.digests for order in shell.orders)
 
 
@@ -203,17 +195,70 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert gate.main([]) == 2
     assert "torch sees no CUDA device" in capsys.readouterr().out
     assert gate.main(["--list"]) == 0
-    assert capsys.readouterr().out.startswith("shard 1: preflight (90 s), tests (180 s)")
+    assert capsys.readouterr().out.startswith("shard 1: preflight (80 s), doctor (60 s), tests (240 s)")
     with pytest.raises(SystemExit):
         gate.main(["--shard", "99"])
 
 
-def test_a_child_that_dies_or_hangs_is_a_figure() -> None:
-    shell = gate.Processes(limit_s=60, fake=True)
+def test_a_child_that_dies_is_an_answer_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "deep" / "failed.log"
+    shell = gate.Processes(limit_s=60, fake=True, log=log)
     assert "ValueError" in shell.train(Order(workload="nothing"))["error"]
-    code, output = gate.Processes(limit_s=1, fake=True).command(["-c", "import time; time.sleep(60)"])
-    assert (code, output) == (124, "ended after 1 s, the item's limit")
-    assert gate.Processes(limit_s=0, fake=True).train(Order(workload="gpt"))["error"].startswith("exit code 124")
+    for text in log.read_text(), capsys.readouterr().out:
+        assert "Traceback" in text and "models.get" in text
+
+
+def test_an_item_whose_time_is_up_is_neither_right_nor_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It costs only itself, keeps what it had, tells what the process had said, and is measured again if asked."""
+    again: list[int] = []
+
+    def hangs(shell: Shell) -> Iterable[Figure]:
+        again.append(1)
+        yield Figure(variant="v", metric="m", unit="s", value=1.0)
+        shell.command(["-c", "import time; print('as far as this', flush=True); time.sleep(60)"])
+
+    def fast(shell: Shell) -> Iterable[Figure]:
+        assert shell.command(["-c", "print('done')"]) == (0, "done\n")
+        yield Figure(variant="v", metric="m", unit="s", value=2.0, is_good=True)
+
+    items = [Item(name="hangs", limit_s=8, measure=hangs), Item(name="fast", limit_s=60, measure=fast)]
+    results = Results(tmp_path / "r.jsonl")
+    gate.run(items, results, fake=True, commit="c")
+    assert not gate.is_wrong(results)
+    assert "as far as this" in capsys.readouterr().out
+    lines = gate.table(items, results).splitlines()
+    assert "| hangs | v | m | 1 s |  |" in lines
+    (overran,) = (line for line in lines if "overran" in line)
+    assert "not measured" in overran and "8 s were used up" in overran and "WRONG" not in overran
+    assert "| fast | v | m | 2 s | good |" in lines
+    gate.run(items, Results(tmp_path / "r.jsonl"), fake=True, commit="c")
+    assert len(again) == 1
+    gate.run(items, Results(tmp_path / "r.jsonl"), fake=True, commit="c", retries=True)
+    assert len(again) == 2
+
+
+def test_no_process_is_started_when_time_is_up() -> None:
+    for ask in (lambda shell: shell.train(Order(workload="gpt")), lambda shell: shell.command(["-c", "1"])):
+        with pytest.raises(Overran, match="0 s were used up before"):
+            ask(gate.Processes(limit_s=0, fake=True))
+
+
+def test_a_shard_ends_in_time_whatever_its_items_do(tmp_path: Path) -> None:
+    limits: list[float] = []
+
+    def look(shell: Any) -> Iterable[Figure]:
+        limits.append(shell._limit_s)
+        yield Figure(variant="v", metric="m", unit="s", value=1.0)
+
+    items = [Item(name=name, limit_s=limit_s, measure=look) for name, limit_s in (("long", 400), ("short", 15))]
+    now = time.monotonic()
+    results = Results(tmp_path / "r.jsonl")
+    gate.run(items, results, fake=True, commit="c", stops_s=now + 300)
+    assert 200 < limits[0] <= 300 and limits[1] == 15
+    gate.run([Item(name="late", limit_s=60, measure=look)], results, fake=True, commit="c", stops_s=now + 5)
+    assert "late" not in results.items and len(limits) == 2
 
 
 def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
@@ -225,7 +270,8 @@ started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]
 open({str(path)!r}, "w").write(str(started.pid))
 time.sleep(60)
 """
-    assert gate.Processes(limit_s=5, fake=True).command(["-c", script])[0] == 124
+    with pytest.raises(Overran):
+        gate.Processes(limit_s=5, fake=True).command(["-c", script])
     for _ in range(200):  # it has been killed; when it is gone is the kernel's choice
         if not _runs(int(path.read_text())):
             return
@@ -257,7 +303,9 @@ def test_an_item_that_fails_costs_no_other(tmp_path: Path) -> None:
 def test_what_the_machine_has_is_looked_at_first() -> None:
     assert ITEMS[0].name == FAKE_ITEMS[0].name == "preflight"
     figures = {f.variant: f for f in ITEMS[0].measure(gate.Processes(limit_s=100, fake=True))}
-    assert {"compiler", "native parts", "packages", "host memory", "store"} <= set(figures)
+    assert {"compiler", "native parts", "packages", "host memory", "pinning", "store"} <= set(figures)
+    assert "MemTotal" in figures["host memory"].note and "MemAvailable" in figures["host memory"].note
+    assert "registered at" in figures["pinning"].note
     assert not [f for f in figures.values() if f.is_good is False]
     real = {f.variant: f for f in ITEMS[0].measure(gate.Processes(limit_s=100, fake=False))}
     if not torch.cuda.is_available():
@@ -272,13 +320,27 @@ def test_without_git_the_commit_is_said_otherwise(monkeypatch: pytest.MonkeyPatc
 def test_failed_tests_are_named() -> None:
     class Failing(Scripted):
         def command(self, arguments: Sequence[str]) -> tuple[int, str]:
-            assert list(arguments[:6]) == ["-m", "pytest", "-q", "-m", "gpu", "--require-gpu"]
+            assert list(arguments[:6]) == ["-m", "pytest", "-v", "-m", "gpu", "--require-gpu"]
             return 1, "..F\nFAILED tests/gpu/test_driver.py::test_it[cuda] - assert 1 == 2\n1 failed, 2 passed"
 
     (item,) = (item for item in ITEMS if item.name == "tests")
     total, failed = item.measure(Failing(_answer()))
     assert (total.is_good, total.note) == (False, "1 failed, 2 passed")
     assert (failed.variant, failed.note, failed.is_good) == ("test_it[cuda]", "assert 1 == 2", False)
+
+
+def test_tests_that_failed_before_time_was_up_are_named() -> None:
+    class Late(Scripted):
+        def command(self, _: Sequence[str]) -> tuple[int, str]:
+            told = "tests/gpu/test_driver.py::test_a PASSED [ 5%]\ntests/gpu/test_driver.py::test_b FAILED [ 9%]\n"
+            raise Overran("time was up", output=told + "tests/gpu/test_driver.py::test_c ")
+
+    (item,) = (item for item in ITEMS if item.name == "tests")
+    found: list[Figure] = []
+    with pytest.raises(Overran):
+        found.extend(item.measure(Late(_answer())))
+    figures = list(gate._figures(item, Late(_answer())))  # type: ignore[arg-type]
+    assert [(f.variant, f.is_good, f.overran) for f in figures] == [("test_b", False, False), ("gate", None, True)]
 
 
 def test_an_item_over_the_fake_driver(tmp_path: Path) -> None:
@@ -290,7 +352,7 @@ def test_an_item_over_the_fake_driver(tmp_path: Path) -> None:
             return super().train(order) if kept else {"error": "left out", "is_too_small": True}
 
     budget = 0
-    shell = Fewer(limit_s=120, fake=True)
+    shell = Fewer(limit_s=400, fake=True)
     order = Order(workload="conv_stack", preset="small", digests=True)
     expected = shell.train(order)
     budget = expected["peak_nbytes"] // 2 // (64 << 10) * (64 << 10)
@@ -308,6 +370,23 @@ def test_driver_calls_over_the_fake() -> None:
     names = {figure.metric for figure in figures}
     assert names >= {"cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease", "cuEventRecord"}
     assert all(figure.value is not None and figure.value > 0 for figure in figures)
+
+
+def test_the_doctor_and_the_demo_are_figures() -> None:
+    (doctor,) = (item for item in FAKE_ITEMS if item.name == "doctor")
+    figures = {figure.variant: figure for figure in doctor.measure(gate.Processes(limit_s=200, fake=True))}
+    assert figures["session on the device"].is_good and "came back whole" in figures["session on the device"].note
+    assert not [f for f in figures.values() if f.is_good is False]
+
+    class Told(Scripted):
+        def command(self, arguments: Sequence[str]) -> tuple[int, str]:
+            assert list(arguments) == ["-m", "ooc", "demo", "--device", "cuda"]
+            return 1, "in core, step 0: loss 1.0\nlosses equal to the last bit: 11 of 12\n"
+
+    (demo,) = (item for item in ITEMS if item.name == "demo")
+    code, equal = demo.measure(Told(_answer()))
+    assert (code.value, code.is_good) == (1, False)
+    assert (equal.metric, equal.note) == ("losses equal to the last bit", "11 of 12")
 
 
 def test_a_child_needs_torch_and_numpy_alone() -> None:

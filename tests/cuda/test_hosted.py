@@ -45,7 +45,7 @@ def run(script: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -156,6 +156,16 @@ with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, pl
     torch.cuda.reset_accumulated_memory_stats()
     assert torch.cuda.max_memory_allocated() == 400
     assert torch.cuda.memory_reserved() == torch.cuda.max_memory_reserved() == 96 * CHUNK_NBYTES
+    accelerator = torch.accelerator.memory
+    assert accelerator.memory_allocated(0) == 400 and accelerator.memory_reserved(0) == 96 * CHUNK_NBYTES
+    more = torch.ones(2 * CHUNK_NBYTES // 4)
+    del more
+    assert accelerator.max_memory_allocated(0) == 2 * CHUNK_NBYTES + 400
+    accelerator.reset_peak_memory_stats(0)
+    accelerator.reset_accumulated_memory_stats(0)
+    accelerator.empty_cache()
+    assert accelerator.max_memory_allocated(0) == 400
+    assert accelerator.memory_stats(0)["allocated.small_pool.current"] == 1
     stats = torch.cuda.memory_stats()
     assert stats["allocation.small_pool.current"] == 1 and stats["num_ooms"] == 0
     torch.cuda.empty_cache()
@@ -199,4 +209,106 @@ after = torch.ones(CHUNK_NBYTES)  # from the driver again
 del after
 assert cuda_table().numbers()["unmanaged"]["num_blocks"]["current"] == 0
 assert device.fake.races == ()
+""")
+
+
+def test_threads_without_a_context_allocate_and_free() -> None:
+    """As autograd's thread of a device does: in a session, after it, and for what outlived it."""
+    run("""
+import threading
+
+def in_thread(function):
+    \"\"\"What it returns, on a thread of its own, on which no context is current.\"\"\"
+    found = []
+    def work():
+        try:
+            assert device.torch.current() == 0
+            found.append(function())
+        except BaseException as error:
+            found.append(error)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+device = HostedDevice(num_chunks=64)
+with ooc.Session(64 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+    full = [torch.full((20 * CHUNK_NBYTES // 4,), float(i)) for i in range(2)]
+    made = in_thread(lambda: torch.full((30 * CHUNK_NBYTES // 4,), 7.0))  # drives one of them out
+    address = session._dispatcher.address(made)
+    assert [bool((t == i).all()) for i, t in enumerate(full)] == [True, True]
+    assert bool((made == 7).all())
+    del full
+kept = [made]
+del made
+assert device.unmapped == []
+in_thread(kept.clear)
+assert [at for at, _ in device.unmapped] == [address], device.unmapped
+later = [in_thread(lambda: torch.ones(CHUNK_NBYTES))]  # no session: from the driver
+assert later[0].sum() == CHUNK_NBYTES
+before = device.torch.library.host_memory_num_freed()
+in_thread(later.clear)
+assert device.torch.library.host_memory_num_freed() == before + 1
+""")
+
+
+def test_a_child_forked_while_another_thread_frees_can_free() -> None:
+    """A DataLoader's worker inherits tensors: no mutex may be locked in it for ever."""
+    run("""
+import ctypes, os, signal, threading, time
+from tests.cuda.hosted import HostedTorch
+from vmm.cuda_table import DriverPointers
+
+library = HostedTorch().library
+names = "memory_allocate memory_free wait_for_fork unmap_nothing context_get context_set".split()
+pointers = [ctypes.cast(getattr(library, f"host_{name}"), ctypes.c_void_p).value for name in names]
+table = cuda_table()
+table.install(DriverPointers(*pointers))
+table.begin((1 << 40, (1 << 40) + (1 << 21)), (1 << 41, (1 << 41) + 4096), 0)
+block = table.take(512)
+assert table.end()  # the block outlives its session: what it is in is unmapped when it is freed
+thread = threading.Thread(target=table.give, args=(block,))
+thread.start()
+while not library.host_is_waiting():
+    time.sleep(0.001)
+child = os.fork()
+if child == 0:
+    table.take(512)
+    os._exit(0)
+thread.join()
+for _ in range(600):
+    done, status = os.waitpid(child, os.WNOHANG)
+    if done:
+        break
+    time.sleep(0.05)
+else:
+    os.kill(child, signal.SIGKILL)
+    raise AssertionError("the child hangs")
+assert status == 0, status
+""")
+
+
+def test_a_device_that_shares_the_hosts_memory_evicts_to_the_file() -> None:
+    """Pinned host memory would be the same memory: only what transfers pass through is pinned."""
+    run("""
+import logging
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("ooc").addHandler(handler)
+device = HostedDevice(num_chunks=96, host_budget_nbytes=None, is_integrated=True)
+with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+    assert train(7, session) == expected
+    assert session.steps.rows[-1].evicted_nbytes > 0
+    assert session.store.used_host_nbytes == 0 and session.store.file is not None
+    pinned = [int(it.split()[0]) for it in device.fake.left() if "pinned" in it]
+    assert 0 < sum(pinned) <= 64 << 20, pinned
+assert device.fake.races == ()
+assert said == [], said
+asked = HostedDevice(num_chunks=96, host_budget_nbytes=8 << 20, is_integrated=True)
+with ooc.Session(96 * CHUNK_NBYTES, device=asked, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+    assert "shares the host's memory" in said[0], said
+    assert session.store._blocks.num_blocks > 0
 """)

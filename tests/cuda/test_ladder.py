@@ -46,7 +46,7 @@ def test_without_a_file_host_memory_that_is_too_small_is_an_error_with_options()
 
 def test_memory_that_cannot_be_pinned_is_an_error_before_training() -> None:
     def prepare(fake: FakeCuda) -> None:
-        fake.cuMemHostAlloc = lambda nbytes, flags: (CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)  # type: ignore[method-assign]
+        fake.cuMemHostRegister = lambda *_: (CUresult.CUDA_ERROR_OUT_OF_MEMORY,)  # type: ignore[method-assign]
 
     device = FakeCudaDevice(prepare=prepare)
     with pytest.raises(MemoryFault, match=r"cannot pin 64.0 MiB \(67108864 bytes\)(.|\n)*ulimit -l"):
@@ -59,7 +59,7 @@ def test_blocks_are_pinned_piece_by_piece_under_an_exact_budget() -> None:
     calls = CudaCalls(fake)
     blocks = HostBlocks(calls, budget_nbytes=1050, block_nbytes=100, piece_nbytes=350)
     assert (blocks.num_blocks, blocks.num_free) == (10, 10)
-    assert fake.num_calls["cuMemHostAlloc"] == 4
+    assert (fake.num_calls["cuMemHostRegister"], fake.num_calls["cuMemHostAlloc"]) == (4, 0)
     runs = blocks.take(10)
     assert runs is not None
     segments = blocks.segments(runs, 950)

@@ -155,7 +155,7 @@ add("ddp, batch norm", "48MiB")(_ddp(with_norms, bucket_cap_mb=1))
 add("ddp, fp16 hook", "3MiB")(_ddp(hook="fp16", num_steps=8))
 add("ddp, builtin fp16 hook", "3MiB")(_ddp(hook="builtin fp16"))
 # (One bucket: between two, Gloo's threads and the program launch PowerSGD's collectives in any order, without us, too.)
-add("ddp, PowerSGD hook, debug", "4MiB", debug=True)(_ddp(hook="powersgd", num_steps=9, bucket_cap_mb=25))
+add("ddp, PowerSGD hook, debug", "6MiB", debug=True)(_ddp(hook="powersgd", num_steps=9, bucket_cap_mb=25))
 
 
 @add("ddp, no_sync", "3MiB")

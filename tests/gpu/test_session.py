@@ -115,6 +115,35 @@ assert (kept == 3).all() and (y == 1).all()
 
 
 @pytest.mark.gpu
+def test_threads_without_a_context_allocate_and_free() -> None:
+    """A user's thread in a session; after it autograd's own, which a backward pass outside of sessions runs on."""
+    script = """
+import threading, torch, ooc
+found = []
+
+def in_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+with ooc.Session("256MiB", device="cuda", host_budget="512MiB", plan_cache=False) as session:
+    full = [torch.full((16 << 20,), float(i), device="cuda") for i in range(3)]  # 192 of 240 MiB
+    in_thread(lambda: found.append(torch.full((24 << 20,), 7.0, device="cuda")))
+    assert len(found) == 1 and bool((found[0] == 7).all()), found
+    assert all(bool((t == i).all()) for i, t in enumerate(full))
+    del full
+in_thread(found.clear)  # unmapped there
+x = torch.ones(1024, 1024, device="cuda", requires_grad=True)
+(x @ x).sum().backward()
+assert bool((x.grad == 2048).all())
+in_thread(lambda: found.append(torch.ones(1 << 20, device="cuda")))
+assert float(found[0].sum()) == 1 << 20
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
 def test_cuda_that_was_started_before_is_an_error() -> None:
     script = "import torch, ooc; torch.ones(1, device='cuda'); ooc.Session('64MiB', device='cuda', host_budget='64MiB')"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)

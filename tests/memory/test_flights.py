@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ooc.memory.flights import Flights
-from ooc.memory.record import State, VariableRecord
+from ooc.memory.record import VariableRecord
 
 
 class Landing:
@@ -31,9 +31,16 @@ class Landing:
 def record(address: int = 0) -> VariableRecord:
     reservation: Any = SimpleNamespace(address=address)
     made = VariableRecord(nbytes=100, reservation=reservation, serial=0)
-    made.state = State.RESIDENT
-    made.stored = True
+    made.born(())
+    store(made)
     return made
+
+
+def store(record: VariableRecord) -> None:
+    """It is written out: the store's copy is current."""
+    transfer: Any = None
+    record.write_started(transfer)
+    record.write_ended()
 
 
 def test_operands_are_pinned_until_all_of_their_collectives_are_over() -> None:
@@ -57,7 +64,7 @@ def test_what_a_collective_writes_is_dirty_when_it_is_over_whatever_was_noted_be
     landing = Landing()
     flights.begin(landing, [read, written], [written])
     assert not written.stored
-    written.stored = True
+    store(written)
     landing.has_ended = True
     flights.poll()
     assert not written.stored
@@ -69,7 +76,8 @@ def test_memory_that_went_away_meanwhile_is_not_made_dirty() -> None:
     flights, freed = Flights(), record()
     landing = Landing()
     flights.begin(landing, [freed], [freed])
-    freed.state, freed.stored = State.AWAY, True
+    store(freed)
+    freed.released()
     flights.end(landing)
     assert freed.stored
 

@@ -52,6 +52,12 @@ def test_until_the_program_has_waited() -> None:
     assert uses(observed) == [{0}, {1, 0}, {1, 0}, {1}, {0}]
 
 
+def test_the_op_that_names_it_first_counts_as_writing_it() -> None:
+    """The collective has written until just before: what was written out earlier is old."""
+    observed = observe([op(_A, launches=(_A,)), op(_B), op(_A), op(_A)])
+    assert [use.writes for step in observed.trace.ops for use in step.uses if use.variable == 0] == [True] * 3 + [False]
+
+
 def test_until_it_is_freed() -> None:
     freed = Event(_A, 0, FREE, 4)
     observed = observe([op(_A, launches=(_A,)), op(_B), op(_B)], events=(freed,))

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -186,8 +187,9 @@ def test_a_driver_that_fails_in_the_making_says_what_it_could_not_give_back(case
     assert len(case.fake.left()) == 1
 
 
-def test_fewer_addresses_are_taken_where_there_are_few(case: CudaCase) -> None:
-    case.fake.fail(22, CUresult.CUDA_ERROR_OUT_OF_MEMORY, times=3)  # after 5 questions and 16 chunks
+@pytest.mark.parametrize("result", ["OUT_OF_MEMORY", "INVALID_VALUE", "NOT_SUPPORTED"])
+def test_fewer_addresses_are_taken_where_there_are_few(case: CudaCase, result: str) -> None:
+    case.fake.fail(22, CUresult[f"CUDA_ERROR_{result}"], times=3)  # after 5 questions and 16 chunks
     with case.make() as driver:
         start, stop = driver.arena
         assert stop - start == 1 << 37
@@ -264,7 +266,8 @@ def test_wrong_sizes_are_refused_without_a_call(arguments: dict[str, int], messa
         (2, CUresult.CUDA_ERROR_INVALID_DEVICE, ["device 0", "CUDA_VISIBLE_DEVICES"]),
         (5, CUresult.CUDA_ERROR_INVALID_CONTEXT, ["cuMemGetInfo", "torch.cuda.set_device"]),
         (8, CUresult.CUDA_ERROR_OUT_OF_MEMORY, ["chunk 2 of a pool of 16", "smaller budget"]),
-        (8, CUresult.CUDA_ERROR_UNKNOWN, ["unknown", "dmesg"]),
+        (8, CUresult.CUDA_ERROR_UNKNOWN, ["nvidia-uvm", "dmesg"]),
+        (8, CUresult.CUDA_ERROR_INVALID_HANDLE, ["invalid handle", "dmesg"]),
     ],
 )
 def test_results_are_explained(case: CudaCase, call: int, result: CUresult, words: list[str]) -> None:
@@ -375,3 +378,23 @@ def test_page_out_and_in_on_streams(case: CudaCase) -> None:
         for stream in (compute, outward, inward):
             calls.destroy_stream(stream)
     assert fake.left() == []
+
+
+def test_a_thread_without_a_context_gets_that_of_the_pool(case: CudaCase) -> None:
+    """A user's thread may read a tensor or free one; polling an event goes by another way than other calls."""
+    done: list[object] = []
+    with case.make() as driver:
+        address = driver.reserve(2)
+        event = driver.calls.create_event()
+
+        def work(act: Callable[[], object]) -> None:
+            assert int(case.fake.cuCtxGetCurrent()[1]) == 0
+            done.append(act())
+
+        for act in (lambda: driver.map(address, [(0, 2)]), lambda: driver.calls.is_done(event)):
+            thread = threading.Thread(target=work, args=(act,))
+            thread.start()
+            thread.join()
+        assert not case.faults(address) and not case.faults(address + CHUNK)
+        driver.calls.destroy_event(event)
+    assert done == [None, True]

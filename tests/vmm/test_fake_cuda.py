@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from vmm.cuda import CudaDriver
 from vmm.syscalls import MAP_NORESERVE, Syscalls
 from vmm.testing.fake_cuda import CUresult, FakeCuda, RuleBroken, names
+from vmm.testing.fake_cuda.contexts import CONTEXT
 
 GRANULE = 2 << 20
 OK, INVALID = CUresult.CUDA_SUCCESS, CUresult.CUDA_ERROR_INVALID_VALUE
@@ -295,13 +296,29 @@ def in_thread(function: Callable[[], object]) -> None:
     thread.join()
 
 
+def test_a_new_thread_has_no_context_until_it_sets_one(fake: FakeCuda) -> None:
+    """As `cuCtxGetCurrent` finds it in autograd's thread of a device; what needs a context answers so."""
+    found: list[Any] = []
+
+    def look() -> None:
+        found.extend([value(fake.cuCtxGetCurrent()), fake.cuEventCreate(0), fake.cuMemGetInfo()])
+        found.extend([fake.cuCtxSetCurrent(CONTEXT + 1), fake.cuCtxSetCurrent(CONTEXT), fake.cuEventCreate(0)[0]])
+
+    in_thread(look)
+    lacking = CUresult.CUDA_ERROR_INVALID_CONTEXT
+    assert found == [0, (lacking, None), (lacking, None, None), (lacking,), (OK,), OK]
+    assert value(fake.cuCtxGetCurrent()) == CONTEXT
+
+
 def test_what_one_thread_observed_another_must_be_told(fake: FakeCuda) -> None:
     mapped = Mapped(fake)
     fake.launch(0, int, writes=[(mapped.address, 8)])
     clocks: list[dict[int, int]] = []
 
     def observe() -> None:
-        fake.cuStreamSynchronize(0)
+        assert fake.cuStreamSynchronize(0) == (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        fake.cuCtxSetCurrent(CONTEXT)
+        assert fake.cuStreamSynchronize(0) == (OK,)
         clocks.append(fake.host_signal())
 
     in_thread(observe)

@@ -34,7 +34,7 @@ def write_source(directory: Path, value: int) -> Path:
 
 
 def libraries_in(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if path.suffix != ".lock")
+    return sorted(path.name for path in directory.iterdir() if path.suffix not in (".lock", ".seal"))
 
 
 @needs_compiler

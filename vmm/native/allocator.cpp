@@ -17,6 +17,8 @@ void give_back_survivor(void* pointer, uint64_t nbytes) {
   mmap(pointer, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
 
+void prepare_cold() {}
+
 void release(void* pointer) {
   const auto address = reinterpret_cast<uint64_t>(pointer);
   if (in_arena(address)) {

@@ -2,7 +2,7 @@
 // from planned reservations or from the cold path; small ones from a heap in a part of the pool that is
 // always mapped, so that they, too, are within the budget; without a session, from the driver.
 //
-// No CUDA header is needed: the four driver calls come as pointers (vmm_cuda_install), so that all of
+// No CUDA header is needed: the driver calls come as pointers (vmm_cuda_install), so that all of
 // this runs where there is no GPU. A stream is a pointer that nobody looks into: the session keeps all
 // compute work in one chain, so memory that is freed and handed out again is in order by itself.
 //
@@ -25,12 +25,27 @@ struct DriverCalls {
   int (*free)(uint64_t address);                      // cuMemFree_v2
   int (*synchronize)();                               // cuCtxSynchronize
   int (*unmap)(uint64_t address, size_t nbytes);      // cuMemUnmap
+  int (*get_context)(uint64_t* context);              // cuCtxGetCurrent
+  int (*set_context)(uint64_t context);               // cuCtxSetCurrent
 };
 
 DriverCalls g_driver;
 bool g_is_installed = false;
 std::atomic<int> g_device{-1};  // of the open session
+std::atomic<uint64_t> g_context{0};  // of the last session's device, for threads that have none; 0: no session yet
 std::atomic<uint64_t> g_ended_stop{0};  // where the arena of a session that is ending stopped; 0: none is ending
+
+// Make the session's context current on a thread that has none, as autograd's own thread for a device has (torch
+// does not set a device that it takes to be set). Before any driver call. It stays: torch would set the same one.
+void ensure_context() {
+  uint64_t context = 0;
+  if (g_driver.get_context(&context) != 0 || context != 0) return;  // what is wrong shows in the call that follows
+  context = g_context.load(std::memory_order_acquire);
+  if (context != 0) g_driver.set_context(context);
+}
+
+// The cold path is Python that makes driver calls.
+void prepare_cold() { ensure_context(); }
 
 constexpr uint64_t kBlock = 512;  // torch's caching allocator aligns so, and kernels rely on some of it
 
@@ -162,6 +177,7 @@ uint64_t take_small(uint64_t nbytes) {
 
 // Unmap what nothing uses any more. The host must have seen the end of its last use.
 void unmap(uint64_t address, uint64_t nbytes) {
+  ensure_context();
   if (g_driver.synchronize() == 0) g_driver.unmap(address, nbytes);  // a lost context has no mappings either
 }
 
@@ -187,7 +203,8 @@ bool give_to_heaps(uint64_t address) {
   return true;
 }
 
-uint64_t take_unmanaged(uint64_t nbytes) {
+uint64_t take_unmanaged(uint64_t nbytes, int device) {
+  if (device == g_device) ensure_context();  // another device's memory must not come from the session's context
   uint64_t address = 0;
   const int result = g_driver.allocate(&address, nbytes);
   if (result != 0) {
@@ -200,22 +217,37 @@ uint64_t take_unmanaged(uint64_t nbytes) {
   return address;
 }
 
+// A fork: neither mutex may be left locked in the child, which frees what it inherits (DataLoader workers do). No
+// function takes one of them while it holds the other.
+void lock_for_fork() {
+  g_mutex.lock();
+  before_fork();
+}
+void unlock_in_parent() {
+  after_fork_in_parent();
+  g_mutex.unlock();
+}
+void unlock_in_child() {
+  after_fork_in_child();
+  g_mutex.unlock();
+}
+
 }  // namespace
 }  // namespace vmm
 
 extern "C" {
 
-// The four driver calls. Once, before torch gets the functions below.
+// The driver calls. Once, before torch gets the functions below.
 VMM_EXPORT int vmm_cuda_install(vmm::DriverCalls calls) {
   using namespace vmm;
   g_driver = calls;
   if (g_is_installed) return 0;
   g_is_installed = true;
-  return pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
+  return pthread_atfork(&lock_for_fork, &unlock_in_parent, &unlock_in_child);
 }
 
 // A session begins: its arena, and the part of its pool for small blocks (always mapped, outside the arena).
-// What the last session left alive was handed over by vmm_cuda_end.
+// What the last session left alive was handed over by vmm_cuda_end. The calling thread's context is the session's.
 VMM_EXPORT int vmm_cuda_begin(uint64_t arena_start, uint64_t arena_stop, uint64_t small_start, uint64_t small_stop,
                               int device) {
   using namespace vmm;
@@ -230,6 +262,8 @@ VMM_EXPORT int vmm_cuda_begin(uint64_t arena_start, uint64_t arena_stop, uint64_
   if (!make_tables(arena_start, arena_stop)) return -1;
   std::lock_guard<std::mutex> lock(g_mutex);
   g_device = device;
+  uint64_t context = 0;
+  if (g_is_installed && g_driver.get_context(&context) == 0 && context != 0) g_context = context;
   g_heap = small_stop > small_start ? new Heap(small_start, small_stop) : nullptr;
   return 0;
 }
@@ -291,7 +325,7 @@ VMM_EXPORT void* vmm_cuda_allocate(ssize_t size, int device, void*) {
       "; an allocation of ", size, " bytes on device ", device, " is outside of its budget. Options: "
       "torch.cuda.set_device(", g_device.load(), "); CUDA_VISIBLE_DEVICES");
   if (mode == kOff) {
-    address = take_unmanaged(nbytes);
+    address = take_unmanaged(nbytes, device);
   } else {
     if (nbytes < g_state.threshold.load(std::memory_order_relaxed)) address = take_small(nbytes);
     pool = address != 0 ? &g_numbers.small : &g_numbers.large;
@@ -327,6 +361,7 @@ VMM_EXPORT void vmm_cuda_free(void* pointer, ssize_t, int, void*) {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     give_to_heaps(address);  // if it was named as outliving its session meanwhile
   } else {
+    ensure_context();
     g_driver.free(address);
   }
 }

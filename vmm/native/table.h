@@ -124,9 +124,13 @@ uint64_t serve_planned(uint64_t nbytes) {
   return address;
 }
 
+// The front's: what the calling thread needs before the cold path runs on it.
+void prepare_cold();
+
 uint64_t serve_cold(uint64_t nbytes) {
   const ColdAllocate cold = g_state.cold_allocate.load(std::memory_order_acquire);
   if (cold == nullptr) return 0;
+  prepare_cold();
   const auto start = std::chrono::steady_clock::now();
   const uint64_t address = cold(nbytes);
   const auto spent = std::chrono::steady_clock::now() - start;

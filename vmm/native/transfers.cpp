@@ -36,6 +36,8 @@ namespace {
 enum Kind : int { kWrite = 0, kRead = 1, kNumKinds = 2 };
 
 constexpr int kDropCache = 1;              // flag of a job: leave nothing of it in the page cache
+constexpr int kMostRefusals = 40;          // EAGAIN in a row before a transfer gives up: about four seconds
+constexpr int64_t kFirstPauseNs = 1000000, kLongestPauseNs = 128000000;  // between them, doubled each time
 constexpr size_t kNumFailuresKept = 4096;  // failed tickets that can still be asked about
 constexpr size_t kNumFinished = 8192;      // tickets in the ring of finished ones; more are never under way
 constexpr size_t kNumRecordsKept = 16384;  // finished tickets in the timeline, oldest dropped first
@@ -66,6 +68,7 @@ struct Faults {  // for tests
   int32_t kind;          // kWrite, kRead, or kNumKinds for either
   int64_t delay_ns;      // before each call
   int64_t call_nbytes;   // a call moves at most this many bytes; 0: no limit
+  int64_t num_failures;  // calls in a row that fail
 };
 
 struct Job {
@@ -343,15 +346,23 @@ class Engine {
     ++job.num_pieces;
   }
 
-  // Does the I/O of one piece, in as many calls as it takes.
+  // Does the I/O of one piece, in as many calls as it takes. A call that a signal cut short, or that the device
+  // has no room for just now, is made again; the latter after a pause, and not for ever.
   Failure transfer(Kind kind, int fd, int flags, Piece& piece) {
     iovec* next = piece.segments.data();
     int count = int(piece.segments.size());
     int64_t offset = piece.offset;
     size_t left = piece.nbytes;
+    int num_refusals = 0;
     while (left > 0) {
       ssize_t moved = call(kind, fd, next, count, offset);
       if (moved < 0 && errno == EINTR) continue;
+      if (moved < 0 && errno == EAGAIN && num_refusals < kMostRefusals && !is_closing()) {
+        sleep_ns(std::min(kFirstPauseNs << std::min(num_refusals, 20), kLongestPauseNs));
+        ++num_refusals;
+        continue;
+      }
+      num_refusals = 0;
       if (moved == 0) errno = EIO;  // a read past the end of the file, or a device that takes nothing
       if (moved <= 0) return {errno, kind, 0, offset, int64_t(left)};
       offset += moved;
@@ -371,6 +382,11 @@ class Engine {
     return {};
   }
 
+  bool is_closing() {
+    Lock lock(mutex_);
+    return is_closing_;
+  }
+
   // One system call, counted and timed. errno is the caller's to read.
   ssize_t call(Kind kind, int fd, iovec* segments, int count, int64_t offset) {
     int64_t delay_ns, start_ns;
@@ -379,10 +395,13 @@ class Engine {
       Lock lock(mutex_);
       delay_ns = faults_.delay_ns;
       bool counts = faults_.kind == kNumKinds || faults_.kind == kind;
-      if (counts && faults_.calls_until_failure > 0 && --faults_.calls_until_failure == 0) {
+      if (counts && faults_.calls_until_failure == 1) {
+        if (--faults_.num_failures <= 0) faults_.calls_until_failure = 0;
+        ++statistics_.num_calls[kind];
         errno = faults_.error;
         return -1;
       }
+      if (counts && faults_.calls_until_failure > 1) --faults_.calls_until_failure;
       if (faults_.call_nbytes > 0) {
         first = {segments->iov_base, std::min(segments->iov_len, size_t(faults_.call_nbytes))};
         segments = &first;

@@ -4,8 +4,8 @@ Part of the package, not of its tests, since everything that runs on CUDA is tes
 the executor, and a user's own schedule on a machine without a GPU. It needs Linux and nothing else.
 
 `FakeCuda` is the bindings object. Order to read: `names.py` (the types), `races.py` (vector clocks and
-the race detector), `work.py` (streams, events, late execution), `memory.py` (handles, mappings, rules),
-`bindings.py` (the calls).
+the race detector), `contexts.py` (which threads have one), `work.py` (streams, events, late execution),
+`memory.py` (handles, mappings, rules), `bindings.py` (the calls).
 """
 
 from vmm.testing.fake_cuda.bindings import FakeCuda

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 from vmm.testing.fake_cuda import names
+from vmm.testing.fake_cuda.contexts import CONTEXT, Contexts, ThreadContexts
 from vmm.testing.fake_cuda.memory import FakeMemory, HostMemory
 from vmm.testing.fake_cuda.names import CUresult, Refused
 from vmm.testing.fake_cuda.races import Access, Clock, Interval, Race, RaceDetector
@@ -40,6 +41,8 @@ def _call(
                 return (injected, *([None] * _NUM_VALUES.get(body.__name__, 0)))
             self._work.progress()
             try:
+                if body.__name__ not in _WITHOUT_CONTEXT and not self._contexts.current():
+                    raise Refused(CUresult.CUDA_ERROR_INVALID_CONTEXT)
                 value = body(self, *arguments, **options)
             except Refused as refused:
                 return (refused.result, *([None] * _NUM_VALUES.get(body.__name__, 0)))
@@ -60,9 +63,25 @@ _NUM_VALUES = {
     "cuEventCreate": 1,
     "cuDeviceGet": 1,
     "cuDeviceGetAttribute": 1,
+    "cuDeviceGetCount": 1,
+    "cuDeviceGetName": 1,
     "cuDriverGetVersion": 1,
+    "cuCtxGetCurrent": 1,
 }
 """Values beside the result. The bindings answer a failed call with None for each of them."""
+_WITHOUT_CONTEXT = frozenset(
+    {
+        "cuInit",
+        "cuDriverGetVersion",
+        "cuDeviceGet",
+        "cuDeviceGetAttribute",
+        "cuDeviceGetCount",
+        "cuDeviceGetName",
+        "cuCtxGetCurrent",
+        "cuCtxSetCurrent",
+    }
+)
+"""What a thread without a current context may call. The real driver lets it call more; nothing of ours needs that."""
 
 
 class FakeCuda:
@@ -83,8 +102,11 @@ class FakeCuda:
         eagerness: Chance, at each call, that one more step of queued work runs; 0: none does before
             it is asked for.
         has_vmm: Whether the device says that it can map memory.
+        is_integrated: Whether it says that its memory is the host's.
+        compute_mode: Who may use it: 0 everybody, 2 nobody, 3 one process.
         arena: `[start, stop)` of addresses to hand out, mapped to nothing by their owner; by default fresh ones.
         occupied: Ranges of it, address to bytes, that are somebody's already.
+        contexts: Which threads have the context current; by default the one that makes this, until others ask.
     """
 
     CUresult = CUresult
@@ -106,15 +128,26 @@ class FakeCuda:
         seed: int = 0,
         eagerness: float = 0.3,
         has_vmm: bool = True,
+        is_integrated: bool = False,
+        compute_mode: int = 0,
         arena: _Range | None = None,
         occupied: Mapping[int, int] | None = None,
+        contexts: Contexts | None = None,
     ) -> None:
+        self._contexts: Contexts = contexts if contexts is not None else ThreadContexts()
         self._lock = threading.RLock()
         self._memory = FakeMemory(total_nbytes=total_nbytes, granularity=granularity, arena=arena, occupied=occupied)
         self._host = HostMemory()
         self._work = Work(seed=seed, eagerness=eagerness)
         self._detector = RaceDetector(block_nbytes=granularity)
-        self._has_vmm = has_vmm
+        attribute = names.CUdevice_attribute
+        self._attributes = {
+            attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED: int(is_integrated),
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE: compute_mode,
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: 9,
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: 0,
+            attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED: int(has_vmm),
+        }
         self._is_initialized = False
         self._countdown = 0
         self._num_failures = 0
@@ -229,8 +262,32 @@ class FakeCuda:
     def cuDeviceGetAttribute(self, attribute: int, device: Any) -> object:
         """What the device can do."""
         self._check_device(device)
-        _require(attribute == names.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED)
-        return int(self._has_vmm)
+        _require(attribute in set(self._attributes))
+        return self._attributes[names.CUdevice_attribute(attribute)]
+
+    @_call
+    def cuDeviceGetCount(self) -> object:
+        """One."""
+        self._check_initialized()
+        return 1
+
+    @_call
+    def cuDeviceGetName(self, nbytes: int, device: Any) -> object:
+        """As a string of C in a buffer."""
+        self._check_device(device)
+        return b"the fake driver".ljust(nbytes, b"\0")
+
+    @_call
+    def cuCtxGetCurrent(self) -> object:
+        """The calling thread's context; 0: none."""
+        return names.CUhandle(self._contexts.current())
+
+    @_call
+    def cuCtxSetCurrent(self, context: Any) -> None:
+        """Make it the calling thread's; 0: none."""
+        if int(context) not in (0, CONTEXT):
+            raise Refused(CUresult.CUDA_ERROR_INVALID_CONTEXT)
+        self._contexts.make_current(int(context))
 
     @_call
     def cuMemGetAllocationGranularity(self, properties: Any, option: int) -> object:

@@ -1,0 +1,111 @@
+"""Items about the machine and the package rather than about training: preflight, doctor, demo, tests, driver calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks.gpu.figures import Figure, Measure, Overran, Shell
+
+
+def tests(*paths: str) -> Measure:
+    """The suite that needs a GPU, none of it skipped. What has failed is named also when time runs out."""
+
+    def measure(shell: Shell) -> Iterable[Figure]:
+        options = ["-v", "-m", "gpu", "--require-gpu", "-p", "no:cacheprovider", "-rfE"]
+        try:
+            code, output = shell.command(["-m", "pytest", *options, *paths])
+        except Overran as overran:
+            yield from _failed_tests(overran.output)
+            raise
+        lines = [line for line in output.splitlines() if line.strip()]
+        yield Figure(
+            variant="pytest",
+            metric="exit code",
+            unit="",
+            value=code,
+            is_good=code == 0,
+            note=lines[-1].strip("= ") if lines else "no output",
+        )
+        yield from _failed_tests(output)
+
+    return measure
+
+
+def _failed_tests(output: str) -> Iterable[Figure]:
+    """By the summary, or, where it did not come to that, by the lines that tell each test as it ends."""
+    lines = output.splitlines()
+    found = [line.split(" ", 1)[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    if not found:
+        ended = (line.split() for line in lines)
+        found = [words[0] for words in ended if len(words) > 1 and "::" in words[0] and words[1] in ("FAILED", "ERROR")]
+    for line in found:
+        name, _, why = line.partition(" - ")
+        yield Figure(variant=name.split("::")[-1], metric="passes", unit="", value=0, is_good=False, note=why)
+
+
+def preflight(shell: Shell) -> Iterable[Figure]:
+    """What the machine has, and whether the native parts can be built: before time is spent on anything else."""
+    code, output = shell.command(["-m", "benchmarks.gpu.preflight"])
+    found = _last_line(output)
+    if found is None:
+        note = f"exit code {code}: {output.strip()[-200:]}"
+        yield Figure(variant="preflight", metric="runs", unit="", value=None, is_good=False, note=note)
+        return
+    for name, (is_good, note) in found.items():
+        yield Figure(
+            variant=name, metric="is there", unit="", value=float(is_good is not False), is_good=is_good, note=note
+        )
+
+
+def doctor(shell: Shell) -> Iterable[Figure]:
+    """`ooc doctor --device cuda`: each finding, and what would mend it."""
+    code, output = shell.command(["-m", "ooc", "doctor", "--device", "cuda", "--json"])
+    try:
+        findings = json.loads(output)["findings"]
+    except (KeyError, ValueError):
+        note = f"exit code {code}: {output.strip()[-200:]}"
+        yield Figure(variant="doctor", metric="runs", unit="", value=None, is_good=False, note=note)
+        return
+    for found in findings:
+        is_good = {"fine": True, "note": None, "stop": False}[found["verdict"]]
+        note = " -- ".join(part for part in (found["value"], found["remedy"]) if part)
+        yield Figure(
+            variant=found["name"],
+            metric="finding",
+            unit="",
+            value=float(is_good is not False),
+            is_good=is_good,
+            note=note,
+        )
+
+
+def demo(shell: Shell) -> Iterable[Figure]:
+    """`ooc demo --device cuda`: what a user sees first. What it prints last is what it found."""
+    code, output = shell.command(["-m", "ooc", "demo", "--device", "cuda"])
+    yield Figure(variant="gpt", metric="exit code", unit="", value=code, is_good=code == 0)
+    for line in output.strip().splitlines():
+        what, _, found = line.partition(": ")
+        if ", step " not in what:
+            yield Figure(variant="gpt", metric=what, unit="", value=None, note=found)
+
+
+def driver_calls(shell: Shell) -> Iterable[Figure]:
+    """Microseconds of each call, the device idle and with work queued."""
+    code, output = shell.command(["-m", "benchmarks.gpu.calls"])
+    found = _last_line(output)
+    if found is None:
+        yield Figure(variant="calls", metric="time", unit="us", value=None, note=f"exit code {code}: {output[-200:]}")
+        return
+    for load, times in found.items():
+        for name, us in times.items():
+            yield Figure(variant=load, metric=name, unit="us", value=us)
+
+
+def _last_line(output: str) -> Any:
+    """The JSON on it; None: it is none."""
+    try:
+        return json.loads(output.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        return None
