@@ -605,6 +605,8 @@ class Executor:
         if self._is_anyone_late(executable, executable.trace.ops[index].start_tick):
             return False
         if executable.variable_alive[variable.index]:
+            if variable.record is not None and not self._may_move(variable.record):
+                return False
             self._bindings.expel(executable, variable)
         if record.state is State.RESIDENT:
             self._manager.evict([record])
