@@ -176,7 +176,7 @@ def no_sync(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
 def join(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
     model = DistributedDataParallel(mlp(), bucket_cap_mb=0.5, init_sync=False)
     with model.join():
-        yield from train(rank, session, model, num_steps=4 + 2 * rank.index)
+        yield from train(rank, session, model, num_steps=6 + 2 * rank.index)
     yield state_of(model)
 
 
