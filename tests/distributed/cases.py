@@ -88,12 +88,14 @@ def batch(rank: Rank, step: int, width: int = 256, rows: int = 128) -> Tensor:
     return torch.randn(rows, width, generator=generator)
 
 
-def train(rank: Rank, session: SessionLike, model: nn.Module, *, num_steps: int = NUM_STEPS) -> Iterator[list[Tensor]]:
+def train(
+    rank: Rank, session: SessionLike, model: nn.Module, *, num_steps: int = NUM_STEPS, rows: int = 128
+) -> Iterator[list[Tensor]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(num_steps):
         with session.step():
             optimizer.zero_grad(set_to_none=True)
-            model(batch(rank, step)).square().mean().backward()
+            model(batch(rank, step, rows=rows)).square().mean().backward()
             optimizer.step()
         yield state_of(model, optimizer)
 
@@ -135,23 +137,37 @@ def _register(model: DistributedDataParallel, hook: str) -> None:
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
+class Statistics(nn.Module):
+    """A running mean of 256 KiB, changed in each forward pass as batch norm's are; DDP broadcasts it before the next."""
+
+    running: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.zeros(256, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.running.mul_(0.9).add_(x.t() @ x, alpha=0.1)
+        return x
+
+
 def with_norms() -> nn.Module:
     layers: list[nn.Module] = []
-    for _ in range(3):
-        layers += [nn.Linear(256, 256), nn.BatchNorm1d(256), nn.Tanh()]
-    layers += [nn.Linear(256, 20000), nn.BatchNorm1d(20000)]  # its statistics are 80,000 bytes each
+    for _ in range(5):
+        layers += [nn.Linear(256, 256), nn.BatchNorm1d(256), Statistics(), nn.Tanh()]
     return nn.Sequential(*layers)
 
 
 add("ddp", "2MiB", sizes=(2, 3))(_ddp())
-add("ddp, one bucket", "4MiB")(_ddp(bucket_cap_mb=25))
+add("ddp, larger buckets", "2MiB")(_ddp(bucket_cap_mb=0.9))
 add("ddp, views, debug", "2MiB", debug=True)(_ddp(gradient_as_bucket_view=True))
 add("ddp, unused in turn", "2MiB")(_ddp(Branches, find_unused_parameters=True, num_steps=10))
 add("ddp, unused in turn, views", "2MiB")(
     _ddp(Branches, find_unused_parameters=True, gradient_as_bucket_view=True, num_steps=8)
 )
 add("ddp, static graph", "2MiB")(_ddp(static_graph=True))
-add("ddp, batch norm", "48MiB")(_ddp(with_norms, bucket_cap_mb=1))
+add("ddp, batch norm", "2560KiB")(_ddp(with_norms))
 add("ddp, fp16 hook", "3MiB")(_ddp(hook="fp16", num_steps=8))
 add("ddp, builtin fp16 hook", "3MiB")(_ddp(hook="builtin fp16"))
 # (One bucket: between two, Gloo's threads and the program launch PowerSGD's collectives in any order, without us, too.)
@@ -176,7 +192,7 @@ def no_sync(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
 def join(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
     model = DistributedDataParallel(mlp(), bucket_cap_mb=0.5, init_sync=False)
     with model.join():
-        yield from train(rank, session, model, num_steps=6 + 2 * rank.index)
+        yield from train(rank, session, model, num_steps=6 + 2 * rank.index, rows=1024)
     yield state_of(model)
 
 
