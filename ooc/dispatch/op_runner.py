@@ -7,6 +7,7 @@ the allocator calls it for every large allocation that the plan's table does not
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -217,13 +218,13 @@ class OpRunner:
         kwargs = kwargs or {}
         if not self._is_open():
             return func(*args, **kwargs)
+        if not _is_special(func):
+            return self._run(func, args, kwargs)
         if ops.is_list_op(func):
             return ops.run_list_op(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
         if ops.is_convolution_backward(func):
             return ops.run_convolution_backward(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
-        if is_collective(func):
-            return self.collectives.run(self._run, func, args, kwargs)
-        return self._run(func, args, kwargs)
+        return self.collectives.run(self._run, func, args, kwargs)
 
     def run_opaque(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() != self._thread or not self.mode.is_on:
@@ -471,6 +472,12 @@ class OpRunner:
         self._largest_refused_nbytes = error.largest_needed_nbytes
         self._pending = None  # to find the sizes of results, it may have run the op once more
         return error
+
+
+@functools.cache
+def _is_special(func: Any) -> bool:
+    """Whether an op is run in parts, or goes on after it has returned. One look, instead of three an op."""
+    return ops.is_list_op(func) or ops.is_convolution_backward(func) or is_collective(func)
 
 
 class _Failure(OocError):
