@@ -17,8 +17,11 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/ooc demo $(ARGS)
 
+# A worker takes over what another has not come to yet, so neighbours stay together and share what they have made.
+# Compiled modules are kept, whatever the environment says: the tests start a few hundred interpreters.
 test: $(READY)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n 2 $(ARGS)
+	@echo "The whole suite takes about 10 minutes on two idle cores; ARGS='tests/vmm' runs a part of it."
+	OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -39,12 +42,26 @@ format: $(READY)
 
 # torch first, by its exact version: a build with a local version (+cpu) that is installed or offered
 # nearby then counts as that version, instead of being replaced while the rest is resolved.
+# Each phase says beforehand what it does; pip's own lines follow, unbuffered, with bars on a terminal.
+PIP := PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --disable-pip-version-check
+TORCH := $(shell grep '^torch==' constraints.txt)
+
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("ooc needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Options: make PYTHON=python3.12 ...")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("ooc needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Options: make PYTHON=python3.12 ...")'
+	@echo 'Setting up $(VENV), once. What pip has not cached is downloaded:'
+	@echo '  $(TORCH): by far the largest. About 200 MB as a build for the CPU; several GB where pip takes'
+	@echo '    a build for CUDA with its libraries, as from PyPI on x86-64. For the CPU build, stop here and type'
+	@echo '    PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ...'
+	@echo '  numpy, scipy, matplotlib and the tools for tests and checks: about 120 MB.'
+	@echo 'With the CPU build and a fast line this takes one to three minutes.'
+	@echo '1 of 3: a virtual environment in $(VENV)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo '2 of 3: $(TORCH), the long one'
+	@$(PIP) "$(TORCH)"
+	@echo '3 of 3: everything else, and this package itself'
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+	@echo 'Set up. The first run also compiles the C++ parts with g++, and keeps them.'
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -25,7 +25,7 @@ from ooc.interop import opaque_ops
 from ooc.interop.collectives import Collectives
 from ooc.interop.cupy_pool import CupyPool
 from ooc.interop.exports import Exports
-from ooc.interop.forks import DeviceForks, Forks
+from ooc.interop.forks import DeviceForks, Forks, HostForks
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.options import SessionOptions
@@ -40,6 +40,7 @@ from ooc.units import format_nbytes, parse_nbytes
 from scheduler.plan import Plan
 from scheduler.trace import Trace
 from vmm.chunks import ChunkPool
+from vmm.store import FileStore
 
 
 class Engine:
@@ -171,14 +172,7 @@ class Engine:
         self.manager.guards.open()
         undo.callback(self._let_go)
         self.is_open = True
-        make_forks = Forks if self.memory.is_host else DeviceForks
-        forks = make_forks(
-            manager=self.manager,
-            runner=runner,
-            allocator=allocator,
-            store=self.memory.store,
-            become_inherited=self._become_inherited,
-        )
+        forks = self._make_forks()
         undo.callback(forks.close)
         undo.callback(opaque_ops.set_runner, None)
         opaque_ops.set_runner(runner.run_opaque)
@@ -194,6 +188,18 @@ class Engine:
         undo.callback(_current.release)
         claim(self)
         undo.enter_context(runner.mode)  # last: from the next op on
+
+    def _make_forks(self) -> Forks:
+        store = self.memory.store
+        if not isinstance(store, FileStore):
+            return DeviceForks(runner=self.runner, become_inherited=self._become_inherited)
+        return HostForks(
+            manager=self.manager,
+            runner=self.runner,
+            allocator=self.memory.allocator,
+            store=store,
+            become_inherited=self._become_inherited,
+        )
 
     # -- closing
 

@@ -16,7 +16,7 @@ class OocError(RuntimeError):
     """Base of our own run-time errors."""
 
 
-class BudgetTooSmall(OocError, torch.OutOfMemoryError):  # type: ignore[misc]  # to mypy all of torch is Any
+class BudgetTooSmall(OocError, torch.OutOfMemoryError):  # to mypy all of torch is Any
     """One op needs more memory at once than the budget has. Also a `torch.OutOfMemoryError`.
 
     Attributes:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ooc.cli.trial import TrialFailed, TrialOptions, TrialResult, TrialStep, run_trial
+from ooc.cli.trial import TrialFailed, TrialOptions, TrialResult, TrialStep, planned_median_s, run_trial
 from ooc.output_files import write_picture
 from ooc.reporting.memory_curves import Curve
 from ooc.units import MIB, format_duration, format_nbytes, parse_nbytes
@@ -25,6 +25,7 @@ from ooc.units import MIB, format_duration, format_nbytes, parse_nbytes
 _MEASURING_STEPS = 4
 """Enough for two equal steps after the one in which the optimizer makes its state."""
 _BASELINE_STEPS = 3
+_PICTURE_SUFFIXES = (".png", ".svg")
 _PLENTY = 1.25
 """Times the in-core run's memory: room for the measuring run, whose pool rounds up to chunks."""
 
@@ -61,9 +62,22 @@ class _Runs:
 
 
 def main(
-    *, model: str = "gpt", budget: str | None = None, num_steps: int | None = None, out: str, store: str | None = None
+    *,
+    model: str = "gpt",
+    budget: str | None = None,
+    num_steps: int | None = None,
+    out: str,
+    store: str | None = None,
+    picture: str | None = None,
 ) -> int:
-    """Run the demo and print its table. Returns 0 if all losses are equal to the last bit, else 1."""
+    """Run the demo, print its table and draw memory over a step.
+
+    Args:
+        picture: The file to draw into, ending in .png or .svg. None: `memory-MODEL.png` in `out`.
+
+    Returns:
+        0 if all losses are equal to the last bit, 1 if not or if a run failed, 2 for wrong arguments.
+    """
     console = Console()
     if model not in DEMO_MODELS:
         console.print(f"ooc demo: no model is called {model!r}. Options: {', '.join(DEMO_MODELS)}.")
@@ -71,18 +85,22 @@ def main(
     if num_steps is not None and num_steps < _MEASURING_STEPS:
         console.print(f"ooc demo: --steps {num_steps} leaves no planned step. Options: at least {_MEASURING_STEPS}.")
         return 2
+    path = Path(picture) if picture is not None else Path(out) / f"memory-{model}.png"
+    if path.suffix not in _PICTURE_SUFFIXES:
+        known = " or ".join(_PICTURE_SUFFIXES)
+        console.print(f"ooc demo: --picture {path} is no kind of file that can be drawn. Options: a name with {known}.")
+        return 2
     try:
         budget_nbytes = parse_nbytes(budget, what="budget") if budget is not None else None
-        folder = Path(out)
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         runs = _run_all(console, DEMO_MODELS[model], budget_nbytes, num_steps, store)
     except (TrialFailed, ValueError, OSError) as error:
         print(f"ooc demo: {error}", file=sys.stderr)
         return 1
     is_equal = runs.in_core.losses == runs.out_of_core.losses
     console.print(_table(model, runs))
-    picture = plot(runs.out_of_core.curves, runs.budget_nbytes, folder / f"memory-{model}.png", title=model)
-    console.print(f"Memory over the step: {picture}")
+    plot(runs.out_of_core.curves, runs.budget_nbytes, path, title=_title(model, runs))
+    console.print(f"Memory over the step: {path}", soft_wrap=True)
     if not is_equal:
         console.print("[bold red]The losses differ.[/] That must not happen: please report it with this output.")
     return 0 if is_equal else 1
@@ -122,6 +140,8 @@ def _progress(console: Console) -> Progress:
 
 def _show(progress: Progress, name: str, options: TrialOptions) -> TrialResult:
     task = progress.add_task(name, total=options.num_steps, told="")
+    if not progress.console.is_terminal:  # the bars are drawn once, at the end
+        progress.console.print(f"{name}: {options.num_steps} steps ...")
 
     def on_step(step: TrialStep) -> None:
         told = f"loss {float.fromhex(step.loss):.4f}, {format_duration(step.duration_s)} a step"
@@ -155,7 +175,7 @@ def _table(name: str, runs: _Runs) -> Table:
         *(format_nbytes(run.peak_nbytes - base.peak_nbytes) for run in (a, b)),
     )
     in_core_s = _median_s(a.steps[1:])
-    table.add_row("time a step, median", format_duration(in_core_s), _planned_time(planned, in_core_s))
+    table.add_row("time a step, median", format_duration(in_core_s), _planned_time(report, in_core_s))
     table.add_row("steps learning / planned / off plan", "", " / ".join(_counts(rows)))
     if steady:
         for label, key in (("moved in a step", "loaded_nbytes"), ("moved out a step", "evicted_nbytes")):
@@ -166,11 +186,18 @@ def _table(name: str, runs: _Runs) -> Table:
     return table
 
 
-def _planned_time(planned: list[Mapping[str, Any]], in_core_s: float) -> str:
-    if not planned:
+def _planned_time(report: Mapping[str, Any], in_core_s: float) -> str:
+    planned_s = planned_median_s(report)
+    if planned_s is None:
         return "no planned step"
-    planned_s = statistics.median(row["duration_s"] for row in planned)
     return f"{format_duration(planned_s)} ({planned_s / in_core_s:.2f} x)"
+
+
+def _title(model: str, runs: _Runs) -> str:
+    """What the picture shows, with the table's times."""
+    in_core_s = _median_s(runs.in_core.steps[1:])
+    took = f"{format_duration(in_core_s)} in core, {_planned_time(runs.out_of_core.report, in_core_s)} with ooc"
+    return f"Memory over one training step of {model}: {took}"
 
 
 def _counts(rows: list[Mapping[str, Any]]) -> list[str]:
@@ -181,25 +208,39 @@ def _median_s(steps: tuple[TrialStep, ...]) -> float:
     return statistics.median(step.duration_s for step in steps)
 
 
-def plot(curves: Mapping[str, Curve], budget_nbytes: int, path: Path, *, title: str) -> Path:
-    """Draw memory over one step, with the budget, as a PNG at `path`. Returns `path`."""
+def plot(curves: Mapping[str, Curve], budget_nbytes: int, path: Path, *, title: str) -> None:
+    """Draw memory over one step, with the budget, at `path`; its suffix says as PNG or as SVG.
+
+    Args:
+        curves: As `ooc.reporting.memory_curves.step_curves` gives them.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 4.5), dpi=150, layout="constrained")
-    styles = {"live": ("alive (in core)", "#9aa5b1"), "resident": ("resident (out of core)", "#2563eb")}
+    styles = {"live": ("in core", "#8a96a3"), "resident": ("with ooc", "#2563eb")}
+    figure, axes = plt.subplots(figsize=(8, 4), dpi=160, layout="constrained")
     for name, curve in curves.items():
         label, colour = styles[name]
-        axes.fill_between(
-            [s for s, _ in curve], [n / MIB for _, n in curve], step="post", alpha=0.35, color=colour, label=label
-        )
-    axes.axhline(budget_nbytes / MIB, color="#dc2626", linewidth=1.5, label=f"budget {format_nbytes(budget_nbytes)}")
-    axes.set(xlabel="time within the step, s (sum of op times)", ylabel="MiB", title=f"{title}: memory over one step")
+        seconds, mib = [s for s, _ in curve], [n / MIB for _, n in curve]
+        peak = format_nbytes(max(n for _, n in curve))
+        axes.fill_between(seconds, mib, step="post", alpha=0.35, color=colour, linewidth=0, label=f"{label}: {peak}")
+        axes.step(seconds, mib, where="post", color=colour, linewidth=0.8)
+    axes.axhline(
+        budget_nbytes / MIB,
+        color="#dc2626",
+        linewidth=1.5,
+        linestyle="--",
+        label=f"budget: {format_nbytes(budget_nbytes)}",
+    )
+    axes.set(xlabel="time within the step, seconds (the median planned step)", ylabel="memory of tensors, MiB")
     axes.set_ylim(bottom=0)
     axes.margins(x=0)
-    axes.legend(loc="upper right", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title, fontsize=10)
+    axes.legend(
+        loc="upper right", fontsize=9, framealpha=0.85, edgecolor="none", title="most at once", title_fontsize=9
+    )
     write_picture(figure, path)
     plt.close(figure)
-    return path

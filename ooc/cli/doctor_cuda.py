@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from ooc.cli.doctor import Finding, Verdict
-from ooc.devices.protocols import Device
 from ooc.devices.cuda import CudaDevice, shares_host_memory
 from ooc.devices.cuda_memory import DeviceMemory
 from ooc.devices.host_memory import VARIABLE, host_memory_nbytes
+from ooc.devices.protocols import Device
 from ooc.devices.torch_cuda import TorchCuda, check_environment
 from ooc.testing.fake_device import FakeCudaDevice
 from ooc.units import GIB, MIB, format_duration, format_nbytes, format_rate

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from ooc.cli import plan as planning_cli
 from ooc.fragmentation import cli as fragmentation
@@ -55,7 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ooc.cli import demo
 
         return demo.main(
-            model=parsed.model, budget=parsed.budget, num_steps=parsed.steps, out=parsed.out, store=parsed.store
+            model=parsed.model,
+            budget=parsed.budget,
+            num_steps=parsed.steps,
+            out=parsed.out,
+            store=parsed.store,
+            picture=parsed.picture,
         )
     except KeyboardInterrupt:
         print("\nooc: interrupted", file=sys.stderr)
@@ -148,7 +154,12 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default: cpu); cuda makes no plot")
     demo.add_argument("--budget", metavar="SIZE", help="default: a fifth of the in-core step's memory")
     demo.add_argument("--steps", type=int, metavar="N", help="steps of each run (default: by model)")
-    demo.add_argument("--out", default="demo-out", metavar="DIR", help="where the plot goes (default: demo-out)")
+    demo.add_argument("--out", default="demo-out", metavar="DIR", help="where the picture goes (default: demo-out)")
+    demo.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="draw memory over a step into this file, .png or .svg (default: memory-NAME.png in DIR)",
+    )
     demo.add_argument("--store", metavar="DIR", help="directory for the file of evicted bytes")
 
 
@@ -192,7 +203,7 @@ def _run(parsed: argparse.Namespace) -> int:
     found = resolve(vars(parsed))
     if not _settings_are_fine(found):
         return USAGE_EXIT_CODE
-    settings = {name: resolved.value for name, resolved in found.items()}
+    settings: dict[str, Any] = {name: resolved.value for name, resolved in found.items()}
     budget = settings.pop("budget")
     if budget is None and settings["plan"] is None:
         print("ooc run: no budget. Options: --budget SIZE, such as --budget 2GiB; OOC_BUDGET.", file=sys.stderr)

@@ -266,7 +266,7 @@ def _from_spec(spec: importlib.machinery.ModuleSpec, *, path_entry: str, argv0: 
     loader: Any = spec.loader
 
     def code() -> types.CodeType:
-        found = loader.get_code(spec.name)
+        found: types.CodeType | None = loader.get_code(spec.name)
         if found is None:
             raise ImportError(f"no code object for {spec.name}")
         return found

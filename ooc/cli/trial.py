@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -75,7 +76,8 @@ class TrialResult:
     Attributes:
         peak_nbytes: The process's peak memory by the kernel; `source` says how it was counted.
         report: The session's report; empty in core.
-        curves: `live` and `resident`, as in `ooc.reporting.memory_curves`; empty unless asked for.
+        curves: `live` and `resident`, as in `ooc.reporting.memory_curves`, over the time that
+            `planned_median_s` says; empty unless asked for.
         device_nbytes: Where the model is on a GPU, the most memory of it in use after a step, by the driver's count:
             that of other processes and of the context included. Else 0.
         tensors_nbytes: There, the most memory in tensors, by torch's count. Else 0.
@@ -118,16 +120,17 @@ def train(
     for index in range(num_steps):
         started = time.perf_counter()
         with step_context():
-            batch = workload.make_batch(index)
-            if device is not None:
-                batch = tuple(tensor.to(device) for tensor in batch)
-            loss = workload.loss(model, batch)
+            loss = workload.loss(model, _moved(workload.make_batch(index), device))
             loss.backward()
             stepper.step()
             stepper.zero_grad(set_to_none=True)
             bits = loss.item().hex()
-            del loss, batch
+            del loss
         yield TrialStep(index=index, loss=bits, duration_s=time.perf_counter() - started)
+
+
+def _moved(batch: models.Batch, device: torch.device | None) -> models.Batch:
+    return batch if device is None else tuple(tensor.to(device) for tensor in batch)
 
 
 def run_trial(
@@ -188,6 +191,12 @@ def follow_trial(
     )
 
 
+def planned_median_s(report: Mapping[str, Any]) -> float | None:
+    """The median time of the planned steps of a session's report; None if there was none."""
+    durations = [row["duration_s"] for row in report["steps"] if row["mode"] == "planned"]
+    return statistics.median(durations) if durations else None
+
+
 def tell(event: str, **body: Any) -> None:
     """Send one line to the parent."""
     print(json.dumps({"event": event, **body}), flush=True)
@@ -227,7 +236,7 @@ def _train_in_core(options: TrialOptions) -> None:
 
 
 def _train_out_of_core(options: TrialOptions, budget_nbytes: int) -> None:
-    from ooc.reporting.memory_curves import live_curve, resident_curve
+    from ooc.reporting.memory_curves import Curve, step_curves
     from ooc.session import Session
 
     used = _DeviceUse(options.tensors_on)
@@ -240,13 +249,11 @@ def _train_out_of_core(options: TrialOptions, budget_nbytes: int) -> None:
         for step in train(_workload(options), **_how(options), step_context=session.step):
             used.look()
             tell("step", **asdict(step))
-        trace, plan = session.trace(), session.plan()
-        curves = {}
-        if options.wants_curves and trace is not None:
-            curves["live"] = live_curve(trace)
-            if plan is not None:
-                curves["resident"] = resident_curve(trace, plan)
-        report = session.report()
+        report = session.report(with_timeline=options.wants_curves)
+        curves: dict[str, Curve] = {}
+        if options.wants_curves:
+            curves = step_curves(report, session.trace(), duration_s=planned_median_s(report))
+            del report["timeline"]
         told = used.told()
     tell("done", report=report, curves=curves, **told)
 

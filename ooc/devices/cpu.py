@@ -79,7 +79,7 @@ class CpuMemory:
 
     def detach_tensors(self, manager: ResidencyManager) -> None:
         """Survivors become ordinary memory at their addresses."""
-        detach_tensors(manager, self.driver, self.allocator)
+        detach_tensors(manager, self.driver, self.store, self.allocator)
 
     def close(self) -> None:
         """Give the file and the pool back. Idempotent."""

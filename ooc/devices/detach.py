@@ -11,13 +11,14 @@ from collections.abc import Callable
 from ooc.memory.record import Segments, State
 from ooc.memory.residency import ResidencyManager
 from vmm.posix import PosixDriver
+from vmm.store import FileStore
 from vmm.syscalls import MAP_FIXED, MAP_NORESERVE, Syscalls
 from vmm.torch_cpu import GRANULE_NBYTES, CpuAllocator
 
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
 
 
-def detach_tensors(manager: ResidencyManager, driver: PosixDriver, allocator: CpuAllocator) -> int:
+def detach_tensors(manager: ResidencyManager, driver: PosixDriver, store: FileStore, allocator: CpuAllocator) -> int:
     """Turn every live variable into ordinary memory at its old address. Returns their bytes.
 
     The budget ends with the session, so they all come back; each is private to the process from
@@ -36,7 +37,7 @@ def detach_tensors(manager: ResidencyManager, driver: PosixDriver, allocator: Cp
             fill = functools.partial(_copy, manager.segments(record.runs, record.nbytes))
         else:
             assert record.slot is not None
-            fill = functools.partial(_read, manager.store.descriptor, record.slot.offset, length)
+            fill = functools.partial(_read, store.descriptor, record.slot.offset, length)
         driver.disown(record.address, num_chunks)
         lives = become_ordinary(allocator, record.address, record.nbytes, fill)
         total += record.nbytes if lives else 0

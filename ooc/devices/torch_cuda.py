@@ -34,7 +34,7 @@ class TorchCuda:
 
     def is_initialized(self) -> bool:
         """Whether CUDA has been started in this process, and with it torch's own allocator."""
-        return torch.cuda.is_initialized()
+        return bool(torch.cuda.is_initialized())
 
     def use_allocator(self, path: Path) -> None:
         """Let torch call the table's functions for every CUDA allocation from now on.

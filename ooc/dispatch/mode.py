@@ -17,7 +17,7 @@ class SessionMode(TorchDispatchMode):
     def __init__(self, dispatcher: Any) -> None:  # native, and given an attribute that its protocol does not have
         super().__init__()
         dispatcher.__self__ = self
-        self.__torch_dispatch__ = dispatcher  # type: ignore[method-assign]
+        self.__torch_dispatch__ = dispatcher
 
     @property
     def is_on(self) -> bool:

@@ -283,7 +283,8 @@ class OpRunner:
                 self._unpin(records)
                 raise
             for record in records:
-                record.note_seen()
+                if not record.seen:  # a call costs more than a look, here and below
+                    record.note_seen()
                 self._manager.touch(record)
             op = OpRecord(
                 func=func,
@@ -330,11 +331,11 @@ class OpRunner:
         op.results = self._dispatcher.operands(result)
         for address in op.results:
             record = self._manager.records.get(address)
-            if record is not None:
+            if record is not None and not record.seen:
                 record.note_seen()
         for address in op.written:
             record = self._manager.records.get(address)
-            if record is not None:
+            if record is not None and record.stored:
                 record.written()
         recorder.ops.append(op)
         if len(recorder.ops) >= MAX_PERIOD_OPS:

@@ -119,6 +119,7 @@ class SignalGate:
         self._closing = frozenset(closing)
         self._handlers: dict[int, PythonHandler] = {}
         self._is_installed = False
+        # As typeshed has them they could not be put back; whoever replaced them before us had types of its own.
         self._set: Callable[..., Any] = signal.signal
         self._get: Callable[..., Any] = signal.getsignal
 
@@ -169,9 +170,10 @@ class SignalGate:
     def _signal(self, signalnum: int, handler: Handler) -> Handler:
         """`signal.signal` while the session is open."""
         if not self._is_installed:
-            return self._set(signalnum, handler)
+            passed_on: Handler = self._set(signalnum, handler)
+            return passed_on
         if not callable(handler) or isinstance(handler, signal.Handlers):
-            previous = self._set(signalnum, handler)
+            previous: Handler = self._set(signalnum, handler)
             return self._handlers.pop(signalnum, previous) if previous == self._arrived else previous
         before = self._handlers.get(signalnum)
         previous = self._set(signalnum, self._arrived)
@@ -180,5 +182,5 @@ class SignalGate:
 
     def _getsignal(self, signalnum: int) -> Handler:
         """`signal.getsignal` while the session is open."""
-        handler = self._get(signalnum)
+        handler: Handler = self._get(signalnum)
         return self._handlers.get(signalnum, handler) if handler == self._arrived else handler

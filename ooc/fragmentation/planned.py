@@ -212,7 +212,8 @@ def _small_requests(stream: Stream) -> Replay:
     position = np.cumsum(events)  # how many of the part's events have happened
 
     def spread(values: IntArray) -> IntArray:
-        return np.concatenate([np.zeros(1, dtype=np.int64), values])[position]
+        spread_out: IntArray = np.concatenate([np.zeros(1, dtype=np.int64), values])[position]
+        return spread_out
 
     block = np.zeros(stream.num_buffers, dtype=np.int64)
     block[is_small] = found.block_nbytes

@@ -135,7 +135,7 @@ class _DeviceReader:
             for f in self.failures
         )
         sites = [builder.site[i] for i in order]
-        initial = self._initial(addresses, nbytes[:shift].tolist(), order[:shift])
+        initial = self._initial(addresses, nbytes[:shift].tolist(), order[:shift].tolist())
         is_complete = self.start_segments is not None and (initial is not None or not self.start_segments)
         return Stream(
             source=SOURCE,
@@ -195,7 +195,7 @@ class _DeviceReader:
 
     def _start_reserved(self) -> int:
         """Bytes held before the first event; negative if the trace and the segments do not belong together."""
-        held = self.end_reserved
+        held: int = self.end_reserved
         for event in self.trace:
             action = event.get("action") if isinstance(event, dict) else None
             size = event.get("size") if action in _GIVES_BACK or action in _TAKES else 0
@@ -434,7 +434,7 @@ def _whole(about: Mapping[str, Any]) -> object:
 def _is_small(about: Mapping[str, Any], nbytes: int, settings: CachingSettings) -> bool:
     kind = about.get("segment_type")
     if kind is not None:
-        return kind == "small"
+        return bool(kind == "small")
     return nbytes % settings.large_segment_nbytes != 0 if _is_expandable(about) else nbytes <= 2 * SMALL_NBYTES
 
 

@@ -14,7 +14,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import vmm.posix  # noqa: F401  (its hook must be registered first: in a child it unmaps what ours then maps)
 from ooc.dispatch.op_runner import OpRunner
@@ -39,8 +39,24 @@ class _Pages(NamedTuple):
     span_nbytes: int
 
 
-class Forks:
-    """What a fork does to an open session, in this process and in the child.
+class Forks(Protocol):
+    """What a fork does to an open session, in this process and in the child."""
+
+    def before(self) -> None:
+        """A fork is about to happen: hold the session still."""
+
+    def after_in_parent(self) -> None:
+        """It has happened: go on."""
+
+    def after_in_child(self) -> None:
+        """This is the child."""
+
+    def close(self) -> None:
+        """Take no part in forks any more. Idempotent."""
+
+
+class HostForks:
+    """Forks of a session on the CPU: a child sees every variable as it was.
 
     Args:
         store: Whose file children map.
@@ -137,21 +153,33 @@ class Forks:
         manager = self._manager
         is_dirty = record.state is State.RESIDENT and (not record.stored or record.exports > 0)
         if is_dirty and scratch is not None:
-            slot = manager.store.allocate(record.nbytes)
+            slot: Slot = self._file.allocate(record.nbytes)
             scratch.append(slot)
-            self._transfers.append(manager.store.write(slot, manager.segments(record.runs, record.nbytes)))
+            self._transfers.append(self._file.write(slot, manager.segments(record.runs, record.nbytes)))
             return slot
         if is_dirty:
             manager.settle(record)
             self._transfers.append(manager.start_write(record))
         elif record.state is not State.LOADING and record.transfer is not None:
             self._transfers.append(record.transfer)
-        assert record.slot is not None, record
+        assert isinstance(record.slot, Slot), record
         return record.slot
 
 
-class DeviceForks(Forks):
-    """A forked child has no CUDA, and so none of the session's variables."""
+class DeviceForks:
+    """Forks of a session on a GPU: a child has no CUDA, and so none of the session's variables."""
+
+    def __init__(self, *, runner: OpRunner, become_inherited: Callable[[], None]) -> None:
+        self._runner = runner
+        self._become_inherited = become_inherited
+        _live.add(self)
+
+    def __repr__(self) -> str:
+        return f"<DeviceForks of {self._runner!r}>"
+
+    def close(self) -> None:
+        """As `Forks.close`."""
+        _live.discard(self)
 
     def before(self) -> None:
         """Hold the session still."""

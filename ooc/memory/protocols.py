@@ -96,6 +96,10 @@ class Store(Protocol):
     def directory(self) -> Path | None:
         """Where its file is, if it has one."""
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether transfers to its file go past the page cache."""
+
     def allocate(self, nbytes: int) -> Any:
         """A slot. Raises `StoreFull`."""
 

@@ -1,50 +1,45 @@
-"""Memory over a step, from its trace and its plan: what lives in core, what is resident out of core."""
+"""Memory over one step as two curves: what the step needs in core, and what a session holds.
+
+`ooc demo` draws them. They come from the last step that was played whole, at the times that were
+measured, so waits for transfers are part of the time axis.
+"""
 
 from __future__ import annotations
 
-from scheduler.plan import Plan, occupied_ticks
+from collections.abc import Mapping
+from typing import Any
+
+from ooc.reporting.documents import parse_document
+from ooc.reporting.step_view import traced_view
 from scheduler.trace import Trace
 
 Curve = list[tuple[float, int]]
-"""`(seconds from the step's start, bytes from then on)`, in order."""
+"""`(seconds from the step's start, bytes from then on)`, in order; its last point is the step's end."""
 
 
-def live_curve(trace: Trace) -> Curve:
-    """Bytes alive: what the step holds in core."""
-    seconds = _seconds_at_ticks(trace)
-    return [(seconds[tick], nbytes) for tick, nbytes in trace.live_nbytes()]
+def step_curves(report: Mapping[str, Any], trace: Trace | None, *, duration_s: float | None = None) -> dict[str, Curve]:
+    """The curves of a session's report.
 
+    Args:
+        report: `Session.report(with_timeline=True)`.
+        trace: Drawn without a plan where no step was played whole: ops one after another.
+        duration_s: Scale the time axis to this length, say that of the median step, so that a picture
+            agrees with the table beside it. None: as measured.
 
-def resident_curve(trace: Trace, plan: Plan) -> Curve:
-    """Bytes in the pool, in whole chunks: what the plan holds at each moment."""
-    change: dict[int, int] = {0: 0}
-    for residency in plan.residencies:
-        start, stop = occupied_ticks(residency, trace)
-        nbytes = plan.machine.chunks_of(trace.variables[residency.variable].nbytes) * plan.machine.chunk_nbytes
-        change[start] = change.get(start, 0) + nbytes
-        if stop < trace.num_ticks:
-            change[stop] = change.get(stop, 0) - nbytes
-    seconds = _seconds_at_ticks(trace)
-    curve: Curve = []
-    total = 0
-    for tick in sorted(change):
-        total += change[tick]
-        curve.append((seconds[tick], total))
-    return curve
-
-
-def _seconds_at_ticks(trace: Trace) -> list[float]:
-    """When each tick is: an op's ticks share its duration evenly, those between ops take no time."""
-    seconds = [0.0] * (trace.num_ticks + 1)
-    now = 0.0
-    previous_stop = 0
-    for op in trace.ops:
-        seconds[previous_stop : op.start_tick] = [now] * (op.start_tick - previous_stop)
-        num_ticks = op.stop_tick - op.start_tick
-        duration_s = op.duration_ns / 1e9
-        for k in range(num_ticks):
-            seconds[op.start_tick + k] = now + duration_s * k / num_ticks
-        now += duration_s
-        previous_stop = op.stop_tick
-    seconds[previous_stop:] = [now] * (len(seconds) - previous_stop)
-    return seconds
+    Returns:
+        `live`, the bytes alive, which is what the step holds in core; and, after a planned step,
+        `resident`, the bytes of chunks held. Empty if no step was ever recorded.
+    """
+    view = parse_document("report", report).view()
+    if view is None and trace is not None:
+        view = traced_view(trace)
+    if view is None:
+        return {}
+    stop_ns = max(view.duration_ns, 1)
+    ns_per_s = 1e9 if duration_s is None else stop_ns / duration_s
+    found = {"live": view.live_curve(), "resident": view.resident_curve()}
+    return {
+        name: [(ns / ns_per_s, nbytes) for ns, nbytes in points] + [(stop_ns / ns_per_s, points[-1][1])]
+        for name, points in found.items()
+        if points
+    }

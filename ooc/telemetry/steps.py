@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ooc.memory.protocols import Space, Store
 from ooc.memory.residency import ResidencyManager
 from ooc.telemetry.memory_watch import MemoryWatch
 from ooc.telemetry.past_budgets import PastBudget, PastBudgets
 from scheduler.plan import Machine
 from scheduler.trace import Trace
-from vmm.addresses import AddressSpace
-from vmm.store import FileStore, StoreError, StoreSpeed
+from vmm.store import StoreError, StoreSpeed
 
 _NUM_ROWS_KEPT = 20_000
 """A row takes about 400 bytes: without a limit, a week of small steps would take gigabytes."""
@@ -25,7 +25,7 @@ _UNMEASURED = StoreSpeed(
 )
 """A solid-state disk of the middle sort, for a store that is full or failing when it is to be measured."""
 
-_measured: dict[Path, StoreSpeed] = {}
+_measured: dict[Path | None, StoreSpeed] = {}
 """By directory. It takes 0.3 s, so a process measures each once; plans are made anew from real transfers."""
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class StepLog:
         in_core_peak_nbytes: The largest peak of the traces recorded so far: what a step needs in core.
     """
 
-    def __init__(self, manager: ResidencyManager, space: AddressSpace) -> None:
+    def __init__(self, manager: ResidencyManager, space: Space) -> None:
         self._manager = manager
         self._space = space
         self._started = 0.0
@@ -136,7 +136,7 @@ class StepLog:
         self._manager.counters.num_faults = self._manager.guards.num_served
         return {**self._manager.counters.copy(), "num_remapped_chunks": self._space.num_remapped_chunks}
 
-    def machine(self, num_chunks: int, chunk_nbytes: int, store: FileStore) -> Machine:
+    def machine(self, num_chunks: int, chunk_nbytes: int, store: Store) -> Machine:
         """What plans are made for; measures the store on first use."""
         if self._speed is None:
             self._speed = _measured.get(store.directory)

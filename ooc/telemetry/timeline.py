@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ooc.memory.protocols import Store
 from ooc.memory.residency import Move, ResidencyManager
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.telemetry.tensor_names import TensorName, names_by_address
 from scheduler.plan import Plan
 from scheduler.trace import Trace
-from vmm.store import FileStore
 from vmm.transfers import TransferRecord
 
 TIMELINE_SCHEMA_VERSION = 1
@@ -92,7 +92,7 @@ class Timeline:
     """
 
     def __init__(
-        self, manager: ResidencyManager, store: FileStore, address_of: Callable[[], Callable[[torch.Tensor], int]]
+        self, manager: ResidencyManager, store: Store, address_of: Callable[[], Callable[[torch.Tensor], int]]
     ) -> None:
         self._manager = manager
         self._store = store

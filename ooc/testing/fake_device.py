@@ -198,7 +198,8 @@ class FakeOps:
 
     def begins(self, func: Any, operands: Iterable[VariableRecord], written: Container[int]) -> None:
         """As `OpWatch.begins`."""
-        reads, writes = [], []
+        reads: list[tuple[int, int]] = []
+        writes: list[tuple[int, int]] = []
         for record in operands:
             (writes if record.address in written else reads).append((record.address, record.nbytes))
         self._memory.kernel(str(func), reads=reads, writes=writes)
@@ -216,7 +217,9 @@ class FakeOps:
 
     def _play(self, executable: ExecutablePlan, index: int, /, *args: Any, **kwargs: Any) -> Any:
         name = str(executable.funcs[index])
-        reads, writes, born = [], [], []
+        reads: list[tuple[int, int]] = []
+        writes: list[tuple[int, int]] = []
+        born: list[PlanVariable] = []
         for use in executable.trace.ops[index].uses:
             variable = executable.variables[use.variable]
             if not use.reads:

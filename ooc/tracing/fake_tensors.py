@@ -265,7 +265,7 @@ class FakeRecording:
                 known[1].kind, known[1].label = kind, label
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[misc]  # to mypy all of torch is Any
+class _Mode(TorchDispatchMode):  # to mypy all of torch is Any
     """Dispatch mode above the fake tensors, which gives each op to the recording."""
 
     def __init__(self, recording: FakeRecording) -> None:

@@ -23,22 +23,18 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 
 from scheduler.budget import IntArray
+from scheduler.colouring.arcs import Arc, arcs_of, from_the_cut, written_ticks
 from scheduler.colouring.boundary_evictions import not_kept
 from scheduler.colouring.exchange import Holder, retouch
-from scheduler.plan import Evicted, Kept, Machine, Residency, occupied_ticks
-from scheduler.residency_builder import is_double_buffered
+from scheduler.colouring.runs import NO_CHUNKS, BoolArray, all_runs, best_runs, least, run_starts
+from scheduler.plan import Machine, Residency, occupied_ticks
 from scheduler.trace import Trace
 
-BoolArray = npt.NDArray[np.bool_]
-
 _NEVER = np.iinfo(np.int64).max
-_NO_CHUNKS: IntArray = np.empty(0, dtype=np.int64)
 
 # From this many residencies on, only the faster of the two ways to colour is tried: planning stays within seconds.
 MANY_TO_COLOUR = 2000
@@ -100,13 +96,13 @@ def colour(
     Returns:
         A colouring; or a `Shortage`, where variables that can never be away block.
     """
-    written = _written_ticks(residencies, trace, machine)
+    written = written_ticks(residencies, trace, machine)
     best: tuple[tuple[int, int], _Painter] | None = None
     is_long = len(residencies) > MANY_TO_RETOUCH
     walks = (False, True) if not is_long else (True, False)
     for give_way in walks if trace.cyclic else (False,):
         for best_fit in (False,) if quick or len(residencies) > MANY_TO_COLOUR else (True, False):
-            arcs = _from_the_cut(_arcs(residencies, written, trace, machine), trace, at_boundary=give_way)
+            arcs = from_the_cut(arcs_of(residencies, written, trace, machine), trace, at_boundary=give_way)
             painter = _Painter(residencies, trace, machine, arcs, give_way=give_way, best_fit=best_fit)
             shortage = painter.paint()
             if shortage is not None:
@@ -122,32 +118,13 @@ def colour(
     return shortage
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Arc:
-    """Residencies that must have the same chunks: one, or two joined at the step boundary.
-
-    Attributes:
-        start, stop: Ticks counted from the cut; `stop` may lie beyond the step's length.
-        written: About when the chunks' bytes are written out and can be overwritten; at least `stop`.
-        chunks: None until coloured.
-    """
-
-    residencies: tuple[int, ...]
-    family: int
-    num_chunks: int
-    start: int
-    stop: int
-    written: int
-    chunks: IntArray | None = None
-
-
 class _Painter:
     def __init__(
         self,
         residencies: tuple[Residency, ...],
         trace: Trace,
         machine: Machine,
-        arcs: list[_Arc],
+        arcs: list[Arc],
         *,
         give_way: bool,
         best_fit: bool,
@@ -240,11 +217,11 @@ class _Painter:
             self.first_at[chunks] = 0
         return None
 
-    def _shortage(self, num_chunks: int, arc: _Arc) -> Shortage:
+    def _shortage(self, num_chunks: int, arc: Arc) -> Shortage:
         first = self.residencies[arc.residencies[0]]
         return Shortage(num_chunks=num_chunks, tick=occupied_ticks(first, self.trace)[0], variable=first.variable)
 
-    def _make_way(self, arc: _Arc, num_chunks: int) -> list[int]:
+    def _make_way(self, arc: Arc, num_chunks: int) -> list[int]:
         """Cut arcs at the boundary until `num_chunks` more are usable for `arc`; returns their later halves.
 
         Candidates hold chunks that are free when `arc` starts, but are wanted back before it stops. The
@@ -269,14 +246,14 @@ class _Painter:
             later.append(self._cut(self.arcs[index]))
         return later
 
-    def _cut(self, arc: _Arc) -> int:
+    def _cut(self, arc: Arc) -> int:
         """Make two arcs of one that crosses the boundary; returns the index of the later one."""
         assert arc.chunks is not None
         end, start = arc.residencies
         self.given_up.add(self.residencies[end].variable)
         self.hard_from[arc.chunks] = _NEVER
         self.arcs.append(
-            _Arc(
+            Arc(
                 residencies=(end,),
                 family=arc.family,
                 num_chunks=arc.num_chunks,
@@ -331,7 +308,7 @@ class _Painter:
                 heapq.heappop(known)
             self.next_claim[chunk] = known[0][0] if known else _NEVER
 
-    def _usable(self, arc: _Arc) -> BoolArray:
+    def _usable(self, arc: Arc) -> BoolArray:
         """Chunks that nobody holds from the arc's start to its stop."""
         return (self.free_at <= arc.start) & (self.hard_from >= arc.stop)
 
@@ -360,7 +337,7 @@ class _Painter:
             chunks[~at_home] = np.sort(self._tightest(good, num_away))
         return chunks
 
-    def _cost_nothing(self, arc: _Arc) -> BoolArray:
+    def _cost_nothing(self, arc: Arc) -> BoolArray:
         """Usable chunks that are not late, and that no other arc claims as long as this one holds them."""
         good: BoolArray = self.written_at <= arc.start
         good &= self.hard_from >= arc.written
@@ -393,7 +370,7 @@ class _Painter:
             good[best] = True
             return self._tightest(good, size)
         other = np.flatnonzero(costs)
-        cheapest = other[_least(price[other] * self.span + self.written_at[free[other]], size - len(best))]
+        cheapest = other[least(price[other] * self.span + self.written_at[free[other]], size - len(best))]
         self.num_late += int(np.count_nonzero(late[cheapest]))
         return np.concatenate([best, free[cheapest]])
 
@@ -402,16 +379,16 @@ class _Painter:
         until = np.minimum(self.hard_from, self.next_claim) if self.best_fit else self.hard_from
         wanted = np.flatnonzero(good & (until < _NEVER))
         if not len(wanted):
-            return _best_runs(good, size)
+            return best_runs(good, size)
         if len(wanted) < size:
             good[wanted] = False
-            return np.concatenate([wanted, _best_runs(good, size - len(wanted))])
+            return np.concatenate([wanted, best_runs(good, size - len(wanted))])
         until = until[wanted]
         last = np.partition(until, size - 1)[size - 1]
         sooner = wanted[until < last]
         good[:] = False
         good[wanted[until == last]] = True
-        return np.concatenate([sooner, _best_runs(good, size - len(sooner))])
+        return np.concatenate([sooner, best_runs(good, size - len(sooner))])
 
     def _is_late(self, free: IntArray, index: int) -> BoolArray:
         """Chunks whose bytes would still be on their way out: their next holder would have to wait."""
@@ -446,7 +423,7 @@ class _Painter:
         ]
         return found
 
-    def _claims(self, own: list[_Arc]) -> IntArray:
+    def _claims(self, own: list[Arc]) -> IntArray:
         """Arcs that claim their homes while one of `own` holds its chunks.
 
         Arcs are coloured in order of start, so none that still claims starts before the first of `own`. The home
@@ -476,7 +453,7 @@ class _Painter:
                 chunks[index] = arc.chunks
         coloured = tuple(
             Residency(variable=r.variable, start=r.start, stop=r.stop, chunks=runs)
-            for r, runs in zip(self.residencies, _all_runs(chunks), strict=True)
+            for r, runs in zip(self.residencies, all_runs(chunks), strict=True)
         )
         return Colouring(
             residencies=not_kept(coloured, self.given_up, self.trace) if self.given_up else coloured,
@@ -487,11 +464,11 @@ class _Painter:
     def num_runs(self) -> int:
         """Mappings of the step-start layout."""
         homes = [self._chunks(own[0]) for own in self.members.values()]
-        return int(np.count_nonzero(_run_starts(homes)))
+        return int(np.count_nonzero(run_starts(homes)))
 
     def num_remapped_chunks(self) -> int:
         """Chunk mappings that change from each of a family's arcs to the next, around the circle."""
-        before, after = [_NO_CHUNKS], [_NO_CHUNKS]
+        before, after = [NO_CHUNKS], [NO_CHUNKS]
         for own in self.members.values():
             if len(own) == 1:
                 continue
@@ -504,140 +481,3 @@ class _Painter:
         chunks = self.arcs[index].chunks
         assert chunks is not None
         return chunks
-
-
-def _written_ticks(residencies: tuple[Residency, ...], trace: Trace, machine: Machine) -> dict[int, int]:
-    """For each evicted residency, about when its write is done: in unrolled ticks, as if no op ever waited."""
-    if not trace.ops:
-        return {}
-    stops_ns = list(accumulate(op.duration_ns for op in trace.ops))
-    evicted = [
-        (r.stop.write_op, r.stop.release_op, index)
-        for index, r in enumerate(residencies)
-        if isinstance(r.stop, Evicted)
-    ]
-    free_ns = 0.0
-    done: dict[int, int] = {}
-    for step in (-1, 0) if trace.cyclic else (0,):  # the backlog of the step before delays this one's writes
-        for write_op, _, index in sorted(evicted):
-            nbytes = trace.variables[residencies[index].variable].nbytes
-            free_ns = max(free_ns, stops_ns[write_op] + step * stops_ns[-1])
-            free_ns += machine.latency_ns + nbytes / machine.evict_bytes_per_s * 1e9
-            later, inside_ns = divmod(free_ns, max(stops_ns[-1], 1))
-            position = min(bisect_left(stops_ns, inside_ns), len(trace.ops) - 1)
-            op = trace.ops[position]
-            left = (stops_ns[position] - inside_ns) / max(op.duration_ns, 1)
-            inside = int((op.stop_tick - op.start_tick) * (1 - left))
-            done[index] = int(later) * trace.num_ticks + op.start_tick + max(inside, 0)
-    return done
-
-
-def _arcs(residencies: tuple[Residency, ...], written: dict[int, int], trace: Trace, machine: Machine) -> list[_Arc]:
-    """Residencies as arcs, in ticks of the step; what is kept and its heir's start are one arc."""
-    family = _families(trace)
-    heads = {r.variable: index for index, r in enumerate(residencies) if isinstance(r.start, Kept)}
-    arcs = []
-    for index, r in enumerate(residencies):
-        own: tuple[int, ...] = (index,)
-        start, stop = occupied_ticks(r, trace)
-        done = written.get(index, 0)
-        heir = trace.variables[r.variable].becomes
-        if isinstance(r.stop, Kept) and heir is not None and heads[heir] != index:
-            own = (index, heads[heir])
-            stop = trace.num_ticks + occupied_ticks(residencies[heads[heir]], trace)[1]
-            done = trace.num_ticks + written.get(heads[heir], 0)
-        elif isinstance(r.start, Kept) and not isinstance(r.stop, Kept):
-            continue  # the second half of its predecessor's arc
-        size = machine.chunks_of(trace.variables[r.variable].nbytes)
-        arcs.append(
-            _Arc(
-                residencies=own,
-                family=family[r.variable],
-                num_chunks=size,
-                start=start,
-                stop=stop,
-                written=max(stop, min(done, start + trace.num_ticks)),
-            )
-        )
-    return arcs
-
-
-def _from_the_cut(arcs: list[_Arc], trace: Trace, *, at_boundary: bool) -> list[_Arc]:
-    """The arcs in ticks from the cut, in order of start. What is held throughout comes to cross it."""
-    num_ticks = trace.num_ticks
-    held_over = np.zeros(num_ticks + 1, dtype=np.int64)
-    whole = [arc.stop - arc.start >= num_ticks for arc in arcs]
-    for arc, is_whole in zip(arcs, whole, strict=True):
-        if not is_whole:  # held at both sides of the ticks (start, stop)
-            held_over[min(arc.start + 1, num_ticks)] += arc.num_chunks
-            held_over[min(arc.stop, num_ticks)] -= arc.num_chunks
-            if arc.stop > num_ticks:
-                held_over[0] += arc.num_chunks
-                held_over[arc.stop - num_ticks] -= arc.num_chunks
-    cut = int(np.argmin(np.cumsum(held_over)[:-1])) if trace.cyclic and not at_boundary else 0
-    for arc, is_whole in zip(arcs, whole, strict=True):
-        length, writing = arc.stop - arc.start, arc.written - arc.stop
-        arc.start = 0 if is_whole else (arc.start - cut) % num_ticks
-        arc.stop = 2 * num_ticks if is_whole else arc.start + length
-        arc.written = arc.stop + writing
-    return sorted(arcs, key=lambda arc: (arc.start, arc.residencies))
-
-
-def _families(trace: Trace) -> list[int]:
-    """Variables that share a reservation, by the lowest index: a variable and the heir it becomes."""
-    family = list(range(len(trace.variables)))
-    for index, v in enumerate(trace.variables):
-        if v.becomes is not None and not is_double_buffered(trace, index):
-            family[index] = family[v.becomes] = min(index, v.becomes)
-    return family
-
-
-def _best_runs(good: BoolArray, size: int) -> IntArray:
-    """`size` of the good chunks: from the shortest run that is long enough, else from the longest runs."""
-    edges = np.flatnonzero(good[1:] != good[:-1]) + 1
-    if good[0]:
-        edges = np.concatenate([[0], edges])
-    if len(edges) % 2:
-        edges = np.append(edges, len(good))
-    firsts = edges[::2]
-    lengths = edges[1::2] - firsts
-    enough = np.flatnonzero(lengths >= size)
-    if len(enough):
-        first = firsts[enough[np.argmin(lengths[enough])]]
-        return np.arange(first, first + size)
-    order = np.argsort(-lengths, kind="stable")
-    last = int(np.searchsorted(np.cumsum(lengths[order]), size)) + 1
-    return np.concatenate([np.arange(firsts[i], firsts[i] + lengths[i]) for i in order[:last]])[:size]
-
-
-def _least(keys: IntArray, count: int) -> IntArray:
-    """Positions of the `count` least keys; of equal ones, the first."""
-    if not count:
-        return _NO_CHUNKS
-    last = np.partition(keys, count - 1)[count - 1]
-    less = np.flatnonzero(keys < last)
-    return np.concatenate([less, np.flatnonzero(keys == last)[: count - len(less)]])
-
-
-def _all_runs(places: list[IntArray]) -> list[tuple[tuple[int, int], ...]]:
-    """For each list of chunks in order, its `(first chunk, count)` runs."""
-    is_first = _run_starts(places)
-    if not len(is_first):
-        return [() for _ in places]
-    at = np.flatnonzero(is_first)
-    lengths = np.diff(at, append=len(is_first))
-    runs = list(zip(np.concatenate(places)[at].tolist(), lengths.tolist(), strict=True))
-    ends = np.searchsorted(at, np.cumsum([len(chunks) for chunks in places])).tolist()
-    return [tuple(runs[start:stop]) for start, stop in zip([0, *ends], ends, strict=False)]
-
-
-def _run_starts(places: list[IntArray]) -> BoolArray:
-    """With the lists of chunks one after another: where each run of neighbouring chunks starts."""
-    if not places:
-        return np.empty(0, dtype=np.bool_)
-    chunks = np.concatenate(places)
-    is_first = np.ones(len(chunks), dtype=np.bool_)
-    is_first[1:] = chunks[1:] - chunks[:-1] != 1
-    starts = np.cumsum([len(own) for own in places])[:-1]
-    is_first[starts[starts < len(chunks)]] = True
-    return is_first

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,10 @@ from ooc.cli import demo
 from ooc.cli.demo import DemoModel
 from ooc.cli.memory_group import MeasuredProcess, MemoryGroup, MemoryGroupUnavailable, PssWatch
 from ooc.cli.trial import TrialFailed, TrialOptions, follow_trial, run_trial
-from ooc.reporting.memory_curves import live_curve, resident_curve
-from ooc.units import MIB
+from ooc.reporting.memory_curves import Curve, step_curves
+from ooc.reporting.report import REPORT_SCHEMA_VERSION
+from ooc.reporting.step_view import Measured, measured_view, traced_view
+from ooc.units import MIB, format_duration
 from scheduler.plan import Born, Dies, Evicted, Loaded, Machine, Plan, Residency
 from scheduler.trace import Op, Trace, Use, Variable
 
@@ -44,15 +48,14 @@ def _trace() -> Trace:
 
 
 def test_live_curve_places_ticks_in_time() -> None:
-    curve = live_curve(_trace())
+    curve = traced_view(_trace()).live_curve()
     assert [nbytes for _, nbytes in curve] == [0, 30, 40, 30, 0]
-    times = [seconds for seconds, _ in curve]
-    assert times == pytest.approx([0, 0.0005, 0.001 + 0.002 / 3, 0.001 + 0.004 / 3, 0.004])
+    times = [ns for ns, _ in curve]
+    assert times == [0, 500_000, 1_000_000 + 2_000_000 // 3, 1_000_000 + 4_000_000 // 3, 4_000_000]
 
 
-def test_resident_curve_counts_whole_chunks_while_a_residency_holds_them() -> None:
-    trace = _trace()
-    plan = Plan(
+def _plan(trace: Trace) -> Plan:
+    return Plan(
         trace_fingerprint=trace.fingerprint(),
         policy="by hand",
         machine=Machine(chunk_nbytes=16, num_chunks=3),
@@ -62,7 +65,36 @@ def test_resident_curve_counts_whole_chunks_while_a_residency_holds_them() -> No
             Residency(variable=0, start=Loaded(before_op=2), stop=Dies(), chunks=((0, 2),)),
         ),
     )
-    assert [nbytes for _, nbytes in resident_curve(trace, plan)] == [0, 32, 0, 16, 0, 32, 0]
+
+
+def test_resident_curve_counts_whole_chunks_while_a_residency_holds_them() -> None:
+    trace = _trace()
+    measured = Measured(
+        step_index=0,
+        unix_ns=0,
+        duration_ns=6_000_000,
+        op_start_ns=(0, 1_000_000, 4_000_000),
+        op_stop_ns=(1_000_000, 3_000_000, 5_000_000),
+        moves=(),
+    )
+    view = measured_view(trace, _plan(trace), measured)
+    assert [nbytes for _, nbytes in view.resident_curve()] == [0, 32, 0, 16, 0, 32, 0]
+
+
+def test_curves_of_a_trace_alone_end_with_the_step_and_take_the_time_that_they_are_given() -> None:
+    report = {
+        "schema": "ooc.report",
+        "schema_version": REPORT_SCHEMA_VERSION,
+        "policy": "auto",
+        "steps": [],
+        **dict.fromkeys(("budget_nbytes", "chunk_nbytes", "peak_nbytes", "in_core_peak_nbytes"), 0),
+    }
+    assert step_curves(report, None) == {}
+    curves = step_curves(report, _trace())
+    assert curves.keys() == {"live"}
+    assert curves["live"][-1] == (0.004, 0)
+    scaled = step_curves(report, _trace(), duration_s=2.0)["live"]
+    assert scaled == [(pytest.approx(500 * s), n) for s, n in curves["live"]]
 
 
 def test_pss_of_a_child_is_seen() -> None:
@@ -115,17 +147,44 @@ def test_the_demo_ends_with_equal_losses_and_a_picture(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setitem(demo.DEMO_MODELS, "gpt", DemoModel(workload="gpt", num_steps=7, share=0.5, sizes=SMALL_GPT))
-    assert demo.main(model="gpt", budget="2MiB", out=str(tmp_path), store=str(tmp_path)) == 0
+    picture = tmp_path / "pictures" / "gpt.svg"
+    drawn = []
+    plot = demo.plot
+
+    def watched(curves: dict[str, Curve], *arguments: Any, **options: Any) -> None:
+        drawn.append((curves, options["title"]))
+        plot(curves, *arguments, **options)
+
+    monkeypatch.setattr(demo, "plot", watched)
+    assert demo.main(model="gpt", budget="2MiB", out=str(tmp_path), store=str(tmp_path), picture=str(picture)) == 0
     printed = capsys.readouterr().out
     assert "7 of 7" in printed
+    assert printed.index("in core: 7 steps ...") < printed.index("out of core, 2.0 MiB: 7 steps ...")
     assert "2.0 MiB" in printed
-    assert (tmp_path / "memory-gpt.png").read_bytes().startswith(b"\x89PNG")
+    assert str(picture) in printed
+    svg = picture.read_text()
+    assert svg.startswith("<?xml")
+    ((curves, title),) = drawn
+    assert curves.keys() == {"live", "resident"}
+    (in_table,) = re.findall(r"time a step, median .* (\S+ m?s) \(", printed)
+    ends = {format_duration(curve[-1][0]) for curve in curves.values()}
+    assert ends == {in_table}, "the time axis ends where the table says that a step ends"
+    assert in_table in title
+    assert max(nbytes for _, nbytes in curves["resident"]) <= 2 * MIB < max(nbytes for _, nbytes in curves["live"])
+
+
+def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path: Path) -> None:
+    for name, start in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml")):
+        demo.plot({"live": [(0.0, MIB), (1.0, 0)]}, MIB, tmp_path / name, title="small")
+        assert (tmp_path / name).read_bytes().startswith(start)
 
 
 def test_the_demo_refuses_what_it_cannot_show(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert demo.main(model="alexnet", out=str(tmp_path)) == 2
     assert demo.main(num_steps=2, out=str(tmp_path)) == 2
+    assert demo.main(out=str(tmp_path), picture="memory.bmp") == 2
     assert demo.main(budget="12G", out=str(tmp_path)) == 1
     captured = capsys.readouterr()
+    assert ".png or .svg" in captured.out
     assert "Options: gpt" in captured.out
     assert "'12GiB'" in captured.err

@@ -14,6 +14,7 @@ from torch import nn
 import ooc
 from ooc.cli.main import main
 from ooc.fragmentation import BadFile, read_streams
+from tests import forked
 from tests.cli.test_run import environment
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -116,7 +117,7 @@ def test_a_recording_on_cuda_replays_to_the_allocators_own_figures() -> None:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    return forked.run(command, env=environment(), timeout=TIMEOUT_S)
 
 
 def test_diagnose_leaves_the_script_alone_and_tells_at_its_end(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ FLAGS = {
         "-h",
         "-m",
     ],
-    "demo": ["--budget", "--device", "--help", "--model", "--out", "--steps", "--store", "-h"],
+    "demo": ["--budget", "--device", "--help", "--model", "--out", "--picture", "--steps", "--store", "-h"],
     "doctor": ["--device", "--help", "--json", "--store", "-h"],
     "fragmentation": [
         "--alloc-conf",

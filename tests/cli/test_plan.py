@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,16 +22,22 @@ from scheduler.planning import make_plan
 from scheduler.profiles import load_profile, profile_from_json
 from scheduler.trace import Trace
 from scheduler.verify import verify
+from tests import forked
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "small_net.py"
 STEPS = Path(__file__).parents[1] / "data" / "steps"
 MIB = 1 << 20
 
 
+def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """A Python process, with one thread in ops."""
+    command = [sys.executable, *map(str, arguments)]
+    return forked.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600)
+
+
 def ooc(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own: recording runs a script as `__main__`."""
-    command = [sys.executable, "-m", "ooc", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return python("-m", "ooc", *arguments)
 
 
 def read(path: Path) -> Trace:
@@ -366,9 +373,7 @@ def test_a_plan_from_a_recorded_run_is_played(tmp_path: Path) -> None:
     assert told["given_plan_refused"] == ""
     assert told["budget_nbytes"] == 40 * MIB
     assert [s["mode"] for s in told["steps"]].count("planned") >= 3
-    plain = subprocess.run(
-        [sys.executable, SCRIPT, "--batch-size", "64", "--steps", "7"], capture_output=True, text=True
-    )
+    plain = python(SCRIPT, "--batch-size", "64", "--steps", "7")
     assert done.stdout == plain.stdout
 
     other = ooc("run", "--plan", plan, "--report", report, SCRIPT, "--batch-size", "32", "--steps", "5")

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from ooc.reporting.report import write_json
+from tests import forked
 from vmm.machine import cgroup_memory
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +24,7 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 TRAIN = str(SCRIPTS / "train.py")
 LARGE = str(SCRIPTS / "large.py")
 MIB = 1 << 20
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 MOVE_IN = ("sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"')
 """Followed by a control group's directory and a command: runs the command in it."""
 
@@ -64,6 +65,8 @@ def command(*arguments: str, is_module: bool = False, **options: str | bool) -> 
 
 def finish(words: Sequence[str], cwd: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run to the end."""
+    if words[0] == sys.executable and (words[1] == "-m" or words[1].endswith(".py")):
+        return forked.run(words, env=environment(), cwd=cwd, timeout=TIMEOUT_S)
     return subprocess.run(
         words, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment(), cwd=cwd, check=False
     )

@@ -45,7 +45,7 @@ def run(script: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -237,7 +237,7 @@ device = HostedDevice(num_chunks=64)
 with ooc.Session(64 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
     full = [torch.full((20 * CHUNK_NBYTES // 4,), float(i)) for i in range(2)]
     made = in_thread(lambda: torch.full((30 * CHUNK_NBYTES // 4,), 7.0))  # drives one of them out
-    address = session._dispatcher.address(made)
+    address = session.engine.runner.dispatcher.address(made)
     assert [bool((t == i).all()) for i, t in enumerate(full)] == [True, True]
     assert bool((made == 7).all())
     del full

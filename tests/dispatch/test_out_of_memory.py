@@ -318,7 +318,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         check=False,

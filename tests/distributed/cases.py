@@ -138,7 +138,7 @@ def _register(model: DistributedDataParallel, hook: str) -> None:
 
 
 class Statistics(nn.Module):
-    """A running mean of 256 KiB, changed in each forward pass as batch norm's are; DDP broadcasts it before the next."""
+    """A running mean of 256 KiB, changed in each forward pass like batch norm's; DDP broadcasts it before the next."""
 
     running: Tensor
 

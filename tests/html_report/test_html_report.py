@@ -19,6 +19,7 @@ from ooc.html_report.facts import make_facts
 from ooc.html_report.page import make_page
 from ooc.reporting.documents import BadDocument, Document, parse_document, read_document, read_documents
 from scheduler.verify import verify
+from tests import forked
 from tests.cli.test_run import environment
 from tests.html_report.cases import MIB, recorded, recorded_text, synthetic
 from tests.reporting.browser import Browser, find_browser
@@ -390,7 +391,7 @@ def test_from_a_script_to_its_page(tmp_path: Path) -> None:
     for budget in ("6MiB", "512KiB"):
         report = tmp_path / f"{budget}.json"
         command = [sys.executable, "-m", "ooc", "run", "--budget", budget, "--report", str(report), TRAIN]
-        subprocess.run(command, env=environment(), capture_output=True, timeout=240, check=False)
+        forked.run(command, env=environment(), timeout=600)
         assert main(["report", str(report), "-o", str(tmp_path / "page.html")]) == 0
         found = re.search(r'data-fits="(\w+)".*?</span>(.*?)</p>', (tmp_path / "page.html").read_text(), re.DOTALL)
         assert found is not None
@@ -413,7 +414,7 @@ def test_the_pages_script_draws_only_finite_numbers(run: Document, tmp_path: Pat
         path = tmp_path / "page.html"
         path.write_text(make_page(documents), encoding="utf-8")
         command = [node, str(Path(__file__).parent / "page_in_node.js"), str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert found["shown"] == charts

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -47,8 +48,9 @@ def by_track(trace: dict[str, Any]) -> dict[tuple[str, str], list[Event]]:
     return {key: sorted(slices, key=lambda e: (e["ts"], -e["dur"])) for key, slices in found.items()}
 
 
-@pytest.mark.parametrize("document", [simulated(), real()], ids=["simulated", "real"])
-def test_tracks_hold_every_op_and_transfer_without_overlap(document: Document) -> None:
+@pytest.mark.parametrize("make", [simulated, real], ids=["simulated", "real"])
+def test_tracks_hold_every_op_and_transfer_without_overlap(make: Callable[[], Document]) -> None:
+    document = make()
     view = document.view()
     assert view is not None
     trace = chrome_trace([document])
@@ -66,8 +68,9 @@ def test_tracks_hold_every_op_and_transfer_without_overlap(document: Document) -
     assert "disk" in tracks
 
 
-@pytest.mark.parametrize("document", [simulated(), real()], ids=["simulated", "real"])
-def test_the_file_is_valid(document: Document) -> None:
+@pytest.mark.parametrize("make", [simulated, real], ids=["simulated", "real"])
+def test_the_file_is_valid(make: Callable[[], Document]) -> None:
+    document = make()
     """Event by event, as Perfetto reads it; and the check itself finds what is wrong."""
     trace = chrome_trace([document])
     assert problems(json.dumps(trace)) == []

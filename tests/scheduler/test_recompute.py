@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ooc.replay.executable_plan import Compiled
+from ooc.replay.executable_plan import ExecutablePlan
 from ooc.tracing.recorder import Observed
 from scheduler.colouring.scratch import ScratchColouring, colour_with_scratch
 from scheduler.cost.actions import step_actions
@@ -240,7 +240,7 @@ def test_the_executor_refuses_by_name() -> None:
     plan = plan_of(trace, *STAYS, scratch=(ROOM,))
     seen = Observed(trace=trace, funcs=(), occurrences=(), start_serials=(), start_ranks=(), end_serials=())
     with pytest.raises(PlanError, match=r"recomputes variable 3; .* can be simulated, not played"):
-        Compiled(trace=trace, plan=plan, observed=seen, view_address=0, intercepts=())
+        ExecutablePlan(trace=trace, plan=plan, observed=seen, view_address=0, intercepts=())
 
 
 def test_colouring_finds_room_for_scratch_within_the_peak() -> None:

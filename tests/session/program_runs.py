@@ -36,8 +36,9 @@ from tests.session.programs import (
     shrink,
 )
 
-_HANG_S = 90
+_HANG_S = 600
 _MAX_FAILURES = 20
+_RUNNER = "tests.session.program_runs:run_seed"
 _ROOT = Path(__file__).parents[2]
 
 
@@ -66,7 +67,7 @@ def run_seed(seed: int) -> dict[str, Any]:
     return {"modes": outcome.modes, "num_chunks": outcome.num_chunks}
 
 
-def run_many(seeds: Sequence[int], *, batch: int = 250, runner: str = "tests.session.program_runs:run_seed") -> Tally:
+def run_many(seeds: Sequence[int], *, batch: int = 250, runner: str = _RUNNER) -> Tally:
     """Run seeds in processes of their own, a batch each; one that dies names the seed that it was at.
 
     Args:
@@ -147,9 +148,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--no-shrink", action="store_true")
-    parser.add_argument(
-        "--runner", default="tests.session.program_runs:run_seed", help="module:function that runs one seed"
-    )
+    parser.add_argument("--runner", default=_RUNNER, help="module:function that runs one seed")
     parser.add_argument("--batch", type=int, nargs="+", help="run these seeds in this process (for `run_many`)")
     arguments = parser.parse_args()
     if arguments.batch:

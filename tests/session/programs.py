@@ -374,7 +374,7 @@ def run_in_session(program: Program, expected: Expected, *, verbose: bool = Fals
             num_chunks = next(_larger(num_chunks + 1))
             gc.collect()
             continue
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + 60
         while _num_tasks() > num_tasks:  # a thread that was joined may still be listed
             if time.monotonic() > deadline:
                 raise Leaked(f"{_num_tasks()} threads after the session, {num_tasks} before")

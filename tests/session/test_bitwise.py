@@ -9,6 +9,7 @@ carries the mark `slow`.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -103,17 +104,16 @@ def _check(recipe: Recipe, budget: str) -> None:
 
 def budget_nbytes_of(recipe: Recipe, budget: str) -> int:
     """Bytes of a budget by name; never below the smallest that works."""
-    smallest, in_core_peak = _smallest_and_peak_nbytes(recipe)
+    smallest, in_core_peak = _smallest_and_peak_nbytes(replace(recipe, num_steps=2))
     return smallest if budget == "smallest" else max(int(in_core_peak * _SHARES[budget]), smallest)
 
 
 @lru_cache(maxsize=64)
-def _smallest_and_peak_nbytes(recipe: Recipe) -> tuple[int, int]:
-    """The smallest budget under which two steps run, and what a step needs in core.
+def _smallest_and_peak_nbytes(probe: Recipe) -> tuple[int, int]:
+    """The smallest budget under which a recipe of two steps runs, and what a step needs in core.
 
     Each refusal names a larger budget, so the search ends.
     """
-    probe = Recipe(**{f: getattr(recipe, f) for f in recipe.__slots__} | {"num_steps": 2})
     budget_nbytes = CHUNK_NBYTES
     while True:
         try:

@@ -277,8 +277,8 @@ def test_nothing_is_left_by_a_process(tmp_path: Path, way: str) -> None:
         assert _holds_pool(process.pid)
         if way.startswith("SIG"):
             process.send_signal(getattr(signal, way))
-            process.wait(60)
-        _, errors = process.communicate("\n" if not way.startswith("SIG") else None, timeout=60)
+            process.wait(600)
+        _, errors = process.communicate("\n" if not way.startswith("SIG") else None, timeout=600)
     finally:
         process.kill()
         process.communicate()

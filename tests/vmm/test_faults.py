@@ -209,7 +209,7 @@ g.close()
 
 def _run(how: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+        [sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, cwd=ROOT, timeout=600, check=False
     )
 
 

@@ -19,14 +19,3 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     files, threads = num_open_files(), num_threads()
     exec(example, {})
     assert (num_open_files(), num_threads()) == (files, threads)
-
-
-@pytest.mark.parametrize("name", ["README.md", "DESIGN.md"])
-def test_what_the_documents_name_exists(name: str) -> None:
-    package = Path(vmm.__file__).parent
-    text = (package / name).read_text()
-    for module in re.findall(r"`([a-z_]+\.py)`", text):
-        assert (package / module).is_file(), module
-    tests = Path(__file__).parent
-    for module, test in re.findall(r"`(test_\w+)::(test_\w+?)(?:_?\.\.\.)?`", text):
-        assert f"def {test}" in (tests / f"{module}.py").read_text(), f"{module}::{test}"

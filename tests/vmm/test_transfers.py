@@ -452,25 +452,29 @@ def start_script(tail: str, path: Path, delay_ns: int) -> subprocess.Popen[str]:
 
 def test_exit_without_close_does_not_hang(tmp_path: Path) -> None:
     process = start_script("", tmp_path / "data", 100_000_000)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert (process.returncode, out, err) == (0, "submitted\n", "")
 
 
 def test_exit_while_a_daemon_thread_waits_does_not_crash(tmp_path: Path) -> None:
     tail = "threading.Thread(target=lambda: [engine.wait(late) for _ in range(9)], daemon=True).start()\n"
     process = start_script(tail, tmp_path / "data", 100_000_000)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert process.returncode == 0
 
 
 def test_ctrl_c_is_heard_while_waiting(tmp_path: Path) -> None:
-    tail = "try: engine.wait(late)\nexcept KeyboardInterrupt: print('done' if engine.done(late) else 'interrupted')\n"
-    process = start_script(tail, tmp_path / "data", 1_000_000_000)
+    tail = (
+        "try: print('waiting', flush=True); engine.wait(late)\n"
+        "except KeyboardInterrupt: print('done' if engine.done(late) else 'interrupted')\n"
+    )
+    process = start_script(tail, tmp_path / "data", 3_000_000_000)
     assert process.stdout is not None
-    process.stdout.readline()
+    assert process.stdout.readline() == "submitted\n"
+    assert process.stdout.readline() == "waiting\n"  # before this line Ctrl-C would end the script
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert (process.returncode, out, err) == (0, "interrupted\n", "")
 
 
