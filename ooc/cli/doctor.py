@@ -43,7 +43,7 @@ def main(*, store: str | None = None, as_json: bool = False, device: str = "cpu"
     if found is None:
         print(f"ooc doctor: no device is called {device!r}. Options: cpu, cuda, cuda:1.", file=sys.stderr)
         return 2
-    settings = resolve({"store": store, "device": device if device != "cpu" else None})
+    settings = resolve({"store": store, "device": device if device.startswith("cuda") else None})
     findings = [*examine(settings["store"].value, has_session=device == "cpu"), *_settings(settings)]
     if device != "cpu":
         from ooc.cli import doctor_cuda
