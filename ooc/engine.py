@@ -113,10 +113,12 @@ class Engine:
             threshold_nbytes=options.threshold_nbytes,
             is_open=lambda: self.is_open,
             new_pool=lambda: ChunkPool(self.memory.num_chunks),
+            make_collectives=lambda runner: Collectives(
+                manager=self.manager, runner=runner, is_open=lambda: self.is_open
+            ),
             watch=self.memory.watch(self.manager),
         )
-        self.collectives = Collectives(manager=self.manager, runner=self.runner, is_open=lambda: self.is_open)
-        self.runner.collectives = self.collectives
+        self.collectives = self.runner.collectives
         self.executor = self.runner.executor
         self.lock = self.runner.lock
         self.progress = Progress(options.progress)

@@ -24,7 +24,7 @@ GRANULE_NBYTES: Final = 1 << 16
 _DRAIN_CAPACITY = 4096
 
 PLANNED_ALLOC_DTYPE: Final = np.dtype(
-    [("capacity", "u8"), ("role", "u4"), ("dead_start", "u4"), ("dead_stop", "u4"), ("reserved", "u4")]
+    [("capacity", "u8"), ("variable", "u4"), ("dead_start", "u4"), ("dead_stop", "u4"), ("reserved", "u4")]
 )
 """numpy layout of `PlannedAlloc` in native/allocator.h."""
 
@@ -48,7 +48,7 @@ class Event(NamedTuple):
 
     Attributes:
         address: Start of the storage.
-        nbytes: As requested; for a free 0, or a survivor's size.
+        nbytes: As requested; for a free 0, or a detached variable's size.
         kind: `ALLOC` or `FREE`.
         position: When in the step: `inside_op(i)` or `between_ops(i)`.
     """
@@ -124,14 +124,17 @@ class AllocatorState(ctypes.Structure):
 
 
 class PlanTables(ctypes.Structure):
-    """`PlanTables` of native/allocator.h. Whoever installs one keeps it and its arrays alive."""
+    """What replaying a plan needs in native code: `PlanTables` of native/allocator.h.
+
+    Whoever installs one keeps it and its arrays alive.
+    """
 
     _fields_ = (
         ("allocs", ctypes.c_void_p),
         ("must_be_dead", ctypes.c_void_p),
-        ("role_address", ctypes.c_void_p),
-        ("role_alive", ctypes.c_void_p),
-        ("num_roles", ctypes.c_uint32),
+        ("variable_address", ctypes.c_void_p),
+        ("variable_alive", ctypes.c_void_p),
+        ("num_variables", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
     )
 
@@ -152,12 +155,12 @@ class AllocatorTable:
         library.vmm_allocator_drain.restype = ctypes.c_uint64
         library.vmm_allocator_is_alive.argtypes = (ctypes.c_uint64,)
         library.vmm_allocator_bind.argtypes = (ctypes.c_uint64, ctypes.c_int64, ctypes.c_int)
-        library.vmm_allocator_survive.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
+        library.vmm_allocator_detach.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
         self._library = library
         self.state: AllocatorState = library.vmm_allocator_state().contents
         self._buffer = np.empty(_DRAIN_CAPACITY, dtype=np.dtype("u8,u8,u4,u4"))
         self._cold: Any = None
-        self.survivors: dict[int, int] = {}
+        self.detached: dict[int, int] = {}
         """Address and bytes of variables that outlived their sessions and are still alive."""
 
     def __repr__(self) -> str:
@@ -209,8 +212,8 @@ class AllocatorTable:
             found.extend(map(Event._make, self._buffer[:count].tolist()))
             if count < _DRAIN_CAPACITY:
                 break
-        if self.survivors:
-            gone = [e.address for e in found if e.kind == FREE and self.survivors.pop(e.address, None) is not None]
+        if self.detached:
+            gone = [e.address for e in found if e.kind == FREE and self.detached.pop(e.address, None) is not None]
             found = [e for e in found if e.address not in gone] if gone else found
         return found
 
@@ -218,26 +221,27 @@ class AllocatorTable:
         """Whether the storage that starts at this address of the arena is alive."""
         return bool(self._library.vmm_allocator_is_alive(address))
 
-    def bind(self, address: int, role: int, *, is_born: bool = False) -> bool:
-        """Let the live variable at `address` play `role` of the installed plan (-1: none).
+    def bind(self, address: int, variable: int, *, is_born: bool = False) -> bool:
+        """Bind the live variable at `address` to a variable of the installed plan, so that its free is noted.
 
         Args:
-            address, role: Which one, and what.
+            address: Where the live variable starts.
+            variable: Index of the plan's variable; -1: of none.
             is_born: It is not alive yet: the allocation that is being served gets this address.
 
         Returns:
             Whether that was noted. If not, the variable is alive no more: a storage may be freed at any moment, by
             the cycle collector or on another thread.
         """
-        return bool(self._library.vmm_allocator_bind(address, role, is_born))
+        return bool(self._library.vmm_allocator_bind(address, variable, is_born))
 
-    def survive(self, address: int, nbytes: int) -> bool:
-        """The live variable at `address` outlives its session: unmap `nbytes` there when it is freed.
+    def detach(self, address: int, nbytes: int) -> bool:
+        """Detach the live variable at `address` from its session: `nbytes` there are unmapped when it is freed.
 
         Returns:
             Whether it is alive. If not, its memory is the caller's to unmap.
         """
-        if not self._library.vmm_allocator_survive(address, nbytes):
+        if not self._library.vmm_allocator_detach(address, nbytes):
             return False
-        self.survivors[address] = nbytes
+        self.detached[address] = nbytes
         return True

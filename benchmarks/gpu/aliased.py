@@ -111,7 +111,7 @@ def open_aliased(nbytes: int, *, fake: bool) -> Iterator[AliasedMemory]:
             chunk_nbytes = threshold_nbytes = GRANULE_NBYTES
             num_chunks = num_ring = nbytes // chunk_nbytes
             bindings: Any = FakeCuda(
-                total_nbytes=nbytes, granularity=chunk_nbytes, arena=allocator.arena, occupied=allocator.survivors
+                total_nbytes=nbytes, granularity=chunk_nbytes, arena=allocator.arena, occupied=allocator.detached
             )
             stack.callback(bindings.close)
             arena_nbytes = 1 << 36

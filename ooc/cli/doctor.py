@@ -13,12 +13,12 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from enum import Enum
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from ooc.cli.findings import Finding, Verdict
 from ooc.settings import BadSetting, Resolved, check, check_environment, resolve
 from ooc.units import GIB, MIB, format_duration, format_nbytes, format_rate
 from vmm.files import default_directory, directory_facts
@@ -35,27 +35,6 @@ _FEW_MAPPINGS = 65530
 """The kernel's usual vm.max_map_count; a lower one limits how finely a large pool can be cut."""
 _LITTLE_DISK_NBYTES = 4 * GIB
 _TRIAL_BUDGET_NBYTES = 8 * MIB
-
-
-class Verdict(Enum):
-    """What a finding means."""
-
-    FINE = "fine"
-    """Nothing to do."""
-    NOTE = "note"
-    """Works, but slower or with less room than it could."""
-    STOP = "stop"
-    """No session can be opened or trusted until this is mended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing looked at. `remedy` is empty when there is nothing to do."""
-
-    name: str
-    value: str
-    verdict: Verdict = Verdict.FINE
-    remedy: str = ""
 
 
 def main(*, store: str | None = None, as_json: bool = False, device: str = "cpu") -> int:

@@ -38,7 +38,7 @@ class CpuMemory:
                 chunk_nbytes,
                 max_chunks=meminfo_nbytes()["MemTotal"] // chunk_nbytes,
                 arena=self.allocator.arena,
-                occupied=tuple(self.allocator.survivors.items()),
+                occupied=tuple(self.allocator.detached.items()),
                 checkpoint=checkpoint,
             )
             undo.callback(self.driver.close)
@@ -78,7 +78,7 @@ class CpuMemory:
         self.driver.resize(num_chunks)
 
     def detach_tensors(self, manager: ResidencyManager) -> None:
-        """Survivors become ordinary memory at their addresses."""
+        """Detach what is still alive: it becomes ordinary memory at its address."""
         detach_tensors(manager, self.driver, self.store, self.allocator)
 
     def close(self) -> None:

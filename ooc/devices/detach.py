@@ -56,7 +56,7 @@ def become_ordinary(allocator: CpuAllocator, address: int, nbytes: int, fill: Ca
     length = _whole_granules(nbytes)
     syscalls.mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, _ANONYMOUS, -1, 0)
     fill(address)
-    if allocator.survive(address, length):
+    if allocator.detach(address, length):
         return True
     syscalls.mmap(address, length, 0, _ANONYMOUS | MAP_NORESERVE, -1, 0)
     return False

@@ -69,6 +69,18 @@ class CollectiveRuns(Protocol):
     def is_apart(self, nbytes: int) -> bool:
         """Whether an allocation on this thread is none of the session's."""
 
+    def open(self) -> None:
+        """From now on the program's own waits are seen."""
+
+    def close(self) -> None:
+        """They are seen no more. Idempotent."""
+
+    def settle(self, act: str, *, is_last: bool = False) -> None:
+        """Wait for all that is under way, before `act`. Raises `SessionError` if that cannot be waited for."""
+
+    def document(self) -> dict[str, int]:
+        """For the report."""
+
 
 _Call = tuple[Any, Sequence[Any], Mapping[str, Any]]
 """An op, its arguments and its keyword arguments."""
@@ -83,10 +95,8 @@ class OpRunner:
         executor: Replays plans.
         recording: Of the present step, while it runs on demand.
         mode: Through which ops come here, while it is on.
-        collectives: Set by whoever makes it, before the first op.
+        collectives: What becomes of ops that go on after they have returned.
     """
-
-    collectives: CollectiveRuns
 
     def __init__(
         self,
@@ -97,6 +107,7 @@ class OpRunner:
         threshold_nbytes: int,
         is_open: Callable[[], bool],
         new_pool: Callable[[], ChunkPool],
+        make_collectives: Callable[[OpRunner], CollectiveRuns],
         watch: OpWatch | None = None,
     ) -> None:
         self._manager = manager
@@ -130,6 +141,7 @@ class OpRunner:
             new_pool=new_pool,
             watch=watch,
         )
+        self.collectives = make_collectives(self)
 
     def __repr__(self) -> str:
         return f"<OpRunner, {self.recording!r}>"

@@ -89,7 +89,7 @@ class Exports:
         self._executor.finish()
         self._manager.end_exports()
         self._manager.fork_readers.forget_gone()
-        self._executor.guards_releases = False
+        self._executor.step_begins()
         if self._manager.debug:
             self._manager.guards.serve(False)
             self._executor.unserve()
@@ -97,7 +97,6 @@ class Exports:
     def step_ends(self) -> None:
         """From now on stray touches are served."""
         self._executor.guard_away()
-        self._executor.guards_releases = True
         self._manager.guards.serve(True)
 
     # -- what the replaced functions call

@@ -142,7 +142,7 @@ class HostForks:
         prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | MAP_FIXED
         for pages in self._pages:
             syscalls.mmap(pages.address, pages.nbytes, prot, flags, self._file.descriptor, pages.offset)
-            self._allocator.survive(pages.address, pages.span_nbytes)
+            self._allocator.detach(pages.address, pages.span_nbytes)
         self._manager.fork_readers.close()
         os.write(descriptors[1], PID.pack(os.getpid()))  # this end stays open for the life of the process
         self._descriptors = None

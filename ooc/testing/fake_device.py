@@ -79,7 +79,7 @@ class FakeCudaDevice:
             seed=self._seed,
             eagerness=self._eagerness,
             arena=allocator.arena,
-            occupied=allocator.survivors,
+            occupied=allocator.detached,
         )
         self._prepare(self.fake)
         try:
@@ -156,7 +156,7 @@ class FakeDeviceMemory(FakeKernels, DeviceMemory):
         return self._streams_of_program[-1]
 
     def detach_tensors(self, manager: ResidencyManager) -> None:
-        """Survivors become ordinary memory at their addresses, as on the CPU."""
+        """Detach what is still alive: it becomes ordinary memory at its address, as on the CPU."""
         super().detach_tensors(manager)
         kept = [(record.address, self._content(manager, record)) for record in manager.records.values()]
         self.store.close()

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_recompute import MACHINE, changes, makes, op, plan_of, reads, stay
 
 from scheduler.budget import BudgetTooSmall
 from scheduler.plan import Born, Dies, Discarded, Kept, Machine, Recomputed, Residency, occupied_ticks
@@ -18,6 +17,7 @@ from scheduler.reruns import reruns_of
 from scheduler.trace import Trace, Variable
 from scheduler.verify import IllegalPlan, verify
 from tests.scheduler.recompute_traces import SHAPES, recurrent, residual, tree
+from tests.scheduler.test_recompute import MACHINE, changes, makes, op, plan_of, reads, stay
 
 CHUNK_NBYTES = 1024
 

@@ -108,7 +108,9 @@ def test_no_growth_over_a_thousand_steps() -> None:
         assert plan is not None
         assert session.engine.memory.allocator.state.num_events < 1000  # those since the last boundary
         # Transfers of the last step at most: how many are under way at its end is a matter of timing.
-        assert len(session.engine.executor._writes) + len(session.engine.executor._loads) <= 2 * len(plan.residencies)
+        assert len(session.engine.executor._acts.writes) + len(session.engine.executor._acts.loads) <= 2 * len(
+            plan.residencies
+        )
     assert after == before
     assert abs(objects_after - objects_before) < 100
     # 1,000 rows take 0.5 MB; malloc needs some slack.
@@ -222,12 +224,12 @@ def test_a_storage_that_is_freed_while_its_session_ends(monkeypatch: pytest.Monk
         address = session.engine.runner.dispatcher.address(held[0])
         monkeypatch.setattr(PosixDriver, "disown", free_first)
     assert not held
-    assert address not in cpu_allocator().survivors
+    assert address not in cpu_allocator().detached
     assert _permissions_at(address) == "---p"
 
 
-def test_a_freed_storage_plays_no_role() -> None:
-    """Else the next one at its address would: when that is freed, a role that is alive would count as dead."""
+def test_a_freed_storage_is_not_bound() -> None:
+    """Else the next one at its address would be: when that is freed, a variable that is alive would count as dead."""
     is_alive = np.ones(1, dtype=np.uint8)
     tables = PlanTables(variable_alive=is_alive.ctypes.data, num_variables=1)
     with ooc.Session("4MiB", chunk_nbytes="64KiB") as session:

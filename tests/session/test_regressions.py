@@ -31,8 +31,8 @@ _PROGRAM = Program(
     threshold_nbytes=4096,
 )
 
-# Role 21 is born in the step and becomes role 2 of the next one; they share a reservation. On entering the plan
-# it was mapped to the first chunks of the unborn, while the heir's bytes lay in others: silently wrong numbers.
+# Variable 21 is born in the step and becomes variable 2 of the next one; they share a reservation. On entering the
+# plan it was mapped to the first chunks of the unborn, while the successor's bytes lay in others: wrong numbers.
 ENTER_MAPPED_THE_UNBORN = replace(
     _PROGRAM,
     seed=10,
@@ -67,8 +67,8 @@ FREED_FIRST_OF_ALL = replace(
     threshold_nbytes=1024,
 )
 
-# An heir that only the cycle collector frees: it went back to the books with the reservation that it shared with
-# the role born in the step, which then had none.
+# A successor that only the cycle collector frees: it took the reservation along that it shared with the variable
+# born in the step, which then had none.
 SHARED_RESERVATION_OUTLIVED = replace(
     _PROGRAM,
     seed=194,

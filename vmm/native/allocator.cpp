@@ -13,7 +13,7 @@ namespace {
 c10::Allocator* g_previous = nullptr;
 
 // Its bytes are ordinary memory at the old address: unmap them.
-void give_back_survivor(void* pointer, uint64_t nbytes) {
+void give_back_detached(void* pointer, uint64_t nbytes) {
   mmap(pointer, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
 

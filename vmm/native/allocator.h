@@ -1,4 +1,4 @@
-// Shared between the CPU allocator (allocator.cpp, against c10 only) and whoever plays a plan.
+// The allocators' state, tables and log, shared with the dispatcher that replays plans (against c10 only).
 //
 // One process-wide table. Python reads and writes it through ctypes, so the layout is plain C.
 #pragma once
@@ -15,25 +15,25 @@ constexpr uint64_t kGranule = uint64_t{1} << kGranuleShift;
 enum Mode : int32_t {
   kOff = 0,      // no session: every allocation goes to the allocator that was there before
   kDemand = 1,   // a session: large allocations go to the cold path
-  kPlanned = 2,  // a session plays a plan: inside an op the plan's table serves
+  kPlanned = 2,  // a session replays a plan: inside an op the plan's table serves
 };
 
 // One planned allocation of one op, in the order in which the op makes them.
 struct PlannedAlloc {
   uint64_t capacity;   // bytes the plan holds for it
-  uint32_t role;       // variable index in the plan
+  uint32_t variable;   // its index in the plan
   uint32_t dead_start; // [dead_start, dead_stop) in Plan::must_be_dead
   uint32_t dead_stop;
   uint32_t reserved;
 };
 
-// Tables of the plan being played; owned by Python, which keeps them alive while installed.
+// Tables of the plan being replayed; owned by Python, which keeps them alive while installed.
 struct PlanTables {
   const PlannedAlloc* allocs;
-  const uint32_t* must_be_dead;   // roles whose chunks an allocation takes over
-  const uint64_t* role_address;   // where each role lives in this step
-  uint8_t* role_alive;            // 1 from its allocation to its free
-  uint32_t num_roles;
+  const uint32_t* must_be_dead;      // plan variables whose chunks an allocation takes over
+  const uint64_t* variable_address;  // where each plan variable lives in this step
+  uint8_t* variable_alive;           // 1 from its allocation to its free
+  uint32_t num_variables;
   uint32_t reserved;
 };
 
@@ -42,7 +42,7 @@ enum EventKind : uint32_t { kAlloc = 0, kFree = 1 };
 // The common log: allocations and frees of large storages, by position.
 struct Event {
   uint64_t address;
-  uint64_t nbytes;   // of the allocation; for a free: 0, or a survivor's whole granules
+  uint64_t nbytes;   // of the allocation; for a free: 0, or a detached one's whole granules
   uint32_t kind;
   uint32_t position; // State::position when it happened
 };

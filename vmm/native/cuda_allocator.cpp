@@ -168,7 +168,7 @@ void note_given(uint64_t address) {
 // Between a session's end and its memory's close: frees there still clear the mark that `outlives` looks at.
 bool in_ended_arena(uint64_t address) { return address >= g_state.arena_start && address < g_ended_stop; }
 
-void give_back_survivor(void*, uint64_t) {}  // `outliving` has them: their arena may be gone
+void give_back_detached(void*, uint64_t) {}  // `outliving` has them: their arena may be gone
 
 uint64_t take_small(uint64_t nbytes) {
   std::lock_guard<std::mutex> lock(g_mutex);
@@ -253,10 +253,10 @@ VMM_EXPORT int vmm_cuda_begin(uint64_t arena_start, uint64_t arena_stop, uint64_
   using namespace vmm;
   const uint64_t granules = (g_state.arena_stop - g_state.arena_start) >> kGranuleShift;
   if (g_alive != nullptr) munmap(g_alive, granules);
-  if (g_role != nullptr) munmap(g_role, granules * sizeof(uint32_t));
-  if (g_survivor != nullptr) munmap(g_survivor, granules * sizeof(uint32_t));
+  if (g_variable != nullptr) munmap(g_variable, granules * sizeof(uint32_t));
+  if (g_detached != nullptr) munmap(g_detached, granules * sizeof(uint32_t));
   g_alive = nullptr;
-  g_role = g_survivor = nullptr;
+  g_variable = g_detached = nullptr;
   g_ended_stop = 0;
   g_state.arena_start = g_state.arena_stop = 0;
   if (!make_tables(arena_start, arena_stop)) return -1;

@@ -30,8 +30,8 @@ State g_state;
 
 // Per granule of the arena, at the first granule of each live variable.
 uint8_t* g_alive = nullptr;
-uint32_t* g_role = nullptr;      // role + 1, or 0
-uint32_t* g_survivor = nullptr;  // granules of a variable that outlived its session, or 0
+uint32_t* g_variable = nullptr;  // its index in the plan, plus 1; or 0
+uint32_t* g_detached = nullptr;  // granules of a variable that outlived its session, or 0
 
 std::mutex g_log_mutex;
 std::vector<Event>& log_events() {
@@ -62,26 +62,26 @@ void append(uint32_t kind, uint64_t address, uint64_t nbytes) {
 }
 
 // The front's: the variable at this address outlived its session and has been freed. Under g_log_mutex.
-void give_back_survivor(void* pointer, uint64_t nbytes);
+void give_back_detached(void* pointer, uint64_t nbytes);
 
 // A free at an address of the arena.
 void release_in_arena(uint64_t address) {
   const uint64_t granule = granule_of(address);
   std::lock_guard<std::mutex> lock(g_log_mutex);
-  if (g_survivor[granule] != 0) {
-    const uint64_t nbytes = g_survivor[granule] * kGranule;
-    g_survivor[granule] = 0;
+  if (g_detached[granule] != 0) {
+    const uint64_t nbytes = g_detached[granule] * kGranule;
+    g_detached[granule] = 0;
     __atomic_store_n(&g_alive[granule], uint8_t{0}, __ATOMIC_RELEASE);
-    give_back_survivor(reinterpret_cast<void*>(address), nbytes);
+    give_back_detached(reinterpret_cast<void*>(address), nbytes);
     append(kFree, address, nbytes);
     return;
   }
-  const uint32_t role = g_role[granule];
-  g_role[granule] = 0;
-  if (role != 0) {
+  const uint32_t variable = g_variable[granule];
+  g_variable[granule] = 0;
+  if (variable != 0) {
     const PlanTables* plan = g_state.plan.load(std::memory_order_acquire);
-    if (plan != nullptr && role - 1 < plan->num_roles) {
-      __atomic_store_n(&plan->role_alive[role - 1], uint8_t{0}, __ATOMIC_RELEASE);
+    if (plan != nullptr && variable - 1 < plan->num_variables) {
+      __atomic_store_n(&plan->variable_alive[variable - 1], uint8_t{0}, __ATOMIC_RELEASE);
     }
   }
   __atomic_store_n(&g_alive[granule], uint8_t{0}, __ATOMIC_RELEASE);
@@ -110,17 +110,17 @@ uint64_t serve_planned(uint64_t nbytes) {
   if (pick == g_state.window_stop) return 0;
   const PlannedAlloc& entry = plan->allocs[pick];
   for (uint32_t i = entry.dead_start; i < entry.dead_stop; ++i) {
-    if (__atomic_load_n(&plan->role_alive[plan->must_be_dead[i]], __ATOMIC_ACQUIRE)) {
+    if (__atomic_load_n(&plan->variable_alive[plan->must_be_dead[i]], __ATOMIC_ACQUIRE)) {
       g_state.num_late_frees.fetch_add(1, std::memory_order_relaxed);
       return 0;
     }
   }
-  const uint64_t address = plan->role_address[entry.role];
+  const uint64_t address = plan->variable_address[entry.variable];
   const uint64_t granule = granule_of(address);
   if (address == 0 || g_alive[granule]) return 0;
   g_state.window_next = pick + 1;
-  g_role[granule] = entry.role + 1;
-  __atomic_store_n(&plan->role_alive[entry.role], uint8_t{1}, __ATOMIC_RELEASE);
+  g_variable[granule] = entry.variable + 1;
+  __atomic_store_n(&plan->variable_alive[entry.variable], uint8_t{1}, __ATOMIC_RELEASE);
   return address;
 }
 
@@ -179,9 +179,9 @@ void* zeroed(uint64_t nbytes) {
 bool make_tables(uint64_t arena_start, uint64_t arena_stop) {
   const uint64_t granules = (arena_stop - arena_start) >> kGranuleShift;
   g_alive = static_cast<uint8_t*>(zeroed(granules));
-  g_role = static_cast<uint32_t*>(zeroed(granules * sizeof(uint32_t)));
-  g_survivor = static_cast<uint32_t*>(zeroed(granules * sizeof(uint32_t)));
-  if (g_alive == nullptr || g_role == nullptr || g_survivor == nullptr) return false;
+  g_variable = static_cast<uint32_t*>(zeroed(granules * sizeof(uint32_t)));
+  g_detached = static_cast<uint32_t*>(zeroed(granules * sizeof(uint32_t)));
+  if (g_alive == nullptr || g_variable == nullptr || g_detached == nullptr) return false;
   g_state.arena_start = arena_start;
   g_state.arena_stop = arena_stop;
   return true;
@@ -211,26 +211,26 @@ VMM_EXPORT int vmm_allocator_is_alive(uint64_t address) {
   return vmm::in_arena(address) ? __atomic_load_n(&vmm::g_alive[vmm::granule_of(address)], __ATOMIC_ACQUIRE) : 0;
 }
 
-// Say which role (or -1: none) the live variable at this address plays, so that its free is noted.
-// Returns 0, and notes nothing, if it was freed already: whoever is given these addresses next plays no such role.
+// Binds the live variable at this address to a variable of the plan (-1: to none), so that its free is noted.
+// Returns 0, and notes nothing, if it was freed already: whoever is given these addresses next is not bound.
 // With `is_born` it is only about to be allocated there.
-VMM_EXPORT int vmm_allocator_bind(uint64_t address, int64_t role, int is_born) {
+VMM_EXPORT int vmm_allocator_bind(uint64_t address, int64_t variable, int is_born) {
   using namespace vmm;
   const uint64_t granule = granule_of(address);
   std::lock_guard<std::mutex> lock(g_log_mutex);
   if (!g_alive[granule] && !is_born) return 0;
-  g_role[granule] = static_cast<uint32_t>(role + 1);
+  g_variable[granule] = static_cast<uint32_t>(variable + 1);
   return 1;
 }
 
-// From now on the live variable at this address is ordinary memory of `nbytes` (whole granules),
-// to be unmapped when it is freed. Returns 0, and notes nothing, if it was freed already.
-VMM_EXPORT int vmm_allocator_survive(uint64_t address, uint64_t nbytes) {
+// Detaches the live variable at this address from its session: it is ordinary memory of `nbytes` (whole
+// granules) from now on, unmapped when it is freed. Returns 0, and notes nothing, if it was freed already.
+VMM_EXPORT int vmm_allocator_detach(uint64_t address, uint64_t nbytes) {
   using namespace vmm;
   const uint64_t granule = granule_of(address);
   std::lock_guard<std::mutex> lock(g_log_mutex);
   if (!g_alive[granule]) return 0;
-  g_survivor[granule] = static_cast<uint32_t>((nbytes + kGranule - 1) / kGranule);
+  g_detached[granule] = static_cast<uint32_t>((nbytes + kGranule - 1) / kGranule);
   return 1;
 }
 

@@ -29,7 +29,7 @@ enum Flags : uint32_t { kBefore = 1, kAfter = 2, kIntercept = 4 };
 
 // One op of the plan; laid out by ooc/replay/executable_plan.py as a numpy record.
 struct PlanOp {
-  uint32_t uses_start, uses_stop;      // roles of its operands, in order of occurrence
+  uint32_t uses_start, uses_stop;      // the plan variables of its operands, in order of occurrence
   uint32_t allocs_start, allocs_stop;  // its planned allocations
   uint32_t flags;
   uint32_t reserved;
@@ -47,7 +47,7 @@ struct Dispatcher {
   PyObject *funcs, *calls, *buffers;
   const PlanOp* ops;
   const uint32_t* uses;
-  const uint64_t* role_address;
+  const uint64_t* variable_address;
   int64_t* op_start_ns;
   int64_t* op_stop_ns;
   uint32_t num_ops;
@@ -151,7 +151,7 @@ bool for_each_operand(const Dispatcher* self, PyObject* object, Visit&& visit) {
 bool operands_match(const Dispatcher* self, const PlanOp& op, PyObject* args, PyObject* kwargs) {
   uint32_t expected = op.uses_start;
   auto visit = [&](uint64_t address) {
-    while (expected < op.uses_stop && self->role_address[self->uses[expected]] != address) ++expected;
+    while (expected < op.uses_stop && self->variable_address[self->uses[expected]] != address) ++expected;
     if (expected == op.uses_stop) return false;
     ++expected;
     return true;
@@ -303,15 +303,15 @@ PyObject* dispatcher_occurrences(PyObject* object, PyObject* positional) {
   return result;
 }
 
-// install(funcs, calls, buffers, ops, uses, role_address, start_ns, stop_ns, num_ops): the tables
+// install(funcs, calls, buffers, ops, uses, variable_address, start_ns, stop_ns, num_ops): the tables
 // of a plan, as addresses; `buffers` owns them.
 PyObject* dispatcher_install(PyObject* object, PyObject* positional) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   PyObject *funcs, *calls, *buffers;
-  unsigned long long ops, uses, role_address, start_ns, stop_ns;
+  unsigned long long ops, uses, variable_address, start_ns, stop_ns;
   unsigned int num_ops;
   if (!PyArg_ParseTuple(positional, "O!O!OKKKKKI", &PyList_Type, &funcs, &PyList_Type, &calls, &buffers, &ops,
-                        &uses, &role_address, &start_ns, &stop_ns, &num_ops)) {
+                        &uses, &variable_address, &start_ns, &stop_ns, &num_ops)) {
     return nullptr;
   }
   if (PyList_GET_SIZE(funcs) != num_ops || PyList_GET_SIZE(calls) != num_ops) {
@@ -326,7 +326,7 @@ PyObject* dispatcher_install(PyObject* object, PyObject* positional) {
   Py_XSETREF(self->buffers, buffers);
   self->ops = reinterpret_cast<const PlanOp*>(ops);
   self->uses = reinterpret_cast<const uint32_t*>(uses);
-  self->role_address = reinterpret_cast<const uint64_t*>(role_address);
+  self->variable_address = reinterpret_cast<const uint64_t*>(variable_address);
   self->op_start_ns = reinterpret_cast<int64_t*>(start_ns);
   self->op_stop_ns = reinterpret_cast<int64_t*>(stop_ns);
   self->num_ops = num_ops;
