@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -456,3 +457,28 @@ def send_and_receive(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]
                 work.wait()
             weights[0].add_(received)
         yield [sent, received, *weights]
+
+
+@add("set_budget", "3MiB", num_planned=0, evicts=False)
+def set_budget(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
+    """While a collective is under way it is waited for; while a receive is, refused: only the program may wait."""
+    weights = [torch.randn(256, 256) for _ in range(14)]
+    sent, received = torch.full((256, 256), float(rank.index)), torch.empty(256, 256)
+    works = [dist.isend(sent, 1 - rank.index), dist.irecv(received, 1 - rank.index)]
+    if isinstance(session, ooc.Session):
+        with pytest.raises(ooc.SessionError, match=r"recv_.* not over"):
+            session.set_budget("2MiB")
+    for work in works:
+        assert work is not None
+        work.wait()
+    total = torch.full((256, 256), 3.0)
+    if rank.index == 1:
+        time.sleep(0.1)
+    pending = dist.all_reduce(total, async_op=True)
+    if isinstance(session, ooc.Session):
+        session.set_budget("2MiB")
+    assert pending is not None
+    pending.wait()
+    for weight in weights:
+        weight.add_(total)
+    yield [sent, received, total, *weights]
