@@ -204,7 +204,7 @@ def _tell_diagnosis(recording: Recording, name: str, report_path: Path | None) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Program:
+class _Script:
     """What becomes `__main__`.
 
     Attributes:
@@ -220,7 +220,7 @@ class _Program:
     attributes: Mapping[str, Any]
 
 
-def _find_script(path: str) -> _Program:
+def _find_script(path: str) -> _Script:
     importer: Any = pkgutil.get_importer(os.path.abspath(path))  # None for a plain file
     spec = importer.find_spec("__main__") if importer is not None else None
     if spec is not None:
@@ -233,7 +233,7 @@ def _find_script(path: str) -> _Program:
     except OSError as error:
         text = f"can't open file {os.path.abspath(path)!r}: [Errno {error.errno}] {os.strerror(error.errno or 0)}"
         raise RunError(text) from error
-    return _Program(
+    return _Script(
         code=lambda: compile(source, os.path.abspath(path), "exec", dont_inherit=True),
         path_entry=os.path.dirname(os.path.realpath(path)),
         argv0=path,
@@ -247,7 +247,7 @@ def _find_script(path: str) -> _Program:
     )
 
 
-def _find_module(name: str) -> _Program:
+def _find_module(name: str) -> _Script:
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()  # so that it is found as `python -m` would find it
     try:
@@ -262,7 +262,7 @@ def _find_module(name: str) -> _Program:
     return _from_spec(spec, path_entry=os.getcwd(), argv0=spec.origin or name, package=spec.parent or "")
 
 
-def _from_spec(spec: importlib.machinery.ModuleSpec, *, path_entry: str, argv0: str, package: str) -> _Program:
+def _from_spec(spec: importlib.machinery.ModuleSpec, *, path_entry: str, argv0: str, package: str) -> _Script:
     loader: Any = spec.loader
 
     def code() -> types.CodeType:
@@ -271,7 +271,7 @@ def _from_spec(spec: importlib.machinery.ModuleSpec, *, path_entry: str, argv0: 
             raise ImportError(f"no code object for {spec.name}")
         return found
 
-    return _Program(
+    return _Script(
         code=code,
         path_entry=path_entry,
         argv0=argv0,
@@ -285,7 +285,7 @@ def _from_spec(spec: importlib.machinery.ModuleSpec, *, path_entry: str, argv0: 
     )
 
 
-def _execute(program: _Program, target: str, arguments: Sequence[str]) -> None:
+def _execute(program: _Script, target: str, arguments: Sequence[str]) -> None:
     """Be the script, from here on."""
     module = types.ModuleType("__main__")
     vars(module).update(program.attributes, __builtins__=__builtins__)

@@ -1,7 +1,7 @@
-"""Running ops under a session: from the plan where they are as planned, on demand where they are not.
+"""Runs the ops of a session on demand: those that no plan replays.
 
-The native dispatcher (native/dispatch.cpp) plays what is as planned and calls `OpRunner` for all else;
-the allocator calls it for every large allocation that the plan's table does not serve.
+The native dispatcher (native/dispatch.cpp) replays ops that are as planned and calls `OpRunner` for all others; the
+allocator calls it for every large allocation that the plan's table does not serve.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ooc.replay.executor import Executor
 from ooc.replay.op_watch import OpWatch
 from ooc.tracing import op_semantics as ops
 from ooc.tracing.recorder import OpRecord
-from ooc.tracing.recording import Recording
+from ooc.tracing.recording import StepRecording
 from vmm.chunks import ChunkPool
 from vmm.nvtx_ranges import marked, names_ops
 from vmm.torch_cpu import AllocatorTable
@@ -34,8 +34,7 @@ from vmm.torch_cpu import AllocatorTable
 _log = logging.getLogger(__name__)
 
 MAX_PERIOD_OPS = 1 << 16
-"""Ops from one step's start to the next beyond which nothing is learned: the recorder takes about
-1 KiB an op, outside the budget."""
+"""Longest period that is recorded, in ops: the recorder takes about 1 KiB an op, which the budget does not count."""
 
 _SPLIT_FRACTION = 8
 """List ops and convolution_backward run in parts when their operands exceed 1/8 of the budget."""
@@ -47,14 +46,14 @@ _Call = tuple[Any, Sequence[Any], Mapping[str, Any]]
 
 
 class OpRunner:
-    """Runs ops and serves allocations for one session: the Python half of the native dispatcher, which it makes.
+    """Runs ops and serves allocations of one session on demand; makes the native dispatcher and is called by it.
 
     Attributes:
-        dispatcher: The native half.
+        dispatcher: The native dispatcher.
         lock: The session's lock.
         executor: Replays plans.
-        recording: Of the present step, while it runs on demand.
-        mode: Through which ops come here, while it is on.
+        recording: The recording of the present step, while it runs on demand.
+        mode: The dispatch mode by which ops arrive.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class OpRunner:
         self._pending: BaseException | None = None
         self._largest_refused_nbytes = 0
         self._has_served = False  # an allocation since somebody last looked
-        self.recording = Recording()
+        self.recording = StepRecording()
         self._call_sites = self.recording.call_sites
         self.dispatcher = self._dispatcher = new_dispatcher(
             allocator,
@@ -104,16 +103,16 @@ class OpRunner:
         return f"<OpRunner, {self.recording!r}>"
 
     def set_budget(self, budget_nbytes: int) -> None:
-        """Ops are run in parts by this budget from now on."""
+        """Set the budget by which large ops are split into parts."""
         self._split_nbytes = budget_nbytes // _SPLIT_FRACTION
 
     def start_recording(self) -> None:
-        """A period begins on demand."""
+        """Begin a period on demand: record its ops."""
         self.recording.begin(self._manager.records)
         self._allocator.state.set_between(0)
 
     def bail_out(self, reason: str) -> None:
-        """Leave the plan that is being replayed (see `Executor.bail_out`)."""
+        """Bail out of the plan that is being replayed (see `Executor.bail_out`)."""
         self._executor.bail_out(reason)
 
     # -- ops; called by the native dispatcher
@@ -127,7 +126,7 @@ class OpRunner:
             self._executor.after(index)
 
     def finish(self, _index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
-        """An op that began on the plan has ended off it: note it as the on-demand way would have."""
+        """Record an op that began on the plan and ended after a bailout, as if it had run on demand."""
         with self._lock:
             error = self._pending_error((func, args, kwargs or {}), self._executor.mid_op_records())
             self._executor.finish()
@@ -144,7 +143,7 @@ class OpRunner:
             raise error from error.__cause__
 
     def failed(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        """A planned op raised. If we made it fail, say why instead."""
+        """Handle a planned op that raised: if a refused allocation was the cause, raise the error that explains it."""
         with self._lock:
             error = self._pending_error((func, args, kwargs or {}), self._executor.mid_op_records())
             if self._executor.active is not None:
@@ -160,7 +159,7 @@ class OpRunner:
     def dispatch(
         self, func: Any, types: tuple[Any, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Any op but the one that the plan expects."""
+        """Run any op but the one that the plan expects, as `__torch_dispatch__`."""
         if any(t.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for t in types):
             return NotImplemented  # a wrapper unwraps itself; we see the ops inside
         kwargs = kwargs or {}
@@ -192,7 +191,7 @@ class OpRunner:
         return self._run_on_demand(func, args, kwargs)
 
     def _run_beside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An op that touches nothing of ours while a plan is played: the plan can go on after it."""
+        """Run an op without any managed operand while a plan is replayed: the replay can go on after it."""
         self._has_served = False
         try:
             result = func(*args, **kwargs)
@@ -209,7 +208,7 @@ class OpRunner:
         return result
 
     def _adapt(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Try to bring plan and step together again where they differ harmlessly."""
+        """Try to realign plan and step where they differ harmlessly."""
         if threading.get_ident() != self._thread:
             return False
         with self._lock:
@@ -223,7 +222,7 @@ class OpRunner:
 
     def _run_on_demand(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:
-            self._executor.finish()  # another thread may have left the plan for an op that never began
+            self._executor.finish()  # another thread may have bailed out for an op that never began
             self.absorb()
             recorder = self.recording.recorder
             assert recorder is not None
@@ -300,9 +299,9 @@ class OpRunner:
         self._allocator.state.set_between(len(recorder.ops))
 
     def _cut_period(self) -> None:
-        """No step has ended for so many ops that the recorder's memory would count: start a new recording.
+        """Start a new recording: no step has ended for so many ops that the recorder would take too much memory.
 
-        What follows, up to the next boundary, is the rest of something and is not learned.
+        What follows up to the next boundary is an incomplete sequence, and nothing is planned for it.
         """
         if self.recording.recorder is not None and not self.recording.recorder.is_cut:
             _log.warning("no step ended in %d ops: they are not planned (is there an optimizer?)", MAX_PERIOD_OPS)
@@ -326,7 +325,7 @@ class OpRunner:
     # -- memory
 
     def cold_allocate(self, nbytes: int) -> int:
-        """An allocation that no plan serves. Called by the allocator, on any thread; never raises."""
+        """Serve an allocation that no plan covers. Called by the allocator, on any thread; never raises."""
         try:
             with self._lock:
                 executor = self._executor
@@ -356,7 +355,7 @@ class OpRunner:
         return address
 
     def absorb(self) -> None:
-        """Take the allocator's log: forget what was freed, and note all of it for the trace."""
+        """Take the allocator's log: forget the records of freed variables, and record all events for the trace."""
         if self._executor.active is not None:
             self._executor.absorb_events()
             return
@@ -370,7 +369,7 @@ class OpRunner:
             self.recording.recorder.events.extend(events)
 
     def _raise_if_refused(self, call: _Call, records: list[VariableRecord]) -> None:
-        """An op that was refused memory has ended well all the same: by another algorithm, with other bits."""
+        """Raise if an op was refused memory and ended well all the same: by another algorithm, with other bits."""
         if self._pending is None:
             return
         with self._lock:
@@ -384,7 +383,7 @@ class OpRunner:
             raise error from error.__cause__
 
     def _pending_error(self, call: _Call, records: list[VariableRecord]) -> BaseException | None:
-        """Why an allocation of the op that just raised was refused, if that is why it raised."""
+        """The error for an op that raised because an allocation was refused; None if it raised for another reason."""
         pending, self._pending = self._pending, None
         if isinstance(pending, _Failure):
             return self.too_small(call, records, pending.no_room, pending.nbytes)
@@ -416,7 +415,7 @@ class OpRunner:
 
 
 class _Failure(OocError):
-    """What an allocation could not have; turned into `BudgetTooSmall` where the op is known."""
+    """A refused allocation; becomes a `BudgetTooSmall` where the op is known."""
 
     def __init__(self, no_room: NoRoom, nbytes: int) -> None:
         super().__init__(str(no_room))

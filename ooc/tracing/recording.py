@@ -9,7 +9,7 @@ from ooc.tracing.call_sites import CallSites
 from ooc.tracing.recorder import StepRecorder
 
 
-class Recording:
+class StepRecording:
     """The recording of the present step: its ops so far while it runs on demand, nothing while a plan is replayed.
 
     Attributes:
@@ -22,7 +22,7 @@ class Recording:
         self.call_sites = CallSites()
 
     def __repr__(self) -> str:
-        return f"<Recording {self.recorder!r}>"
+        return f"<StepRecording {self.recorder!r}>"
 
     def begin(self, start_records: Mapping[int, VariableRecord], *, is_cut: bool = False) -> None:
         """A step begins on demand, with these variables."""
