@@ -1,7 +1,7 @@
 """The commands that plan without training: `ooc trace`, `ooc plan`, `ooc fit`, `ooc profile`.
 
-Exit codes: 0 it went well; 1 nothing fits, the deadline cannot be met, or no step could be recorded; 2 the
-command line or a file is wrong.
+Exit codes: 0 success; 1 nothing fits, the deadline cannot be met, or no step could be recorded; 2 the command line or a
+file is wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TIME_UNITS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9,
 
 
 class UsageError(ValueError):
-    """What was typed, or a file that was named, is wrong."""
+    """Raised for a wrong argument, or a wrong file."""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,7 +47,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Run one of them. Returns the exit code; what a recorded script raises goes on."""
+    """Run one of the commands. Returns the exit code; what a recorded script raises is not caught."""
     from ooc.cli import fit
     from ooc.cli.run import RunError
     from ooc.cli.trace import RecordingFailed
@@ -165,7 +165,7 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def add_machine_arguments(command: argparse.ArgumentParser) -> None:
-    """What a plan is made for."""
+    """Add the arguments that describe the machine that a plan is made for."""
     command.add_argument(
         "--profile", metavar="NAME", help=f"device: a .json file, or one of {_profiles()} (default: {_DEFAULT_PROFILE})"
     )
@@ -183,10 +183,11 @@ def _profiles() -> str:
 
 
 def read_trace(name: str) -> Trace:
-    """The trace in a file, checked for sizes that cannot be meant.
+    """Read the trace in a file, and refuse impossible sizes.
 
     Raises:
-        UsageError: Not readable. TraceError: Not a trace, of another version, or absurd.
+        UsageError: It cannot be read.
+        TraceError: It is not a trace, of another version, or has impossible sizes.
     """
     path = Path(name)
     try:
@@ -228,9 +229,9 @@ def write_text(name: str, text: str) -> None:
 
 
 def timed_for(trace: Trace, parsed: argparse.Namespace) -> tuple[Trace, Profile]:
-    """The trace with the op times of the device that was named, and the device.
+    """The trace with the op times of the named device, and the profile of that device.
 
-    A recorded run knows only its own machine's times: it keeps them, unless a device was named.
+    A recorded run has the times of its own machine, and keeps them unless a device was named.
     """
     profile = load_profile(parsed.profile or _DEFAULT_PROFILE)
     if parsed.profile is None or parsed.keep_times or trace.metadata.get("times_of") == profile.name:
@@ -242,12 +243,12 @@ def timed_for(trace: Trace, parsed: argparse.Namespace) -> tuple[Trace, Profile]
 
 
 def machine_for(profile: Profile, budget_nbytes: int, chunk: str | None, trace: Trace | None = None) -> Machine:
-    """The machine with that budget, in chunks as a session would choose them.
+    """Make the machine with that budget, in chunks as a session would choose them.
 
-    Where `trace` is of no session (a board's) they are finer below 16 MiB.
+    Where `trace` is not of a session (but of a board), chunks are finer below 16 MiB.
 
     Raises:
-        UsageError: Less than a chunk, or more chunks than make sense.
+        UsageError: The budget is less than a chunk, or more chunks than make sense.
     """
     chunk_nbytes = _size(chunk, "chunk") if chunk is not None else _chunk_nbytes(budget_nbytes)
     if chunk is None and trace is not None and "threshold_nbytes" in trace.metadata:
@@ -282,7 +283,7 @@ def _size(text: str, what: str) -> int:
 
 
 def budget_of(text: str) -> int:
-    """A budget as typed, in bytes. Raises `UsageError`."""
+    """Parse a budget, into bytes. Raises `UsageError`."""
     nbytes = _size(text, "budget")
     if nbytes > 1024 * TIB:
         raise UsageError(f"budget {text!r} is {nbytes // TIB} TiB; no machine has that. Options: at most 1024TiB.")
@@ -290,7 +291,7 @@ def budget_of(text: str) -> int:
 
 
 def deadline_ns(text: str, trace: Trace) -> int:
-    """A deadline as typed: a time, or a multiple of the ops' own time (`1.2x`). Raises `UsageError`."""
+    """Parse a deadline: a time, or a multiple of the ops' own time (`1.2x`). Raises `UsageError`."""
     match = _TIME.fullmatch(text.strip().lower())
     if match is None:
         raise UsageError(f"deadline {text!r} is not a time. Options: 1.5s, 200ms, 1.2x (times the ops' own time).")
@@ -302,7 +303,7 @@ def deadline_ns(text: str, trace: Trace) -> int:
 
 
 def policies_of(text: str) -> tuple[str, ...]:
-    """`all`, or names with commas. Raises `UsageError` for one that does not exist."""
+    """Parse policies: `all`, or names with commas. Raises `UsageError` for one that does not exist."""
     names = tuple(sorted(POLICIES)) if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in POLICIES:
