@@ -1,4 +1,4 @@
-"""Which session is open in this process, and what a script may ask of it without having it at hand."""
+"""The session that is open in this process, and the functions by which a script reaches it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ooc.errors import SessionError
 _log = logging.getLogger(__name__)
 
 _OWN_REFERENCES = 2
-"""To a session that this module alone holds: its global, and the argument of `getrefcount`."""
+"""References to a session that this module alone holds: its global, and the argument of `getrefcount`."""
 
 
 class OpenSession(Protocol):
@@ -28,13 +28,13 @@ class OpenSession(Protocol):
 
 
 session: OpenSession | None = None
-"""The open session. Set last when one opens, so that what is found here works."""
+"""The open session. Set at the end of an opening, so that a session found here is usable."""
 
 
 def check_none_open() -> None:
-    """Make sure that a session may be opened. One that nobody holds any more, so nobody can close, is closed.
+    """Make sure that no session is open. One that nothing refers to any more is closed here.
 
-    (Ctrl-C that comes right after a session was opened takes it away from whoever was about to hold it.)
+    (A Ctrl-C right after a session was opened comes before the assignment that would have kept it.)
 
     Raises:
         SessionError: One is open.
@@ -52,13 +52,13 @@ def check_none_open() -> None:
 
 
 def claim(opened: OpenSession) -> None:
-    """`opened` is the process's session from now on."""
+    """Make `opened` the process's session."""
     global session
     session = opened
 
 
 def release() -> None:
-    """No session is open any more. Idempotent."""
+    """Note that no session is open any more. Idempotent."""
     global session
     session = None
 

@@ -1,7 +1,7 @@
-"""The engine of a session: every part that it is made of, opened in order, and undone in the opposite one.
+"""The engine of a session: opens its parts in order, and closes them in the opposite order.
 
-`Session` is what people touch; this is what is inside. Each part's undo is registered on one `ExitStack` as soon as
-the part is there. The stack closes the engine, and it is what a failing opening leaves behind: nothing.
+`Session` is the public face; the parts are here. Each part registers how it is undone on one `ExitStack` as soon as it
+is open. Closing the engine unwinds that stack. So does an opening that fails, and then nothing stays open.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from vmm.store import FileStore
 
 
 class Engine:
-    """Memory, bookkeeping, dispatch, replay and what watches them, of one open session.
+    """The parts of one open session: memory, residency manager, dispatch, replay and telemetry.
 
-    Signal handlers wait from here until the session is open: they run where `held` lets them, in the middle of what
-    takes long, and whatever they raise undoes what was opened so far.
+    Signal handlers are deferred until the session is open. In between they run only at the checkpoints of `held`, and
+    whatever they raise there undoes what was opened so far.
 
     Args:
-        options: Checked already.
-        held: Signals that wait, held by the caller, who releases them.
-        claim: Makes the process's session of this engine; called when all but the dispatch mode is open.
-        closing: Functions by which a session is closed, which must not be interrupted at their first bytecode.
+        options: The checked arguments.
+        held: Deferred signals; the caller releases them.
+        claim: Registers the session as the process's; called when all but the dispatch mode is open.
+        closing: Functions that close a session; signals must not interrupt them at their first bytecode.
 
     Raises:
         vmm.store.StoreUnavailable, vmm.driver.MemoryFault, vmm.native_build.NativeBuildError: See `ooc.Session`.
@@ -160,7 +160,7 @@ class Engine:
         closing: tuple[CodeType, ...],
         undo: contextlib.ExitStack,
     ) -> None:
-        """From here on allocations, ops, signals, exports and forks come to this engine."""
+        """Route allocations, ops, signals, exports and forks to this engine from here on."""
         allocator, runner = self.memory.allocator, self.runner
         undo.callback(held.hold)  # when the gate is gone
         gate = SignalGate(runner.dispatcher, is_open=lambda: self.is_open, closing=closing)
@@ -215,7 +215,7 @@ class Engine:
             self._undo.close()
 
     def _let_go(self) -> None:
-        """The session ends: no plan is replayed any more, and what is alive goes on to live without us."""
+        """End the session: bail out of its plan, and detach the tensors that are still alive."""
         try:
             if self.executor.active is not None:
                 self.runner.bail_out("the session ends")
@@ -226,7 +226,7 @@ class Engine:
             self.is_open = False
 
     def _become_inherited(self) -> None:
-        """In a forked child: this engine is the parent's."""
+        """Make this copy of the engine inert, in a forked child: the parent owns it."""
         self.is_open = False
         self.memory.allocator.close()
         self.runner.dispatcher.leave()
@@ -268,10 +268,10 @@ class Engine:
             self.budget_nbytes = nbytes
             self.runner.set_budget(nbytes)
 
-    # -- what is where; leaves a step on its plan
+    # -- what is where; none of these but `live_nbytes` bails out of the plan
 
     def live_records(self) -> list[VariableRecord]:
-        """Records of all variables alive now."""
+        """The records of all variables that are alive now."""
         with self.lock:
             if self.is_open:
                 self.runner.absorb()
@@ -282,9 +282,9 @@ class Engine:
         return self.executor.record_at(address) or self.manager.records.get(address)
 
     def addresses(self) -> Callable[[torch.Tensor], int]:
-        """A function for the address of a tensor's storage: 0 if no variable alive now has it.
+        """Return a function that gives the address of a tensor's storage, or 0 if no variable alive now has it.
 
-        Gives nothing out, unlike `data_ptr()`. Good until something is allocated or freed.
+        Unlike `data_ptr()` it exports nothing. It is valid until something is allocated or freed.
         """
         held = {record.address for record in self.live_records()}
 
@@ -295,7 +295,7 @@ class Engine:
         return address_of
 
     def planned_variable(self, address: int) -> tuple[Trace, Plan, int | None] | None:
-        """What is being replayed now, and which of its variables is alive at `address`; None: nothing is."""
+        """The trace and plan that are being replayed, and the variable of theirs at `address`; None without a plan."""
         active = self.executor.active
         if active is None:
             return None
@@ -303,22 +303,22 @@ class Engine:
         return active.trace, active.plan, int(found[0]) if len(found) else None
 
     def resident_nbytes(self) -> int:
-        """Bytes of the chunks that hold variables now."""
+        """Bytes of all chunks that hold variables now."""
         present = (r for r in self.live_records() if r.state is not State.AWAY)
         return sum(self.manager.chunks_of(r.nbytes) for r in present) * self.options.chunk_nbytes
 
     def live_nbytes(self) -> int:
-        """Bytes of all large storages alive now, wherever they are. Leaves the plan that is being replayed."""
+        """Bytes of all large storages alive now, resident or away. Bails out of the plan that is being replayed."""
         with self.lock:
             self.runner.absorb()
             if self.executor.active is not None:
                 self.runner.bail_out("a look at all variables")
             return sum(record.nbytes for record in self.manager.records.values())
 
-    # -- what was learned
+    # -- what was recorded
 
     def in_core_peak_nbytes(self) -> int:
-        """What the steps seen so far would need in core: the most bytes alive at once."""
+        """Peak memory of the steps so far if they ran in core: the most bytes alive at once."""
         with self.lock:
             recorder = self.runner.recording.recorder
             if self.steps.in_core_peak_nbytes == 0 and recorder is not None and self.is_open:
@@ -327,7 +327,7 @@ class Engine:
         return self.steps.in_core_peak_nbytes
 
     def learned(self) -> dict[str, Any]:
-        """What is known of sequences, for the report."""
+        """What is known of op sequences and their plans, for the report."""
         sequences, cache = self.sequences, self.options.cache
         return {
             "num_plans": sequences.num_plans,
@@ -343,7 +343,7 @@ class Engine:
 
 
 def open_engine(options: SessionOptions, *, claim: Callable[[Engine], None], closing: Sequence[CodeType] = ()) -> None:
-    """Open an engine and let `claim` have it. An exception, a signal handler's too, leaves nothing behind."""
+    """Open an engine and pass it to `claim`. After an exception, also of a signal handler, nothing stays open."""
     held = HeldSignals()
     try:
         held.hold()

@@ -1,4 +1,4 @@
-"""A session's arguments, checked before anything is taken."""
+"""The arguments of a session, parsed and checked before any resource is taken."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ StepBoundary = Literal["explicit", "optimizer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """What a session is opened with, parsed and consistent. See `ooc.Session` for what each one means.
+    """The checked arguments of a session. See `ooc.Session` for what each one means.
 
     Attributes:
-        num_chunks: Of the pool, which is the budget in whole chunks.
-        parameters: Of the policy.
-        cache: Where plans are kept, and taken from; None: nowhere.
+        parameters: Parameters of the policy.
+        cache: Where plans are stored and looked up; None: no cache.
     """
 
     budget_nbytes: int
@@ -46,7 +45,7 @@ class SessionOptions:
 
     @property
     def num_chunks(self) -> int:
-        """Whole chunks of the budget."""
+        """Chunks of the pool: the whole chunks that the budget has."""
         return self.budget_nbytes // self.chunk_nbytes
 
 

@@ -1,4 +1,4 @@
-"""The session: one budget, held from its opening to its close.
+"""The session: trains a model within one byte budget, from its opening to its close.
 
     with ooc.Session(budget="2GiB") as session:
         model, optimizer = build()
@@ -6,9 +6,9 @@
             with session.step():
                 ...
 
-A session routes torch's large allocations into a pool of chunks (the budget), sees every op through a dispatch mode,
-and learns the step: it first runs on demand, and once it has seen the same sequence twice it plans and replays the
-plan (DESIGN.md section 6). This module is its face; `ooc.engine` has the parts.
+A session routes torch's large allocations into a pool of chunks (the budget) and sees every op through a dispatch mode.
+Steps first run on demand and are recorded. Once the same sequence was seen twice it is planned, and from then on the
+plan is replayed (DESIGN.md section 6). This module is the public face; `ooc.engine` has the parts.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from scheduler.trace import Trace
 
 
 class Session:
-    """Trains within a byte budget. Opened when made; use as a context manager, or `close()` it.
+    """Trains within a byte budget. Open once constructed; use it as a context manager, or `close()` it.
 
     Args:
         budget: Bytes for all large storages together: an int, or text such as "400MiB".
         device: "cpu", "cuda", "cuda:1", or a device of `ooc.devices`.
         host_budget: On a GPU, bytes of host memory to pin for what is evicted; by default half of what is free.
         store: Directory for the file that evicted bytes go to; not in memory (tmpfs).
-        policy: Who plans: a name in `scheduler.policies.POLICIES`.
+        policy: The planner: a name in `scheduler.policies.POLICIES`.
         window_nbytes: Window length of the policy `window`; searched when not given.
         chunk_nbytes: Chunk size; chosen by the budget when not given.
         threshold_nbytes: Storages below this are left to torch's own allocator and not counted.
         debug: Let every touch of an evicted variable fault, so that a missed use cannot pass.
         step_boundary: "explicit": by `step()`; "optimizer": when an optimizer's `step` returns.
         plan_cache: Keep plans on disk and use those of earlier runs (see `ooc.replay.plan_cache`).
-        plan: A plan to play for the step that it was made for, at this budget and chunk size (`ooc plan`); other
+        plan: A plan to replay for the step that it was made for, at this budget and chunk size (`ooc plan`); other
             steps are planned by `policy`.
         progress: One line a step to stderr: "never", "auto" (on a terminal), "always".
 
     Attributes:
-        engine: The parts that it is made of; not an interface, and not frozen.
+        engine: The parts that it is made of; not a stable interface.
 
     Raises:
         ValueError: The budget is not a size, or less than a chunk; or another argument is not what it must be.
@@ -118,7 +118,7 @@ class Session:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One training step. Everything from here to the next `step()` is one period of the cycle."""
+        """Mark one training step. Everything from here to the next `step()` is planned as one period."""
         self._check_open()
         cycle = self.engine.cycle
         cycle.begin_period()
@@ -130,10 +130,10 @@ class Session:
 
     @contextmanager
     def resident(self, *tensors: torch.Tensor) -> Iterator[None]:
-        """Keep tensors in memory, whole and at their places, for the length of the block.
+        """Keep tensors in memory at fixed addresses for the length of the block.
 
-        The door for code that neither torch's dispatcher nor its exports know about: extensions,
-        other threads inside a step, system calls. What it writes there counts as written.
+        For code that neither torch's dispatcher nor the replaced functions see: extensions, other
+        threads inside a step, system calls. The tensors count as written.
 
         Raises:
             BudgetTooSmall: They do not fit at once.
@@ -142,11 +142,11 @@ class Session:
             yield
 
     def set_budget(self, budget: int | str) -> None:
-        """Change the budget, between any two ops: memory that others need is theirs when this returns.
+        """Change the budget, between any two ops; memory that is given up is free when this returns.
 
-        What does not fit any more moves to the store; a step under way goes on on demand, and the next one is
-        planned for the new budget. On the CPU; up to the machine's memory. Peaks in reports and `memory_stats`
-        begin anew (`past_budgets` of the report has those before).
+        What no longer fits moves to the store. A step under way continues on demand, and the next one is planned for
+        the new budget. Only on the CPU, up to the machine's memory. Peaks in reports and `memory_stats` start anew;
+        the earlier ones are in `past_budgets` of the report.
 
         Args:
             budget: As of the session; rounded down to whole chunks. The chunks keep their size.
@@ -155,7 +155,7 @@ class Session:
             ValueError: Not a size, or less than a chunk.
             SessionError: Within an op, or on another thread; the memory is a device's; what must stay (in
                 `resident()`) does not fit. The budget is as it was.
-            StoreFailed, vmm.store.StoreFull, vmm.driver.MemoryFault: What leaves cannot be written out, or the
+            StoreFailed, vmm.store.StoreFull, vmm.driver.MemoryFault: What must go cannot be written out, or the
                 memory for more is not there. The budget is as it was.
         """
         self._check_open()
@@ -176,31 +176,31 @@ class Session:
         """
         self.engine.close(bring_back=bring_back)
 
-    # -- what a user may ask
+    # -- what a user may look at
 
     @property
     def budget_nbytes(self) -> int:
-        """The budget that is in force."""
+        """The present budget."""
         return self.engine.budget_nbytes
 
     @property
     def chunk_nbytes(self) -> int:
-        """Size of a chunk."""
+        """Size of a chunk in bytes."""
         return self.engine.options.chunk_nbytes
 
     @property
     def threshold_nbytes(self) -> int:
-        """Smaller storages are left to torch's own allocator."""
+        """Size from which on storages are managed; smaller ones are left to torch's own allocator."""
         return self.engine.options.threshold_nbytes
 
     @property
     def policy(self) -> str:
-        """Who plans."""
+        """Name of the policy that plans."""
         return self.engine.options.policy
 
     @property
     def steps(self) -> StepLog:
-        """How each step went."""
+        """The log of finished steps."""
         return self.engine.steps
 
     def trace(self) -> Trace | None:
@@ -212,10 +212,10 @@ class Session:
         return self.engine.sequences.last_plan
 
     def report(self, *, with_timeline: bool = False) -> dict[str, Any]:
-        """What happened so far, as plain data (see `ooc run --report`).
+        """The session so far as plain data (see `ooc run --report`).
 
         Args:
-            with_timeline: Also the last step that was played whole: its trace, its plan, and when
+            with_timeline: Also the last step that was replayed to its end: its trace, its plan, and when
                 each op and each transfer started and stopped (for `ooc report`).
         """
         report = make_report(self.engine)
@@ -225,7 +225,7 @@ class Session:
         return report
 
     def explain(self, what: torch.Tensor | str) -> Explanation:
-        """Where a tensor is, when it moves in the plan that is being played, and why.
+        """Where a tensor is, when it moves in the plan that is being replayed, and why.
 
         Args:
             what: A tensor, or a name as a module or optimizer gives it: "blocks.0.weight",
@@ -246,11 +246,11 @@ class Session:
         return session_stats(self.engine)
 
     def metrics(self) -> dict[str, float]:
-        """The last step as scalars, for TensorBoard and the like: `for key, value in session.metrics().items()`."""
+        """The last step as scalars, for TensorBoard or similar: `for key, value in session.metrics().items()`."""
         return step_metrics(self.engine)
 
     def counters(self) -> dict[str, int]:
-        """What was moved since the session was opened, in bytes, nanoseconds and numbers, by name."""
+        """Counters since the session was opened, by name: bytes moved, nanoseconds waited, numbers of events."""
         return self.engine.steps.counters()
 
     def _check_open(self) -> None:

@@ -1,7 +1,8 @@
-"""The cycle of steps: what happens where one step ends and the next begins.
+"""The step boundary: records what the last step did, and chooses the plan that the next one replays.
 
-One *period* reaches from one step's start to the next one's, so what the user does between steps is part of the
-cycle. At the boundary the period that ends is learned from, and the next one gets the plan of what is expected.
+A *period* reaches from the start of one step to the start of the next, so that what the user does between steps is
+planned, too. At the boundary the period that ends is recorded or checked against its plan, and the plan of the sequence
+that is predicted to come next is entered.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 
 class StepCycle:
-    """Begins and ends steps and periods. One thread, the session's; takes the session's lock where books change.
+    """Begins and ends steps and periods, on the session's thread; takes the session's lock where records change.
 
     Args:
         runner: Runs the ops; its executor replays plans.
-        num_resident_nbytes: Bytes in memory now, for the progress line.
+        resident_nbytes: Bytes in memory now, for the progress line.
     """
 
     def __init__(
@@ -62,29 +63,29 @@ class StepCycle:
         return f"<StepCycle after {self._steps.num_steps} steps>"
 
     def close(self) -> None:
-        """End the range of the step under way. Idempotent."""
+        """End the profiler range of the present step. Idempotent."""
         self._range.end()
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self._range.begin()
         self._timeline.begin_step(self._executor.active)
         self._steps.begin(planned=self._executor.active is not None)
 
     def begin_first_step(self) -> None:
-        """The first step of a session whose steps end when an optimizer has stepped."""
+        """Begin the first step of a session in which an optimizer's `step` is the step boundary."""
         self._steps.begin(planned=False)
         self._range.begin()
 
     def end_step(self) -> None:
-        """A step ends; from now on stray touches of what is away are served."""
+        """Note that a step ends; from here on the kernel serves stray touches of evicted variables."""
         with self._lock:
             if self._is_open():
                 self._exports.step_ends()
             self._note_step()
 
     def optimizer_stepped(self) -> None:
-        """An optimizer's `step` has returned: a step ends, a period too, and the next step begins."""
+        """Handle the return of an optimizer's `step`: end the step and its period, and begin the next ones."""
         if not self._is_open() or threading.get_ident() != self._thread:
             return
         self._note_step()
@@ -94,7 +95,7 @@ class StepCycle:
         self.begin_step()
 
     def begin_period(self) -> None:
-        """The present period ends and the next begins: learn from the one, choose a plan for the other."""
+        """Learn from the period that ends, and enter the plan that is predicted for the next one."""
         with self._lock:
             self._exports.step_begins()
             executor, sequences = self._executor, self._sequences
@@ -107,11 +108,11 @@ class StepCycle:
             self.give_up_retired()
             follower = sequences.next_after(key)
             if executor.active is not None:
-                played = executor.active
-                refined = sequences.refine(played, self._manager.store)
-                if follower is played:
+                replayed = executor.active
+                refined = sequences.refine(replayed, self._manager.store)
+                if follower is replayed:
                     follower = refined
-                if follower is played and executor.rotate():
+                if follower is replayed and executor.rotate():
                     return
                 if executor.active is not None:
                     self._runner.bail_out("another plan is expected")
@@ -126,12 +127,12 @@ class StepCycle:
                     self._steps.note_refusal(executor.bailout_reason)
 
     def give_up_retired(self) -> None:
-        """Give back what plans keep that will not be played again."""
+        """Free what is held for plans that will not be replayed again."""
         while self._sequences.retired:
             self._executor.retire(self._sequences.retired.pop())
 
     def position(self) -> Position:
-        """How far the present step is. For the progress bar, on its thread: takes no lock."""
+        """How many ops of the present step have run. Takes no lock: the progress bar asks from its own thread."""
         active, recorder = self._executor.active, self._runner.recording.recorder
         if active is not None:
             return Position(mode="planned", num_done=self._runner.dispatcher.cursor, num_ops=active.num_ops)
@@ -140,7 +141,7 @@ class StepCycle:
         return Position(mode=mode, num_done=num_done, num_ops=self._sequences.last_num_ops)
 
     def _learn(self) -> str | None:
-        """The key of the sequence that ran on demand in the period that ends; None if nothing can be learned of it."""
+        """The key of the sequence recorded in the period that ends; None if its recording is incomplete."""
         recorder = self._runner.recording.recorder
         assert recorder is not None
         self._runner.absorb()
@@ -151,7 +152,7 @@ class StepCycle:
         return self._sequences.learn(observed, self._machine())
 
     def _machine(self) -> Machine:
-        """What plans are made for: the pool without what libraries' workspaces hold."""
+        """The machine that plans are made for: its pool is the session's, less the workspaces of libraries."""
         manager = self._manager
         num_kept = sum(manager.chunks_of(record.nbytes) for record in manager.workspaces())
         num_chunks = max(manager.pool.num_chunks - num_kept, 1)

@@ -120,7 +120,7 @@ def chains_of(trace: Trace, machine: Machine, *, wrap: bool = True) -> tuple[Cha
     pins = pins_of(trace)
     heirs = {v.becomes for i, v in enumerate(trace.variables) if v.becomes is not None and _wraps(trace, i, wrap)}
     chains: list[Chain] = []
-    builder = _Builder(trace, machine, pins, PositionTicks(trace), wrap)
+    builder = _ChainBuilder(trace, machine, pins, PositionTicks(trace), wrap)
     for index in range(len(trace.variables)):
         if index in heirs and not _wraps(trace, index, wrap):
             continue  # the later half of another variable's chain
@@ -132,7 +132,7 @@ def _wraps(trace: Trace, variable: int, wrap: bool) -> bool:
     return may_wrap(trace, variable) and (wrap or not trace.variables[variable].evictable)
 
 
-class _Builder:
+class _ChainBuilder:
     """Builds the chain that begins with a variable."""
 
     def __init__(

@@ -50,7 +50,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class TensorRequest:
     """A tensor as layers ask for it.
 
     Attributes:
@@ -72,7 +72,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class LayerMemory:
     """One piece of memory after merging.
 
     Attributes:
@@ -108,8 +108,8 @@ def execution_orders(layers: Sequence[Layer], *, clips_gradients: bool = False) 
 
 
 def merged(
-    requests: Sequence[Request], layers: Sequence[Layer], *, clips_gradients: bool = False
-) -> tuple[Memory, ...]:
+    requests: Sequence[TensorRequest], layers: Sequence[Layer], *, clips_gradients: bool = False
+) -> tuple[LayerMemory, ...]:
     """Algorithm 1, lines 21 to 31: views and extensions take over their target's memory.
 
     A modifying view may only if its target is not used after the view's first use; a read-only view and an
@@ -139,7 +139,7 @@ def merged(
             root[name] = target
             members[target].append(name)
     return tuple(
-        Memory(
+        LayerMemory(
             tensors=tuple(own),
             nbytes=max(by_name[n].nbytes for n in own),
             first_order=span[name][0],
@@ -149,7 +149,7 @@ def merged(
     )
 
 
-def placement_problem(memories: Sequence[Memory]) -> Problem:
+def placement_problem(memories: Sequence[LayerMemory]) -> Problem:
     """The merged tensors as buffers for `scheduler.placement` (its planner `nntrainer` is Algorithm 2)."""
     return Problem(
         buffers=tuple(
@@ -159,12 +159,12 @@ def placement_problem(memories: Sequence[Memory]) -> Problem:
     )
 
 
-def theoretical_nbytes(memories: Sequence[Memory]) -> int:
+def theoretical_nbytes(memories: Sequence[LayerMemory]) -> int:
     """Most bytes alive at any execution order: what no planner of these orders can go below."""
     return lower_bound(placement_problem(memories))
 
 
-def _span(request: Request, orders: Sequence[dict[Procedure, int]], last: int) -> tuple[int, int]:
+def _span(request: TensorRequest, orders: Sequence[dict[Procedure, int]], last: int) -> tuple[int, int]:
     found: list[int] = []
     for layer, procedure in request.uses:
         match procedure:

@@ -195,7 +195,7 @@ class FaultTable:
         return wrapper
 
 
-class _Library:
+class _FaultsLibrary:
     """The native functions. They are short and keep the GIL, which is cheaper than giving it up."""
 
     def __init__(self, path: Path) -> None:
@@ -220,5 +220,5 @@ def _function(library: ctypes.PyDLL, name: str, result: Any, *arguments: Any) ->
 
 
 @functools.cache
-def _library() -> _Library:
-    return _Library(build("faults", [Path(__file__).parent / "native" / "faults.cpp"]))
+def _library() -> _FaultsLibrary:
+    return _FaultsLibrary(build("faults", [Path(__file__).parent / "native" / "faults.cpp"]))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from vmm.cuda_calls import CudaCalls
 from vmm.driver import MemoryFault
-from vmm.pinning import Piece, Pinning
+from vmm.pinning import PinnedPiece, Pinning
 from vmm.ranges import FreeRanges, Run
 from vmm.sizes import format_exactly, format_nbytes
 
@@ -42,7 +42,7 @@ class HostBlocks:
         self._num_blocks = budget_nbytes // block_nbytes
         self._per_piece = max(piece_nbytes // block_nbytes, 1)
         self._free = FreeRanges(0, self._num_blocks)
-        self._pieces: list[Piece] = []
+        self._pieces: list[PinnedPiece] = []
         self._pinning = Pinning(calls)
         try:
             left = self._num_blocks
@@ -111,7 +111,7 @@ class HostBlocks:
             self._pinning.give(self._pieces[-1])
             self._pieces.pop()
 
-    def _pin(self, nbytes: int, budget_nbytes: int) -> Piece:
+    def _pin(self, nbytes: int, budget_nbytes: int) -> PinnedPiece:
         try:
             return self._pinning.take(nbytes)
         except MemoryFault as fault:

@@ -21,7 +21,7 @@ from vmm.driver import MemoryFault
 from vmm.sizes import format_nbytes
 from vmm.syscalls import MADV_POPULATE_WRITE, Syscalls
 
-__all__ = ["Piece", "Pinning"]
+__all__ = ["PinnedPiece", "Pinning"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _CANNOT_REGISTER = frozenset({"CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_NOT_PERMIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class PinnedPiece:
     """Pinned memory at `address`: `mapped_nbytes` of ours, registered, or 0 where the driver allocated it."""
 
     address: int
@@ -56,7 +56,7 @@ class Pinning:
     def __repr__(self) -> str:
         return f"<Pinning {'by registering' if self._registers else 'by the driver'}, {self._num_threads} threads>"
 
-    def take(self, nbytes: int) -> Piece:
+    def take(self, nbytes: int) -> PinnedPiece:
         """Pin fresh memory, all of it there.
 
         Raises:
@@ -71,9 +71,9 @@ class Pinning:
                     raise
                 _log.warning("host memory is pinned by cuMemHostAlloc, which is slower: %s", fault)
                 self._registers = False
-        return Piece(address=int(self._calls.call("cuMemHostAlloc", nbytes, 0, what=what)), mapped_nbytes=0)
+        return PinnedPiece(address=int(self._calls.call("cuMemHostAlloc", nbytes, 0, what=what)), mapped_nbytes=0)
 
-    def give(self, piece: Piece) -> None:
+    def give(self, piece: PinnedPiece) -> None:
         """Unpin it and give it back; the host must have seen the end of every copy."""
         what = f"pinned memory at {piece.address:#x}"
         if not piece.mapped_nbytes:
@@ -88,7 +88,7 @@ class Pinning:
             self._threads.shutdown()
             self._threads = None
 
-    def _register(self, nbytes: int, what: str) -> Piece:
+    def _register(self, nbytes: int, what: str) -> PinnedPiece:
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             address = self._map(nbytes)
@@ -100,7 +100,7 @@ class Pinning:
         except BaseException:
             self._sys.munmap(address, nbytes)
             raise
-        return Piece(address=address, mapped_nbytes=nbytes)
+        return PinnedPiece(address=address, mapped_nbytes=nbytes)
 
     def _map(self, nbytes: int) -> int:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

@@ -124,7 +124,7 @@ class AllocatorState(ctypes.Structure):
 
 
 class PlanTables(ctypes.Structure):
-    """What replaying a plan needs in native code: `PlanTables` of native/allocator.h.
+    """`PlanTables` of native/allocator.h: what native code needs to replay a plan.
 
     Whoever installs one keeps it and its arrays alive.
     """

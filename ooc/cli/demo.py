@@ -1,7 +1,7 @@
-"""`ooc demo`: train in core, then out of core within a budget, and compare.
+"""`ooc demo`: trains a model in core, then within a budget, and compares losses, memory and time.
 
-Four child processes: a baseline (same imports, next to no model), the in-core run, a measuring run
-(a few steps in a pool that holds all of it: what does a step need?), the out-of-core run.
+It starts four child processes: a baseline (same imports, next to no model), the in-core run, a measuring run (a few
+steps in a pool that holds all of the step, to see what it needs), and the out-of-core run.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MEASURING_STEPS = 4
 _BASELINE_STEPS = 3
 _PICTURE_SUFFIXES = (".png", ".svg")
 _PLENTY = 1.25
-"""Times the in-core run's memory: room for the measuring run, whose pool rounds up to chunks."""
+"""The measuring run's pool, as a multiple of the in-core run's memory: storages are rounded up to chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoModel:
-    """What `--model NAME` trains.
+    """A model that `--model NAME` trains.
 
     Attributes:
         share: The default budget, as a share of what the step needs in core.
@@ -194,7 +194,7 @@ def _planned_time(report: Mapping[str, Any], in_core_s: float) -> str:
 
 
 def _title(model: str, runs: _Runs) -> str:
-    """What the picture shows, with the table's times."""
+    """The title of the picture, with the table's times."""
     in_core_s = _median_s(runs.in_core.steps[1:])
     took = f"{format_duration(in_core_s)} in core, {_planned_time(runs.out_of_core.report, in_core_s)} with ooc"
     return f"Memory over one training step of {model}: {took}"
@@ -209,7 +209,7 @@ def _median_s(steps: tuple[TrialStep, ...]) -> float:
 
 
 def plot(curves: Mapping[str, Curve], budget_nbytes: int, path: Path, *, title: str) -> None:
-    """Draw memory over one step, with the budget, at `path`; its suffix says as PNG or as SVG.
+    """Draw memory over one step, with the budget, as `path`: PNG or SVG by its suffix.
 
     Args:
         curves: As `ooc.reporting.memory_curves.step_curves` gives them.

@@ -1,6 +1,6 @@
-"""`ooc demo --device cuda`: train on a GPU in core, then within a budget, and compare losses, memory and time.
+"""`ooc demo --device cuda`: trains on a GPU in core, then within a budget, and compares losses, memory and time.
 
-Prints plain lines: an image for GPUs may have no more than torch.
+It prints plain lines, since an image for GPUs may have no packages but torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHARE = 0.5
 """The default budget, as a share of what the step needs in core: chunks of 2 MiB leave small models less room."""
 _CHUNK_NBYTES = 2 * MIB
 _PLENTY_NBYTES = 1024 * MIB
-"""A pool that holds the step, where nobody but a session can tell what it needs (the fake)."""
+"""A pool that holds the step, for the fake, where only a session can tell what a step needs."""
 _WORKLOADS = {"gpt": "gpt", "resnet50": "resnet50", "vgg16": "vgg16_cifar", "lstm": "lstm", "bert": "bert"}
 
 
@@ -40,7 +40,7 @@ def main(
     Args:
         model: One of `ooc demo`'s.
         budget: By default half of what a step needs in core.
-        num_steps: Of each run.
+        num_steps: Steps of each run.
         store: Directory for the file behind host memory.
         device: "cuda", "cuda:1"; "fake", to try the demo with a small version of the model.
     """
@@ -78,7 +78,7 @@ def _run(name: str, options: TrialOptions) -> TrialResult:
         loss = float.fromhex(step.loss)
         print(f"{name}, step {step.index}: loss {loss:.6f}, {format_duration(step.duration_s)}", flush=True)
 
-    # Of cuBLAS, so that equal programs have equal bits.
+    # A setting of cuBLAS, so that equal programs have equal bits.
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
     return run_trial(options, on_step=on_step, environment=environment)
 

@@ -1,7 +1,7 @@
-"""`ooc doctor`: what this machine offers, and what would stop us.
+"""`ooc doctor`: checks what this machine offers, and what would keep a session from working.
 
-Each finding is looked at on its own, so that one failure does not hide the others. The last one
-opens a real session and moves bytes out and in: when that works, training works.
+Each check runs on its own, so that one failure does not hide the others. The last one opens a real session and moves
+bytes out and in: when that works, training works.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vmm.store import FileStore
 _OLDEST_TORCH, _FIRST_UNTESTED_TORCH = (2, 11), (2, 15)
 _OLDEST_PYTHON = (3, 11)
 _GRANULE_NBYTES = 64 * 1024
-"""Our smallest chunk: a page may not be larger."""
+"""The smallest chunk; a page may not be larger."""
 _FEW_MAPPINGS = 65530
 """The kernel's usual vm.max_map_count; a lower one limits how finely a large pool can be cut."""
 _LITTLE_DISK_NBYTES = 4 * GIB
@@ -38,7 +38,7 @@ _TRIAL_BUDGET_NBYTES = 8 * MIB
 
 
 def main(*, store: str | None = None, as_json: bool = False, device: str = "cpu") -> int:
-    """Print all findings and settings. Returns 1 if something would stop us, else 0, and 2 for no such device."""
+    """Print all findings and settings. Returns 1 if no session would work, else 0, and 2 for no such device."""
     found = re.fullmatch(r"cpu|cuda(?::(\d+))?|fake", device)
     if found is None:
         print(f"ooc doctor: no device is called {device!r}. Options: cpu, cuda, cuda:1.", file=sys.stderr)
@@ -59,7 +59,7 @@ def main(*, store: str | None = None, as_json: bool = False, device: str = "cpu"
 
 
 def _settings(settings: Mapping[str, Resolved]) -> Iterator[Finding]:
-    """Variables that `ooc run` would refuse; nothing where all is well. The store is looked at by itself."""
+    """Check the settings: those that `ooc run` would refuse are findings. The store has a check of its own."""
     for name, found in settings.items():
         try:
             if name != "store":
@@ -74,7 +74,7 @@ def _settings(settings: Mapping[str, Resolved]) -> Iterator[Finding]:
 
 
 def examine(store: str | None, *, has_session: bool = True) -> list[Finding]:
-    """Look at everything. `store` is the directory to measure; None: where a session would put it."""
+    """Run all checks. `store` is the directory to measure; None: where a session would put it."""
     sections: dict[str, Callable[[], Iterator[Finding]]] = {
         "software": _software,
         "compiler": _compiler,
@@ -86,7 +86,7 @@ def examine(store: str | None, *, has_session: bool = True) -> list[Finding]:
     for name, look in sections.items():
         try:
             findings.extend(look())
-        # Any failure at all is a finding: a doctor that crashes tells nothing.
+        # Any failure is a finding: a doctor that crashes says nothing.
         except Exception as error:  # noqa: BLE001
             first, *rest = (str(error) or type(error).__name__).splitlines()
             remedy = " ".join(line.strip() for line in rest)
@@ -113,7 +113,7 @@ def _software() -> Iterator[Finding]:
 
 
 def torch_finding(version: str) -> Finding:
-    """What a version of torch, such as "2.13.0+cpu", means for us."""
+    """Whether a version of torch, such as "2.13.0+cpu", is supported."""
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if release < _OLDEST_TORCH:
         return Finding(name="torch", value=version, verdict=Verdict.STOP, remedy="ooc needs torch 2.11 to 2.14.")
@@ -240,7 +240,7 @@ def _print_tables(findings: list[Finding], settings: dict[str, Resolved], stoppe
     try:
         from rich.console import Console
         from rich.table import Table
-    except ImportError:  # an image for GPUs may have no more than torch
+    except ImportError:  # an image for GPUs may have no packages but torch
         _print_lines(findings, settings)
         return
     colours = {Verdict.FINE: "green", Verdict.NOTE: "yellow", Verdict.STOP: "bold red"}

@@ -1,7 +1,7 @@
-"""`ooc doctor --device cuda`: whether a session on this GPU would work, and what to mend where it would not.
+"""`ooc doctor --device cuda`: checks whether a session on this GPU would work, and says what to fix.
 
-Findings come in the order in which things can go wrong on a fresh machine: bindings, driver, torch, device, context,
-memory, mappings, pinning, links, and last a real session. What rests on something that failed is not looked at.
+Checks run in the order in which things can go wrong on a fresh machine: bindings, driver, torch, device, context,
+memory, mappings, pinning, links, and last a real session. A check that depends on a failed one is left out.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ _PINNED_NBYTES = GIB
 _LINK_NBYTES = 64 * MIB
 _TRIAL_BUDGET_NBYTES = 128 * MIB
 _FREE_SHARE = 0.9
-"""Below it somebody else has a part of the device that matters."""
+"""With less of the device's memory free, other processes hold a part that matters."""
 _SLOW_LINK_BYTES_PER_S = 5e9
-"""A link of PCIe 3.0 with 16 lanes has twice as much; with pageable copies, or 4 lanes, it is below."""
+"""PCIe 3.0 with 16 lanes has twice as much; pageable copies, or 4 lanes, have less."""
 _NOBODY, _ONE_PROCESS = 2, 3
 """CU_COMPUTEMODE_PROHIBITED and CU_COMPUTEMODE_EXCLUSIVE_PROCESS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What is examined.
+    """The device that is checked, and how it is reached.
 
     Attributes:
-        load: The driver's bindings.
-        torch_cuda: torch's CUDA half, as `check_environment` asks it.
+        load: Imports the driver's bindings.
+        torch_cuda: A `TorchCuda` or its like, for `check_environment`.
         start: Makes the device's context current on this thread.
-        device: For the session.
-        index: Which device.
+        device: The `Device` of the session.
+        index: The device's number.
         tensors_on: Where the session's tensors are made.
         nbytes: Upper bound on what is pinned to see how fast that is.
     """
@@ -69,7 +69,7 @@ class Probe:
 
 
 def real_probe(index: int = 0) -> Probe:
-    """This machine's device."""
+    """Make the probe of this machine's GPU."""
     device = CudaDevice(index=index, host_budget_nbytes=4 * _TRIAL_BUDGET_NBYTES)
     return Probe(
         load=load_bindings,
@@ -82,7 +82,7 @@ def real_probe(index: int = 0) -> Probe:
 
 
 def fake_probe(fake: FakeCuda | None = None) -> Probe:
-    """A fake in its place, for trying the doctor."""
+    """Make a probe of a fake GPU, for tests of the doctor."""
     found = fake if fake is not None else FakeCuda(granularity=2 << 20)
 
     class Torch:
@@ -103,13 +103,13 @@ def fake_probe(fake: FakeCuda | None = None) -> Probe:
 
 
 def examine(probe: Probe, store: str | None = None) -> list[Finding]:
-    """Look at everything, until something fails that the rest needs."""
+    """Run the checks, until one fails that the rest depends on."""
     findings: list[Finding] = []
     looks = _looks(probe, store)
     for index, (name, look) in enumerate(looks):
         try:
             findings.extend(look())
-        # Any failure at all is a finding: a doctor that crashes tells nothing.
+        # Any failure is a finding: a doctor that crashes says nothing.
         except Exception as error:  # noqa: BLE001
             first, *rest = (str(error) or type(error).__name__).splitlines()
             remedy = " ".join(line.strip() for line in rest)
@@ -218,7 +218,7 @@ def _memory(known: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _mapping(probe: Probe, known: dict[str, Any]) -> Iterator[Finding]:
-    """One chunk at two addresses: what is written at the first is read at the second."""
+    """Map one chunk at two addresses: what is written at the first must be read at the second."""
     calls: CudaCalls = known["calls"]
     driver = CudaDriver(4, 2 << 20, bindings=calls.bindings, device_index=probe.index, arena_nbytes=64 << 20)
     with driver:
@@ -296,7 +296,7 @@ def _link(probe: Probe, known: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _session(probe: Probe, store: str | None) -> Iterator[Finding]:
-    """Keep twice the budget alive, and read everything back."""
+    """Keep twice the budget alive in a session, and read everything back."""
     from ooc.session import Session
 
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`ooc fit`: the smallest budget for a step, or the largest batch for a budget."""
+"""`ooc fit`: finds the smallest budget for a step, or the largest batch for a budget."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ PLACEHOLDER = "{batch}"
 _TRACE_LIMIT_S = 3600
 _MOST_ROUNDS = 8
 _RAISE_FRACTION = 16
-"""A budget that was too small after all is raised by this part of it."""
+"""A budget that proved too small is raised by 1/16."""
 
 
 class TooSmall(Exception):
-    """An op of the script did not fit the budget that it was recorded within."""
+    """Raised when an op of the script did not fit the budget within which it was recorded."""
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """The command. Raises `UsageError`, `PlanError` and what reading files raises."""
+    """Run the command. Raises `UsageError`, `PlanError` and what reading files raises."""
     (policy,) = policies_of(parsed.policy) if "," not in parsed.policy else (parsed.policy,)
     if policy != parsed.policy or parsed.policy == "all":
         raise UsageError(f"--policy {parsed.policy}: one policy")
@@ -50,17 +50,17 @@ def run(parsed: argparse.Namespace) -> int:
 def smallest_budget(
     trace: Trace, machine: Machine, policy: str, *, slowdown: float | None = None, least: int = 1
 ) -> Plan:
-    """The plan of the smallest budget with which `policy` keeps the step within `slowdown` times its ops' time.
+    """Find the smallest budget with which `policy` keeps the step within `slowdown` times its ops' time; its plan.
 
     The least that any plan needs is tried first (without a limit on the time it nearly always does), then by bisection,
     as if the time never grew with the budget (which holds but for the search's noise).
 
     Args:
-        least: Chunks below which the budget must not be, whatever the step needs.
+        least: The fewest chunks that the budget may have, whatever the step needs.
 
     Raises:
-        DeadlineTooShort: Not even with room for everything.
-        PlanError: The policy finds no plan for that either.
+        DeadlineTooShort: Even with room for everything the step takes longer.
+        PlanError: The policy finds no plan even then.
     """
     limit_ns = None if slowdown is None else round(slowdown * trace.duration_ns)
 
@@ -96,7 +96,7 @@ def smallest_budget(
 
 
 def largest_batch(fits: Callable[[int], bool], most: int) -> int:
-    """The largest batch from 1 to `most` that `fits`, by doubling and bisection; 0 if not even 1 does."""
+    """Find the largest batch from 1 to `most` that `fits`, by doubling and bisection; 0 if not even 1 does."""
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, high * 2
@@ -143,7 +143,7 @@ def _smallest_budget(parsed: argparse.Namespace) -> int:
 
 
 def _is_trace(name: str) -> bool:
-    """Whether the file is a recorded step (JSON, or compressed) and not a script."""
+    """Whether the file is a trace (JSON, or compressed) and not a script."""
     try:
         with Path(name).open("rb") as file:
             return file.read(2)[:1] == b"{" or name.endswith((".json", ".gz"))
@@ -152,15 +152,15 @@ def _is_trace(name: str) -> bool:
 
 
 def need_of(trace: Trace) -> int:
-    """Bytes that the step, and what ran before it, needs at least."""
+    """Fewest bytes with which the step, and what ran before it, can run."""
     return max(need_nbytes(trace), int(trace.metadata.get(NEED, 0)))
 
 
 def _record_within_least(parsed: argparse.Namespace) -> Trace:
-    """A step of the script, recorded within (about) the smallest budget that it runs with.
+    """Record a step of the script within (about) the smallest budget that it runs with.
 
-    What large ops need depends on the budget, since a session runs some of them in parts. So it is recorded with much
-    memory, then within what that took, until that does not get less.
+    How much large ops need depends on the budget, since a session runs some of them in parts. So the step is recorded
+    with much memory, then within what that took, and so on until it takes no less.
     """
     trace = _record(parsed, None, fake=parsed.fake)
     best, budget_nbytes = trace, need_of(trace)
@@ -191,7 +191,7 @@ def _require_placeholder(parsed: argparse.Namespace) -> None:
 
 
 def part_sizes(batch: int) -> tuple[int, ...]:
-    """Sizes of parts to look at: the batch, its halves as long as they are whole, and 1; each divides the batch."""
+    """The micro-batch sizes to try: the batch, its halves as long as they are whole, and 1; each divides the batch."""
     sizes = [batch]
     while sizes[-1] % 2 == 0:
         sizes.append(sizes[-1] // 2)
@@ -199,7 +199,7 @@ def part_sizes(batch: int) -> tuple[int, ...]:
 
 
 def _micro_batch(parsed: argparse.Namespace) -> int:
-    """The best part of a batch to run at a time, from a step recorded at each size."""
+    """Find the best micro-batch size, from a step recorded at each size."""
     if parsed.budget is None:
         raise UsageError("--micro-batch goes with --budget SIZE: parts are for what does not fit")
     budget_nbytes = budget_of(parsed.budget)
@@ -292,11 +292,11 @@ def _largest_batch(parsed: argparse.Namespace) -> int:
 
 
 def _record(parsed: argparse.Namespace, budget_nbytes: int | None, *, fake: bool, batch: int | None = None) -> Trace:
-    """A step of the script in a process of its own, as a session of that budget runs it (None: much memory).
+    """Record a step of the script in a process of its own, as a session of that budget runs it (None: much memory).
 
     Raises:
         TooSmall: An op did not fit.
-        RecordingFailed: Another reason.
+        RecordingFailed: No step was recorded for another reason.
     """
     from ooc.cli.trace import RecordingFailed
 

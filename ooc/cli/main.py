@@ -1,7 +1,7 @@
-"""The command `ooc`: run, demo, doctor, fragmentation, report.
+"""The command line of `ooc`: parses the arguments and runs the sub-command.
 
-Exit codes: 0 it went well, 1 it did not, 2 the command line is wrong, 130 Ctrl-C; `ooc run` ends
-as the script ends. Each sub-command's own module is imported when it is chosen.
+Exit codes: 0 success, 1 failure, 2 the command line is wrong, 130 Ctrl-C; `ooc run` exits as the script
+exits. A sub-command's module is imported only when it is chosen.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NEEDS_BUDGET = ("budget", "host_budget", "store", "policy", "window", "chunk", 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (default: the process's own). Returns the exit code.
 
-    `ooc run` does not return what the script raises: it goes on to the interpreter, as without us.
+    What the script of `ooc run` raises is not caught: it reaches the interpreter, as without `ooc`.
     """
     parsed = parser().parse_args(_spelled_out(sys.argv[1:] if arguments is None else arguments))
     if parsed.command == "run":
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line. Its flags are frozen by a test."""
+    """Make the parser of the whole command line. A test freezes its flags."""
     top = argparse.ArgumentParser(
         prog="ooc",
         description="Train PyTorch models larger than memory, under a budget in bytes that is held.",
@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _spelled_out(arguments: Sequence[str]) -> list[str]:
-    """`ooc run`'s bare `--progress` as `--progress=auto`. An optional value of argparse's would swallow SCRIPT."""
+    """Replace `ooc run`'s bare `--progress` by `--progress=auto`: as an optional value argparse would take SCRIPT."""
     if not arguments or arguments[0] != "run":
         return list(arguments)
     with_value = {setting.option for setting in SETTINGS} - {"--progress"}
@@ -96,7 +96,7 @@ def _spelled_out(arguments: Sequence[str]) -> list[str]:
         done.append("--progress=auto" if word == "--progress" else word)
         if word in with_value:
             done.extend(value for value in [next(rest, None)] if value is not None)
-        elif word == "--" or not word.startswith("-"):  # SCRIPT: what follows is its own
+        elif word == "--" or not word.startswith("-"):  # SCRIPT: what follows are its own arguments
             done.extend(rest)
     return done
 
@@ -224,7 +224,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _settings_are_fine(found: Mapping[str, Resolved]) -> bool:
-    """Whether all that was given can be meant; else it was said."""
+    """Whether all settings are valid; if not, an error has been printed."""
     try:
         check(found)
         for slip in check_environment():

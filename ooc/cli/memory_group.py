@@ -1,4 +1,4 @@
-"""Memory of a child process as the kernel counts it: a control group where one can be made, else PSS.
+"""Measures the memory of a child process: by a control group where one can be made, else by PSS.
 
 A control group's high-water mark misses nothing and counts each page once, page cache included.
 PSS (each page divided by the number of its mappings) is sampled, so it can miss a short peak. RSS
@@ -25,11 +25,11 @@ _numbers = itertools.count()
 
 
 class MemoryGroupUnavailable(RuntimeError):
-    """No memory control group can be made here; the message says why."""
+    """Raised where no memory control group can be made; the message says why."""
 
 
 class MemoryGroup:
-    """A memory control group of our own, version 1 or 2. `close()` removes it.
+    """A memory control group of its own, version 1 or 2. `close()` removes it.
 
     Args:
         limit_nbytes: The kernel holds its processes' memory to this, by reclaim, then swap (where
@@ -75,7 +75,7 @@ class MemoryGroup:
         return ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(self.directory), *command]
 
     def peak_nbytes(self) -> int:
-        """The most that was charged at once, by the kernel's own high-water mark."""
+        """The most bytes charged at once, by the kernel's own high-water mark."""
         return int((self.directory / self._file("peak")).read_text())
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class MemoryGroup:
 
 
 class PssWatch:
-    """Samples a process's PSS from a thread of ours, from now until `close()`."""
+    """Samples a process's PSS on a thread of its own, from now until `close()`."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -117,7 +117,7 @@ class PssWatch:
         self.close()
 
     def peak_nbytes(self) -> int:
-        """The largest sample so far; 0 where the kernel does not tell."""
+        """The largest sample so far; 0 where the kernel has none."""
         return self._peak_nbytes
 
     def close(self) -> None:
@@ -140,8 +140,8 @@ class MeasuredProcess:
     """A child process whose peak memory is watched, by whichever means this machine has.
 
     Args:
-        limit_nbytes: Hold the child to this by a memory control group.
-        is_told: Its standard input is a pipe, too.
+        limit_nbytes: Limit the child to this by a memory control group.
+        is_told: Whether its standard input is a pipe, too.
 
     Attributes:
         process: The child; its standard output is a pipe of text.
@@ -219,7 +219,7 @@ class MeasuredProcess:
 
 
 def _remove_orphans(parent: Path) -> None:
-    """Remove groups of processes of ours that were killed before they could."""
+    """Remove the groups that killed processes of `ooc` have left behind."""
     for directory in parent.glob("ooc-*-*"):
         maker = directory.name.split("-")[1]
         if not Path("/proc", maker).exists():
@@ -228,7 +228,7 @@ def _remove_orphans(parent: Path) -> None:
 
 
 def _parent_group(root: Path) -> tuple[int, Path]:
-    """Version and directory of a group in which ours can be made."""
+    """The version and directory of a group in which one can be made."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError as error:
@@ -246,7 +246,7 @@ def _parent_group(root: Path) -> tuple[int, Path]:
         return 1, own if own.is_dir() else root / "memory"
     if 2 in paths and (root / "cgroup.controllers").exists():
         own = root / paths[2].lstrip("/")
-        # A group with processes cannot have children with controllers (the root can): be a sibling.
+        # A group with processes cannot have groups with controllers in it (the root can): make a sibling.
         parent = own.parent if own.is_dir() and own != root else root
         with contextlib.suppress(OSError):
             (parent / "cgroup.subtree_control").write_text("+memory")

@@ -1,7 +1,7 @@
 """The commands that plan without training: `ooc trace`, `ooc plan`, `ooc fit`, `ooc profile`.
 
-Exit codes: 0 it went well; 1 nothing fits, the deadline cannot be met, or no step could be recorded; 2 the
-command line or a file is wrong.
+Exit codes: 0 success; 1 nothing fits, the deadline cannot be met, or no step could be recorded; 2 the command line or a
+file is wrong.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Run one of them. Returns the exit code; what a recorded script raises goes on."""
+    """Run one of the commands. Returns the exit code; what a recorded script raises is not caught."""
     from ooc.cli import fit
     from ooc.cli.run import RunError
     from ooc.cli.trace import RecordingFailed

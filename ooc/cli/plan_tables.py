@@ -1,4 +1,4 @@
-"""How `ooc plan` and `ooc fit` show what they found: tables for people, JSON for programs, a picture of a sweep."""
+"""The output of `ooc plan` and `ooc fit`: tables for people, JSON for programs, a picture of a sweep."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def outcome_row(outcome: Outcome) -> dict[str, Any]:
 
 
 def over_bound(outcome: Outcome) -> float:
-    """How much longer the step takes than any plan must, as a share of that."""
+    """How much longer the step takes than the lower bound of any plan, as a share of that bound."""
     assert outcome.plan is not None
     return outcome.duration_ns / max(outcome.plan.bounds["duration_ns"], 1) - 1
 
 
 def comparison_table(outcomes: Sequence[Outcome], *, title: str, chosen: Outcome | None) -> Table:
-    """Policies side by side; the chosen one is marked."""
+    """Make the table that compares policies; the chosen one is marked."""
     has_energy = any(o.energy_j is not None for o in outcomes)
     table = Table(title=escape(printable(title)))
     table.add_column("policy")
@@ -60,7 +60,7 @@ def comparison_table(outcomes: Sequence[Outcome], *, title: str, chosen: Outcome
 
 
 def sweep_table(points: Points, *, chunk_nbytes: int, title: str) -> Table:
-    """A row a budget, a column a policy: time, and how far above the bound; `-` where it finds no plan."""
+    """Make the table of a sweep: a row per budget, a column per policy, with time and excess over the bound."""
     table = Table(title=escape(printable(title)))
     table.add_column("budget", justify="right")
     for outcome in points[0][1] if points else ():
@@ -75,12 +75,12 @@ def sweep_table(points: Points, *, chunk_nbytes: int, title: str) -> Table:
 
 
 def notes_of(outcomes: Sequence[Outcome]) -> list[str]:
-    """What policies say of their plans, a line each."""
+    """The policies' notes on their plans, a line each."""
     return [f"{o.policy}: {note}." for o in outcomes if o.plan is not None for note in o.plan.notes]
 
 
 def print_table(table: Table) -> None:
-    """To stdout, as wide as the terminal, or wide enough for a file."""
+    """Print a table to stdout, as wide as the terminal, or wide enough for a file."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
@@ -88,7 +88,7 @@ def print_table(table: Table) -> None:
 
 
 def draw_sweep(points: Points, *, chunk_nbytes: int, path: Path, title: str) -> None:
-    """Time, bytes moved and energy (where known) against the budget, a line a policy, as PNG."""
+    """Draw time, bytes moved and energy (where known) over the budget, a line per policy, as PNG."""
     import matplotlib as mpl
 
     mpl.use("Agg")

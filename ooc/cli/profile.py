@@ -1,4 +1,4 @@
-"""`ooc profile`: this machine as a profile, by measurement (about two seconds)."""
+"""`ooc profile`: measures this machine and writes its profile (about two seconds)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MATRIX_SIDE = 768
 _WALK_NBYTES = 32 * MIB
 _NUM_TINY_OPS = 2000
 _LATENCY_NS = 50_000
-"""As planners assume by default; the store's own measurement keeps several transfers in flight, which hides it."""
+"""Latency of a transfer: the planners' default. Measuring the store has several in flight, which hides it."""
 
 
 def measure_profile(name: str, *, store: str | None = None) -> Profile:

@@ -1,8 +1,8 @@
-"""`ooc run`: an unmodified script within a budget, as `python script.py` would run it.
+"""`ooc run`: runs an unmodified script within a budget, as `python script.py` would run it.
 
-The script becomes `__main__` of this very process, with its own `sys.argv` and `sys.path[0]`. What
-ends it (an exception, `sys.exit`, Ctrl-C) goes on to the interpreter's own top level, which prints
-and exits as ever; only our frames are taken out of the traceback. Nothing is written to stdout.
+The script becomes `__main__` of this process, with its own `sys.argv` and `sys.path[0]`. What ends it (an exception,
+`sys.exit`, Ctrl-C) reaches the interpreter's own top level, which prints and exits as usual; only the frames of `ooc`
+are taken out of the traceback. Nothing is written to stdout.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DIAGNOSED_STEPS = 3
 steady state; a step of a thousand ops takes about 1 MB of recording."""
 
 _ON_PURPOSE = (OocError, StoreError, MemoryFault, NativeBuildError)
-"""What we raise for a reason that the message gives: a full disk, a budget that is too small."""
+"""Errors that `ooc` raises on purpose, with the reason in the message: a full disk, a budget that is too small."""
 
 _OWN_DIRECTORIES = tuple(
     str(Path(module.__file__ or "").parent) + os.sep for module in (ooc, sys.modules["vmm.driver"])
@@ -54,7 +54,7 @@ _OWN_DIRECTORIES = tuple(
 
 
 class RunError(Exception):
-    """The script cannot be started. `exit_code` is what Python itself would exit with."""
+    """Raised when the script cannot be started. `exit_code` is what Python itself would exit with."""
 
     def __init__(self, message: str, *, exit_code: int = USAGE_EXIT_CODE) -> None:
         super().__init__(message)
@@ -63,13 +63,13 @@ class RunError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How to run a script.
+    """The options of `ooc run`.
 
     Attributes:
         budget, device, host_budget, store, policy, window, chunk, threshold, debug, progress: As `Session`'s
             arguments; None: its default.
-        plan: File of a plan to play (`ooc.replay.given_plan`); gives the budget and the chunk size too, where those
-            are not.
+        plan: File of a plan to replay (`ooc.replay.given_plan`); also gives the budget and the chunk size, where those
+            are not given.
         report: File for the JSON report, written also when the script fails. Of several ranks each writes its own:
             run.json, run.rank1.json, ...
         summary: Whether to print one line to stderr at the end; None: if stderr is a terminal, by the first rank.
@@ -107,19 +107,19 @@ class RunOptions:
 def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module: bool = False) -> None:
     """Run a script, a directory or archive with a `__main__.py`, or (`is_module`) a module, as `__main__`.
 
-    Returns when the script has come to its end. The session stays open for the script's `atexit`
+    Returns when the script has ended. The session remains open for the script's `atexit`
     functions and is closed after them. To be called once in a process, by its main thread.
 
     Args:
         target: Path of the script, or the module's dotted name.
         arguments: What follows it on the command line: the script's `sys.argv[1:]`.
-        options: Budget and so on.
-        is_module: As `python -m`.
+        options: The session's arguments and the reports to write.
+        is_module: Run a module, as `python -m` does.
 
     Raises:
         RunError: There is no such script, or the session cannot be opened. Nothing has run.
         BaseException: Whatever the script raises, as it was raised. The report is written by then,
-            and `sys.excepthook` takes our frames out when the interpreter prints it.
+            and `sys.excepthook` takes `ooc`'s frames out when the interpreter prints it.
     """
     report_path = _report_path(options.report)
     try:
@@ -152,15 +152,15 @@ def diagnose(
     report: str | None = None,
     max_steps: int = DIAGNOSED_STEPS,
 ) -> None:
-    """Run a script as `run` does, without budget and session; record its allocations, and say what became of them.
+    """Run a script as `run` does, but without a session; record its allocations and report on fragmentation.
 
     Args:
         report: File for the findings as JSON; they are printed to stderr in any case.
-        max_steps: The recording, not the script, stops after so many optimizer steps.
+        max_steps: Optimizer steps after which the recording stops; the script goes on.
 
     Raises:
         RunError: There is no such script. Nothing has run.
-        BaseException: Whatever the script raises, as it was raised; what was recorded until then is told.
+        BaseException: Whatever the script raises, as it was raised; what was recorded until then is reported.
     """
     from ooc.fragmentation.live import Recording
 
@@ -180,7 +180,7 @@ def diagnose(
 
 
 def _tell_diagnosis(recording: Recording, name: str, report_path: Path | None) -> None:
-    """Trouble with the findings does not hide how the script ended."""
+    """Report the findings. An error in that does not hide how the script ended."""
     from rich.console import Console
 
     from ooc.fragmentation.errors import BadFile
@@ -204,14 +204,14 @@ def _tell_diagnosis(recording: Recording, name: str, report_path: Path | None) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Program:
-    """What becomes `__main__`.
+class _Script:
+    """The program that becomes `__main__`.
 
     Attributes:
-        code: Makes it: compiles the source, when everything else is set.
-        path_entry: For `sys.path[0]`.
-        argv0: For `sys.argv[0]`.
-        attributes: Of the module.
+        code: Compiles the source; called when everything else is set.
+        path_entry: Its `sys.path[0]`.
+        argv0: Its `sys.argv[0]`.
+        attributes: The attributes of its module.
     """
 
     code: Callable[[], types.CodeType]
@@ -220,7 +220,7 @@ class _Program:
     attributes: Mapping[str, Any]
 
 
-def _find_script(path: str) -> _Program:
+def _find_script(path: str) -> _Script:
     importer: Any = pkgutil.get_importer(os.path.abspath(path))  # None for a plain file
     spec = importer.find_spec("__main__") if importer is not None else None
     if spec is not None:
@@ -233,7 +233,7 @@ def _find_script(path: str) -> _Program:
     except OSError as error:
         text = f"can't open file {os.path.abspath(path)!r}: [Errno {error.errno}] {os.strerror(error.errno or 0)}"
         raise RunError(text) from error
-    return _Program(
+    return _Script(
         code=lambda: compile(source, os.path.abspath(path), "exec", dont_inherit=True),
         path_entry=os.path.dirname(os.path.realpath(path)),
         argv0=path,
@@ -247,7 +247,7 @@ def _find_script(path: str) -> _Program:
     )
 
 
-def _find_module(name: str) -> _Program:
+def _find_module(name: str) -> _Script:
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()  # so that it is found as `python -m` would find it
     try:
@@ -262,7 +262,7 @@ def _find_module(name: str) -> _Program:
     return _from_spec(spec, path_entry=os.getcwd(), argv0=spec.origin or name, package=spec.parent or "")
 
 
-def _from_spec(spec: importlib.machinery.ModuleSpec, *, path_entry: str, argv0: str, package: str) -> _Program:
+def _from_spec(spec: importlib.machinery.ModuleSpec, *, path_entry: str, argv0: str, package: str) -> _Script:
     loader: Any = spec.loader
 
     def code() -> types.CodeType:
@@ -271,7 +271,7 @@ def _from_spec(spec: importlib.machinery.ModuleSpec, *, path_entry: str, argv0: 
             raise ImportError(f"no code object for {spec.name}")
         return found
 
-    return _Program(
+    return _Script(
         code=code,
         path_entry=path_entry,
         argv0=argv0,
@@ -285,8 +285,8 @@ def _from_spec(spec: importlib.machinery.ModuleSpec, *, path_entry: str, argv0: 
     )
 
 
-def _execute(program: _Program, target: str, arguments: Sequence[str]) -> None:
-    """Be the script, from here on."""
+def _execute(program: _Script, target: str, arguments: Sequence[str]) -> None:
+    """Run the script as `__main__`, in place of this program."""
     module = types.ModuleType("__main__")
     vars(module).update(program.attributes, __builtins__=__builtins__)
     sys.modules["__main__"] = module
@@ -304,7 +304,7 @@ def _tell(
     wants_summary: bool | None,
     ended_by: BaseException | None,
 ) -> None:
-    """Write the report, print the summary. Trouble with either does not hide how the script ended."""
+    """Write the report and print the summary. An error in either does not hide how the script ended."""
     if wants_summary is None:
         wants_summary = sys.stderr is not None and sys.stderr.isatty() and rank() == 0
     if report_path is None and not wants_summary:
@@ -325,7 +325,7 @@ def _tell(
 def _end(session: ooc.session.Session) -> None:
     """Close the session at the interpreter's exit.
 
-    What is still alive then (a script's model usually is) is seldom looked at again. It comes back
+    What is still alive then (a script's model usually is) is seldom used again. It is brought back in
     only if that takes no more memory than the budget and the machine has it to spare.
     """
     nbytes = session.engine.live_nbytes()
@@ -345,7 +345,7 @@ def _report_path(text: str | None) -> Path | None:
 
 
 def _of_this_rank(path: Path) -> Path:
-    """Every rank's own file: they are told apart only when the script has joined its group."""
+    """This rank's own file. Ranks can be told apart only once the script has joined its process group."""
     if rank() == 0 or is_special(path):
         return path
     return path.with_name(f"{path.stem}.rank{rank()}{path.suffix}")
@@ -361,7 +361,7 @@ def _print_exception(
     error: BaseException,
     traceback: types.TracebackType | None,
 ) -> None:
-    """`sys.excepthook`: the traceback as it would be without us."""
+    """`sys.excepthook`: prints the traceback as it would be without `ooc`."""
     if not show_all and not _is_our_bug(error, traceback):
         traceback = without_our_frames(traceback)
         error.__traceback__ = traceback  # from 3.13 on, what is printed is the exception's own
@@ -376,7 +376,7 @@ def _print_exception(
 
 
 def _is_our_bug(error: BaseException, traceback: types.TracebackType | None) -> bool:
-    """Whether our own code raised it, other than on purpose: then its frames are what matters."""
+    """Whether `ooc`'s own code raised it by mistake: then its frames must be shown."""
     if traceback is None or isinstance(error, (*_ON_PURPOSE, KeyboardInterrupt, SystemExit)):
         return False
     while traceback.tb_next is not None:

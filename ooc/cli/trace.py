@@ -1,7 +1,7 @@
-"""`ooc trace`: one step of an unmodified script, as a trace.
+"""`ooc trace`: records one step of an unmodified script as a trace.
 
-The script becomes `__main__`, as for `ooc run`, and is left as soon as two successive steps were the same: an
-exception that no `except Exception` catches unwinds it. Two ways to record:
+The script becomes `__main__`, as for `ooc run`, and is ended as soon as two successive steps were the same, by an
+exception that no `except Exception` catches. There are two ways to record:
 
 * in a session within a budget, on demand: real ops, real times, temporaries seen;
 * on fake tensors (`ooc.tracing.fake_tensors`): no memory, no arithmetic, times from a device profile.
@@ -34,11 +34,11 @@ _NO_STEP = (
 
 
 class RecordingFailed(RuntimeError):
-    """No step could be recorded: the script ended, or the session could not be opened."""
+    """Raised when no step was recorded: the script ended early, or the session could not be opened."""
 
 
 class _Recorded(BaseException):
-    """The step is known."""
+    """Ends the script: the step is recorded."""
 
 
 def record_fake(
@@ -53,7 +53,7 @@ def record_fake(
 
     Args:
         target, arguments, is_module: As `ooc.cli.run.run`.
-        profile: Whose op times the trace gets.
+        profile: The device profile that gives the trace its op times.
         budget_nbytes: Split large ops as a session of this budget would.
 
     Raises:
@@ -69,7 +69,7 @@ def record_fake(
             raise _Recorded
 
     with recording:
-        _play(program, target, arguments, stepped)
+        _run_script(program, target, arguments, stepped)
     if recording.trace is None:
         raise RecordingFailed(f"{target} ended after {recording.num_steps} optimizer steps; {_NO_STEP}")
     return replace(recording.trace, metadata={**recording.trace.metadata, "script": [target, *arguments]})
@@ -83,7 +83,7 @@ def record_real(
     Args:
         target, arguments, is_module: As `ooc.cli.run.run`.
         budget: The session's; None: half of the memory that is available.
-        session: More arguments of `Session`.
+        session: Further arguments of `Session`.
 
     Raises:
         ooc.cli.run.RunError: There is no such script.
@@ -108,7 +108,7 @@ def record_real(
             raise _Recorded
 
     try:
-        _play(program, target, arguments, stepped)
+        _run_script(program, target, arguments, stepped)
         trace = opened.trace()
         need_nbytes = opened.engine.sequences.largest_need_nbytes()
         num_steps, unplannable = opened.steps.num_steps, list(opened.engine.learned()["unplannable"].values())
@@ -132,8 +132,8 @@ def _find(target: str, is_module: bool) -> Any:
     return runner._find_module(target) if is_module else runner._find_script(target)
 
 
-def _play(program: Any, target: str, arguments: Sequence[str], stepped: Callable[..., None]) -> None:
-    """Be the script until its step is known, or until it ends."""
+def _run_script(program: Any, target: str, arguments: Sequence[str], stepped: Callable[..., None]) -> None:
+    """Run the script until its step is recorded, or until it ends."""
     hook = register_optimizer_step_post_hook(stepped)
     try:
         runner._execute(program, target, arguments)

@@ -1,9 +1,9 @@
-"""One training run in a child process, told step by step as JSON lines.
+"""Runs one training in a child process, which reports each step as a JSON line.
 
     python -m ooc.cli.trial '{"workload": "gpt", "budget_nbytes": 200000000, ...}'
 
-The demo and the benchmarks start these and compare them. A run of its own process has no memory
-but its own, so the kernel's count of it is honest.
+The demo and the benchmarks start such trials and compare them. In a process of its own, the kernel's
+count of memory is that of the trial alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ERROR_EXIT_CODE = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOptions:
-    """What to train.
+    """What a trial trains, and how.
 
     Attributes:
         workload, preset, sizes: For `ooc.models.get`. The workload `"baseline"` is a model of a few
@@ -37,7 +37,7 @@ class TrialOptions:
         optimizer: Empty: the workload's own.
         budget_nbytes: Train out of core within this; None: in core.
         num_threads: None: torch's default.
-        wants_curves: Tell memory over the planned step, too.
+        wants_curves: Report memory over the planned step, too.
         device: "cpu", "cuda" or "cuda:1"; "fake": a session's memory is a fake device's, and all else the host's.
     """
 
@@ -98,7 +98,7 @@ class TrialResult:
 
 
 class TrialFailed(RuntimeError):
-    """The child did not finish: its own error, or how it ended."""
+    """Raised when the child did not finish: with its own error, or how it ended."""
 
 
 def train(
@@ -158,7 +158,7 @@ def follow_trial(
     """Run `command`, which speaks this module's JSON lines, and measure it.
 
     Args:
-        limit_nbytes: Hold the child to this by a memory control group.
+        limit_nbytes: Limit the child to this by a memory control group.
 
     Raises:
         TrialFailed: With the child's own error message.
@@ -198,17 +198,17 @@ def planned_median_s(report: Mapping[str, Any]) -> float | None:
 
 
 def tell(event: str, **body: Any) -> None:
-    """Send one line to the parent."""
+    """Send one JSON line to the parent."""
     print(json.dumps({"event": event, **body}), flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The child's side."""
+    """Run the trial that the first argument describes, as the child process."""
     (text,) = arguments if arguments is not None else sys.argv[1:]
     options = TrialOptions(**json.loads(text))
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
-    if options.tensors_on.type == "cuda":  # else runs of one program may have other bits
+    if options.tensors_on.type == "cuda":  # else two runs of one program may differ in bits
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.deterministic = True
     try:
@@ -259,20 +259,20 @@ def _train_out_of_core(options: TrialOptions, budget_nbytes: int) -> None:
 
 
 class _DeviceUse:
-    """How much of a GPU is in use, the most that was seen."""
+    """The most of a GPU's memory that was seen in use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._nbytes = 0
 
     def look(self) -> None:
-        """Now."""
+        """Take a sample."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             self._nbytes = max(self._nbytes, total - free)
 
     def told(self) -> dict[str, int]:
-        """For the parent."""
+        """The figures for the parent."""
         if self._device.type != "cuda":
             return {}
         return {"device_nbytes": self._nbytes, "tensors_nbytes": torch.cuda.max_memory_allocated(self._device)}

@@ -1,4 +1,4 @@
-"""The CPU as a session's device: a memfd of chunks, a file that they are evicted to, ops that run on the host."""
+"""The CPU as a session's device: its chunks are a memfd, and they are evicted to a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vmm.torch_cpu import GRANULE_NBYTES, cpu_allocator
 
 
 class CpuMemory:
-    """The CPU's memory: a memfd, a file, ops that run on the host."""
+    """The memory of a session on the CPU: chunks in a memfd, a store in a file, ops that run on the host."""
 
     is_host = True
 
@@ -54,14 +54,14 @@ class CpuMemory:
         return self.driver.num_chunks
 
     def make_guards(self, *, debug: bool) -> Guards:
-        """Stray touches are served from the store's file."""
+        """Make guards that serve stray touches from the store's file."""
         return Guards(space=self.space, store=self.store, debug=debug)
 
     def watch(self, manager: ResidencyManager) -> None:
-        """Nobody: what the host has done is done."""
+        """None: an op on the host is done when it returns, so nothing must be told of it."""
 
     def host_touches(self, record: VariableRecord) -> None:
-        """Nothing is under way that it could touch too early."""
+        """Does nothing: no work is under way that the host could overtake."""
 
     def check_resize(self, num_chunks: int) -> None:
         """As `Memory.check_resize`."""
@@ -82,13 +82,13 @@ class CpuMemory:
         detach_tensors(manager, self.driver, self.store, self.allocator)
 
     def close(self) -> None:
-        """Give the file and the pool back. Idempotent."""
+        """Free the file and the pool. Idempotent."""
         self.store.close()
         self.driver.close()
 
 
 class CpuDevice:
-    """The CPU."""
+    """The CPU as a `Device`."""
 
     granule_nbytes = GRANULE_NBYTES
     threshold_nbytes = GRANULE_NBYTES
@@ -104,7 +104,7 @@ class CpuDevice:
 
 
 def find_device(device: str | Device, *, host_budget: int | str | None = None) -> Device:
-    """The device of this name, or the one given.
+    """Return the device of this name, or the one given.
 
     Args:
         device: "cpu", "cuda", "cuda:1", or a `Device`.

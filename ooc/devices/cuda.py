@@ -1,4 +1,4 @@
-"""A GPU as a session's device. **No GPU has been seen yet**: all of this has run over the fake driver alone."""
+"""A CUDA GPU as a session's device. **No GPU has been seen yet**: so far it has run on the fake driver only."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _SMALL_SHARE = 16
 _STAGING_NBYTES = 64 << 20
 _LEAST_HOST_NBYTES = 64 << 10
 _HOST_SHARE = 2
-"""By default half of the host's available memory is pinned: the program and the page cache need the rest."""
+"""By default 1/2 of the host's available memory is pinned: the program and the page cache need the rest."""
 
 
 class CudaDevice:
-    """One CUDA device.
+    """A CUDA GPU as a `Device`.
 
     Args:
-        index: Which, as CUDA counts those that are visible.
+        index: Its number among the devices that CUDA sees.
         host_budget_nbytes: Host memory to pin; None: half of what is available, or of OOC_HOST_NBYTES.
         bindings: `cuda.bindings.driver` or its like; imported by default.
         torch_cuda: torch's CUDA half; replaced in tests.
@@ -81,7 +81,7 @@ class CudaDevice:
             DeviceUnavailable: There is no such device, or torch cannot use it.
             Refused: A setting of torch's stands in the way.
             SessionError: CUDA was started before.
-            vmm.driver.MemoryFault: Not the memory, on the device or to pin.
+            vmm.driver.MemoryFault: The device's memory, or the memory to pin, is not there.
         """
         host_nbytes = self._host_nbytes()
         bindings, table = self.start()
@@ -103,7 +103,7 @@ class CudaDevice:
         )
 
     def _host_nbytes(self) -> int:
-        """Host memory to pin where it is not the device's."""
+        """Bytes of host memory to pin on a device with memory of its own."""
         host_nbytes = self._host_budget_nbytes
         if host_nbytes is None:
             host_nbytes = host_memory_nbytes(memory_room().available_nbytes) // _HOST_SHARE
@@ -115,7 +115,7 @@ class CudaDevice:
         return host_nbytes
 
     def _without_host_tier(self, host_nbytes: int, staging_nbytes: int) -> int:
-        """Host memory to pin where it is the device's: none but staging, unless the user asks for more."""
+        """Bytes of host memory to pin where device and host share it: only staging, unless the user asks for more."""
         if self._host_budget_nbytes is None:
             _log.info("device %d shares the host's memory: what is evicted goes to the file", self._index)
             return staging_nbytes
@@ -128,7 +128,7 @@ class CudaDevice:
         return host_nbytes
 
     def start(self) -> tuple[Any, CudaTable]:
-        """Start CUDA with our table as torch's allocator. The driver's bindings, and the table.
+        """Start CUDA with the native table as torch's allocator. Returns the driver's bindings and the table.
 
         Raises:
             As `open`, but for memory.
@@ -144,7 +144,7 @@ class CudaDevice:
         return bindings, table
 
     def _find_driver(self) -> Any:
-        """The driver's bindings, once everything that can be known before CUDA starts is in order."""
+        """Return the driver's bindings, after checking everything that can be checked before CUDA starts."""
         try:
             bindings = self._bindings if self._bindings is not None else load_bindings()
             calls = CudaCalls(bindings)
@@ -158,7 +158,7 @@ class CudaDevice:
 
 
 def shares_host_memory(calls: CudaCalls, index: int) -> bool:
-    """Whether the device's memory is the host's.
+    """Whether the device shares the host's memory.
 
     [Note: unified memory] On such devices (boards, GB10) what is evicted to pinned host memory is where it was: there
     is no such tier, and it goes to the file. Not so where a device with memory of its own sees the host's coherently
@@ -170,7 +170,7 @@ def shares_host_memory(calls: CudaCalls, index: int) -> bool:
 
 
 class CudaMemory(DeviceMemory):
-    """Device memory behind torch's CUDA tensors."""
+    """The memory of a session on a GPU: device memory behind torch's CUDA tensors."""
 
     allocator: AllocatorTable
 
@@ -202,14 +202,14 @@ class CudaMemory(DeviceMemory):
             self._undo = undo.pop_all()
 
     def watch(self, manager: ResidencyManager) -> Any:  # noqa: ARG002 - as `Memory` has it
-        """Each op is put behind the one before, on whatever stream it runs."""
+        """Make the watch that orders each op after the one before, on whatever stream it runs."""
         return CudaOps(self)
 
     def detach_tensors(self, manager: ResidencyManager) -> None:
-        """Variables that are alive stay at their addresses, with memory of their own, until they are freed.
+        """Detach what is still alive: it stays at its address, with memory of its own, until it is freed.
 
         Raises:
-            SessionError: The device has no room for all of them. Those that are named in it are lost.
+            SessionError: The device has no room for all variables. Those that it names are lost.
         """
         super().detach_tensors(manager)
         records = list(manager.records.values())
@@ -260,7 +260,7 @@ CudaDevice.memory_type = CudaMemory
 
 
 class CudaOps:
-    """Before each op its stream is made to follow the one of the op before."""
+    """Orders ops that run on several streams: each op's stream waits for the stream of the op before."""
 
     def __init__(self, memory: CudaMemory) -> None:
         self._follow = memory.streams.follow
@@ -271,19 +271,19 @@ class CudaOps:
         self._follow()
 
     def ended(self) -> None:
-        """As `OpWatch.ended`: the host waits, or it would time launches, and plans would rest on that.
+        """As `OpWatch.ended`. The host waits for the op, so that its time is measured and not that of its launch.
 
-        Steps on demand are slow in any case; a planned step has no such wait.
+        This costs steps on demand alone, which are slow in any case; a planned step has no such wait.
         """
         self._observe_use()
 
     def born(self, address: int, nbytes: int) -> None:
-        """As `OpWatch.born`: whoever asked is an op that has begun, or is followed by the next one."""
+        """As `OpWatch.born`. Does nothing: the op that allocates has been ordered, or the next op will be after it."""
 
     def calls_of(self, executable: ExecutablePlan) -> list[Any]:
         """As `OpWatch.calls_of`."""
-        return [functools.partial(self._play, getattr(func, "_op", func)) for func in executable.funcs]
+        return [functools.partial(self._replay, getattr(func, "_op", func)) for func in executable.funcs]
 
-    def _play(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _replay(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         self._follow()
         return function(*args, **kwargs)

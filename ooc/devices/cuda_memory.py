@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class DeviceGuards:
-    """What away variables show on a device: other variables' bytes, or in debug mode nothing.
+    """The guards of a device, which has none: an evicted variable's addresses show other bytes, in debug mode none.
 
-    No fault of a device can be served, so there is nothing to guard, count or lift.
+    A fault on a device cannot be served, so most of these methods do nothing.
     """
 
     num_served = 0
@@ -42,62 +42,62 @@ class DeviceGuards:
         return f"<DeviceGuards{', debug' if self._debug else ''}>"
 
     def open(self) -> None:
-        """Nothing to install."""
+        """Does nothing: there is no fault handler to install."""
 
     def close(self) -> None:
-        """Nothing to take away."""
+        """Does nothing: there is no fault handler to remove."""
 
     def become_inherited(self) -> None:
-        """CUDA does not survive a fork: the driver's calls raise."""
+        """Does nothing: a forked child has no CUDA, and the driver's calls raise there."""
 
     def hide(self, record: VariableRecord) -> None:
-        """An on-demand record went away."""
+        """Hide the addresses of a record that was evicted on demand; in debug mode alone."""
         if self._debug:
             self._space.unmap(record.reservation)
 
     def guard_away(self, records: Iterable[VariableRecord]) -> None:
-        """Records are away, or on their way in, while their addresses show other bytes."""
+        """Hide the addresses of records that are away or loading; in debug mode alone."""
         for record in records:
             self.hide(record)
 
     def check_room(self, num_records: int) -> None:
-        """There is no limit."""
+        """Does nothing: there is no limit."""
 
     def lift(self, record: VariableRecord) -> bool:  # noqa: ARG002 - as `Guards` has it
-        """Mapping makes a range accessible. Whether a touch was served meanwhile: never."""
+        """Does nothing: mapping makes a range accessible. False: no touch was served meanwhile."""
         return False
 
     def was_served(self, record: VariableRecord) -> bool:  # noqa: ARG002 - as `Guards` has it
-        """Never."""
+        """False: no touch is ever served."""
         return False
 
     def serve(self, is_on: bool) -> None:
-        """Nothing is ever served."""
+        """Does nothing: no touch is ever served."""
 
     def served_records(self) -> list[VariableRecord]:
-        """None."""
+        """The empty list: no touch is ever served."""
         return []
 
 
 class DeviceMemory:
-    """Chunks on a device, evicted to pinned host memory and from there to a file.
+    """The memory of a session on a device: chunks, evicted to pinned host memory and from there to a file.
 
     Args:
         num_chunks, chunk_nbytes: The device's memory.
-        num_small_chunks: Of these, the last ones of the view, which are not the pool's.
+        num_small_chunks: How many of these, the last of the view, are for small blocks and not the pool's.
         bindings: `cuda.bindings.driver` or its like.
         current_stream: Handle of the stream on which the program's next op runs.
         host_budget_nbytes: Bytes of host memory to pin.
-        file_directory: Where evicted bytes go that find no room there; None: nowhere.
-        staging_nbytes: Of the host budget, what transfers to and from the file pass through.
+        file_directory: Where bytes are evicted to that find no room there; None: nowhere.
+        staging_nbytes: The part of the host budget through which transfers to and from the file pass.
         arena_nbytes: Addresses to hold; None: the driver's choice.
-        checkpoint: Called between what takes long: a signal's handler may raise there.
+        checkpoint: Called between slow calls; a signal's handler may raise there.
     """
 
     is_host = False
     allocator: Any
     space_type: type[DeviceSpace] = DeviceSpace
-    """What maps variables; another one in measurements of what standing aliases save."""
+    """The class that maps variables; measurements of what standing aliases save put another one here."""
 
     def __init__(
         self,
@@ -142,14 +142,14 @@ class DeviceMemory:
         return f"<DeviceMemory {self.driver!r}, {self.store!r}>"
 
     def make_guards(self, *, debug: bool) -> DeviceGuards:
-        """Nothing is served; in debug mode a touch of what is away faults."""
+        """Make guards that serve nothing; in debug mode a touch of an evicted variable faults."""
         return DeviceGuards(self.space, debug=debug)
 
     def host_touches(self, record: VariableRecord) -> None:
-        """Pointers to device memory are for device code, which orders itself by streams."""
+        """Does nothing: pointers to device memory are for device code, which is ordered by streams."""
 
     def check_resize(self, num_chunks: int) -> None:
-        """Refused: so far a device's pool keeps its size."""
+        """Raises `SessionError`: so far a device's pool keeps its size."""
         raise SessionError(
             f"a budget of {format_nbytes(num_chunks * self.driver.chunk_nbytes)} from now on: that of a session on a "
             "GPU is fixed so far.\n  Options: close the session and open another."
@@ -160,13 +160,13 @@ class DeviceMemory:
         self.check_resize(num_chunks)
 
     def detach_tensors(self, manager: ResidencyManager) -> None:
-        """Let all device work end; what lives on is the subclass's business."""
+        """Wait for all device work; subclasses detach what is still alive."""
         self.store.wait_all()
         for record in list(manager.records.values()):
             manager.settle(record)
 
     def close(self) -> None:
-        """Wait for the device, then give everything back. Idempotent."""
+        """Wait for the device, then free everything. Idempotent."""
         self.store.close()
         self.driver.close()
         self.streams.close()

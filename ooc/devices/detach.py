@@ -1,4 +1,4 @@
-"""What becomes of variables that outlive their session."""
+"""Detaches tensors that outlive their session: they become ordinary memory at their old addresses."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
 def detach_tensors(manager: ResidencyManager, driver: PosixDriver, store: FileStore, allocator: CpuAllocator) -> int:
     """Turn every live variable into ordinary memory at its old address. Returns their bytes.
 
-    The budget ends with the session, so they all come back; each is private to the process from
-    now on and is unmapped when it is freed.
+    The budget ends with the session, so all of them are brought in. Each is private to the process from
+    now on, and is unmapped when it is freed.
     """
     syscalls = Syscalls()
     total = 0

@@ -1,7 +1,7 @@
-"""What a session stands on: the memory of the CPU, or of a device.
+"""The interface between a session and the device that it runs on.
 
-A `Device` opens a `Memory`: chunks, addresses, the store, and whatever else is special to it. Everything above
-knows no more of a device than what is here.
+A `Device` opens a `Memory`: chunks, addresses, the store, and what else differs between devices. The code above knows
+no more of a device than what is here.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from vmm.torch_cpu import AllocatorTable
 
 
 class Memory(Protocol):
-    """The memory of one session."""
+    """The memory of one session: chunks, addresses, and the store behind them."""
 
     @property
     def allocator(self) -> AllocatorTable:
-        """torch's, as a table."""
+        """The table of torch's allocator."""
 
     @property
     def num_chunks(self) -> int:
@@ -31,51 +31,51 @@ class Memory(Protocol):
 
     @property
     def driver(self) -> Driver:
-        """Chunks."""
+        """Makes and maps chunks."""
 
     @property
     def space(self) -> Space:
-        """Addresses."""
+        """Reserves addresses for variables and maps them."""
 
     @property
     def store(self) -> Store:
-        """Where evicted bytes go."""
+        """Where evicted bytes are stored."""
 
     @property
     def is_host(self) -> bool:
         """Whether ops run on the host.
 
-        Then what the host has done is done, and its kernel serves a stray touch of what is away.
+        Then an op is done when it returns, and the kernel serves a stray touch of an evicted variable.
         """
 
     def make_guards(self, *, debug: bool) -> Any:
-        """What the addresses of an away variable show."""
+        """Make the guards of evicted variables' addresses."""
 
     def watch(self, manager: ResidencyManager) -> OpWatch | None:
-        """Who is told of ops before they run, if somebody must be."""
+        """Make the watch that is told of each op before it runs; None where nothing must be told."""
 
     def host_touches(self, record: VariableRecord) -> None:
-        """The host is about to touch a variable's memory by itself."""
+        """Called before the host touches a variable's memory outside any op."""
 
     def check_resize(self, num_chunks: int) -> None:
         """Raise `SessionError` if the pool can never have so many chunks."""
 
     def resize(self, num_chunks: int) -> None:
-        """Let the pool have so many chunks; none of those that go is mapped.
+        """Resize the pool to so many chunks; none of those that go is mapped.
 
         Raises:
             MemoryFault: The memory is not there. Nothing has changed.
         """
 
     def detach_tensors(self, manager: ResidencyManager) -> None:
-        """The session ends: what is alive goes on to live."""
+        """Detach the tensors that are alive when the session ends."""
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Free everything. Idempotent."""
 
 
 class Device(Protocol):
-    """Opens memory for a session.
+    """A device on which sessions can be opened.
 
     Attributes:
         granule_nbytes: Chunks are multiples of this.
@@ -88,8 +88,7 @@ class Device(Protocol):
     def open(
         self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None, checkpoint: Callable[[], None]
     ) -> Memory:
-        """Memory of so many chunks, evicting to the directory `store`. The caller closes it.
+        """Open memory of so many chunks that evicts to the directory `store`. The caller closes it.
 
-        `checkpoint` is called in the middle of what takes long; whatever it raises (a signal's handler may) leaves
-        nothing taken.
+        `checkpoint` is called between slow calls. If it raises (a signal's handler may), nothing stays taken.
         """

@@ -1,8 +1,8 @@
-"""A budget that changes while training goes on (Melon, section 4: memory that others want, or give back).
+"""Resizes a session's pool while training goes on (as in Melon, section 4, when other programs need memory).
 
-Between any two ops: the plan that is being played is left, what lies beyond the new end of the pool moves to the store,
-and the chunks there go back to the system before the call returns. The rest of the step runs on demand, as recorded
-all along; at its end the sequence is planned for the new budget (or its plan comes from the cache). No bit of the
+This may happen between any two ops. The session bails out of its plan, what lies beyond the new end of the pool moves
+to the store, and the chunks there are returned to the system before the call returns. The rest of the step runs on
+demand; at its end the sequence is planned for the new budget (or its plan comes from the cache). No bit of the
 training depends on when that happens.
 """
 
@@ -21,11 +21,11 @@ _log = logging.getLogger(__name__)
 
 
 def resize_pool(manager: ResidencyManager, memory: Memory, num_chunks: int) -> None:
-    """Let the pool have `num_chunks` chunks. No plan is being played, none keeps chunks mapped, no op is under way.
+    """Resize the pool to `num_chunks` chunks. No plan may be in replay or keep chunks mapped, and no op under way.
 
     Raises:
-        SessionError: What must stay in memory does not fit, or lies where the pool would end. Nothing has changed
-            but that some variables may be in the store.
+        SessionError: What must stay in memory does not fit, or lies beyond the new end. Nothing has changed, except
+            that some variables may be in the store now.
         StoreFailed, StoreFull: Something could not be written out. The pool is as it was.
         vmm.driver.MemoryFault: The memory for a larger pool is not there. The pool is as it was.
     """
@@ -39,7 +39,7 @@ def resize_pool(manager: ResidencyManager, memory: Memory, num_chunks: int) -> N
 
 
 def _vacate(manager: ResidencyManager, num_before: int, num_after: int) -> None:
-    """Leave all chunks from `num_after` on empty. From then on the books' pool ends there."""
+    """Empty all chunks from `num_after` on, and end the residency manager's pool there."""
     manager.end_exports()
     leaving = [r for r in manager.records.values() if r.state is not State.AWAY and _end(r) > num_after]
     workspaces = [r for r in manager.workspaces() if r.state is not State.AWAY and _end(r) > num_after and not r.pins]
@@ -50,7 +50,7 @@ def _vacate(manager: ResidencyManager, num_before: int, num_after: int) -> None:
         manager.evict(leaving)
         try:
             manager.retake_pool(ChunkPool(num_after))
-            manager.load(workspaces)  # used unseen by ops alone: between two of them, other chunks are as good
+            manager.load(workspaces)  # ops alone use them unseen: between two ops they may move to other chunks
         except BaseException:
             manager.retake_pool(ChunkPool(num_before))
             manager.load(workspaces)
@@ -92,5 +92,5 @@ def _does_not_fit(manager: ResidencyManager, num_after: int, num_staying: int) -
 
 
 def _end(record: VariableRecord) -> int:
-    """The chunk behind its last one."""
+    """One past the last chunk of a record."""
     return max((first + count for first, count in record.runs), default=0)

@@ -1,7 +1,7 @@
-"""What a session on a GPU needs of torch's CUDA half: its allocator, its streams, its figures.
+"""The parts of `torch.cuda` that a session on a GPU uses or replaces: allocator, streams, memory statistics.
 
-`TorchCuda` is the only class that needs a GPU to run, and does nothing but call torch. What those calls are
-fed with is decided elsewhere and tested without one.
+`TorchCuda` is the only class that needs a GPU to run, and it only calls torch. The arguments of those calls are
+decided elsewhere, and tested without a GPU.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _Undo = Callable[[], object]
 
 
 class TorchCuda:
-    """torch on a CUDA device."""
+    """Calls `torch.cuda`; tests put another object in its place."""
 
     version = torch.version.cuda
-    """Of the toolkit that torch was built with; None: without CUDA."""
+    """Version of the CUDA toolkit that torch was built with; None: it was built without CUDA."""
 
     def is_initialized(self) -> bool:
         """Whether CUDA has been started in this process, and with it torch's own allocator."""
@@ -39,7 +39,7 @@ class TorchCuda:
     def use_allocator(self, path: Path) -> None:
         """Let torch call the table's functions for every CUDA allocation from now on.
 
-        `record_stream` then does nothing, and needs not: all compute work is one chain (`DeviceStreams.follow`).
+        `record_stream` then does nothing, and need not: all compute work is one chain (`DeviceStreams.follow`).
         """
         allocator = torch.cuda.memory.CUDAPluggableAllocator(str(path), ALLOCATE, FREE)
         torch.cuda.memory.change_current_allocator(allocator)
@@ -50,7 +50,7 @@ class TorchCuda:
         torch.cuda.synchronize()
 
     def current_stream(self, index: int) -> int:
-        """Handle of the stream on which this thread's next op runs."""
+        """The handle of the stream on which this thread's next op runs."""
         return int(torch._C._cuda_getCurrentRawStream(index))
 
 
@@ -59,8 +59,8 @@ def check_environment(torch_cuda: Any, *, driver_version: int | None, is_ours: b
 
     Args:
         torch_cuda: A `TorchCuda` or its like.
-        driver_version: By the driver (13020 for 13.2); None: not known.
-        is_ours: Whether torch allocates by our table already, since an earlier session.
+        driver_version: As the driver says (13020 for 13.2); None: not known.
+        is_ours: Whether torch allocates from our table already, since an earlier session.
     """
     if torch_cuda.version is None:
         raise DeviceUnavailable(
@@ -94,10 +94,10 @@ def check_environment(torch_cuda: Any, *, driver_version: int | None, is_ours: b
 
 
 def memory_stats(table: CudaTable) -> dict[str, Any]:
-    """What `torch.cuda.memory_stats_as_nested_dict` returns, by our figures.
+    """Memory statistics of the table, in the form of `torch.cuda.memory_stats_as_nested_dict`.
 
-    What is reserved is the open session's pool. torch's large pool is large variables and what was allocated
-    outside of sessions; its small pool is the blocks of the heap.
+    The reserved bytes are the open session's pool. The "large pool" has large variables and what was allocated
+    outside sessions; the "small pool" has the blocks of the heap.
     """
     numbers = table.numbers()
     large, small, unmanaged = (numbers[name] for name in ("large", "small", "unmanaged"))
@@ -130,9 +130,9 @@ def memory_stats(table: CudaTable) -> dict[str, Any]:
 
 
 def replace_figures(table: CudaTable) -> _Undo:
-    """Let `torch.cuda.memory_allocated()`, `torch.accelerator`'s and their kin tell our figures. What takes them away.
+    """Let torch's memory statistics (`torch.cuda.memory_allocated()` and others) report the table's. Returns an undo.
 
-    torch's own entry points raise with any allocator but its own, and scripts call them.
+    torch's own functions raise with any allocator but its own, and scripts call them.
     """
     replaced = {
         "_cuda_memoryStats": lambda _device: memory_stats(table),
@@ -154,13 +154,13 @@ def replace_figures(table: CudaTable) -> _Undo:
 
 
 class Refusals:
-    """Refuses what would run without our seeing it while a session is open: graphs; and announces compilation."""
+    """Refuses CUDA graphs while a session is open, since it cannot see the ops in them; announces compilation."""
 
     def __init__(self) -> None:
         self._undo = ExitStack()
 
     def install(self) -> None:
-        """From now on."""
+        """Refuse them from now on."""
         graphs = torch.cuda.graphs
         _replace(self._undo, graphs.graph, "__enter__", _refuse_capture)
         _replace(self._undo, graphs.CUDAGraph, "capture_begin", _refuse_capture)
@@ -168,7 +168,7 @@ class Refusals:
         _replace(self._undo, torch, "compile", _announcing(torch.compile))
 
     def remove(self) -> None:
-        """Not any more. Idempotent."""
+        """Refuse them no more. Idempotent."""
         self._undo.close()
 
 

@@ -1,4 +1,4 @@
-"""The dispatch extension (native/dispatch.cpp), built on first use."""
+"""Builds and loads the native dispatcher (native/dispatch.cpp) on first use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALLOCATOR_HEADER = Path(__file__).parents[2] / "vmm" / "native" / "allocator.h"
 
 @functools.cache
 def dispatcher_type() -> Any:
-    """The extension's `Dispatcher` class. Raises `NativeBuildError` with the remedy."""
+    """The native `Dispatcher` class. Raises `NativeBuildError` with the remedy."""
     include_dirs, library_dirs = torch_build_flags()
     python_headers = Path(sysconfig.get_paths()["include"])
     if not (python_headers / "Python.h").exists():
@@ -57,14 +57,15 @@ def new_dispatcher(
     finish: Callable[..., None],
     failed: Callable[..., None],
 ) -> Dispatcher:
-    """A dispatcher over an allocator's table, for the thread that calls this. It holds no resources.
+    """Make a dispatcher over an allocator's table, for the calling thread. It holds no resources.
 
     Args:
         allocator: Its state says which addresses are the session's.
-        dispatch: Any op but the one that the plan expects: as `__torch_dispatch__`.
-        before, after: Around op `index` of the plan, where it has acts there; False: the step has left the plan.
-        finish: An op that began on the plan has ended off it.
-        failed: A planned op raised.
+        dispatch: Called as `__torch_dispatch__` for any op but the one that the plan expects.
+        before, after: Called around op `index` of the plan where it has actions there; False says that the step has
+            bailed out of the plan.
+        finish: Called when an op that began on the plan has ended off it.
+        failed: Called when a planned op raised.
 
     Raises:
         vmm.native_build.NativeBuildError: It cannot be built.

@@ -1,4 +1,4 @@
-"""The dispatch mode through which a session sees every op."""
+"""The `TorchDispatchMode` through which a session sees every op."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class SessionMode(TorchDispatchMode):
     """A dispatch mode whose `__torch_dispatch__` is the native dispatcher, set per instance.
 
     Args:
-        dispatcher: A native `Dispatcher` of this mode alone.
+        dispatcher: A native `Dispatcher`; this mode is its only user.
     """
 
     def __init__(self, dispatcher: Any) -> None:  # native, and given an attribute that its protocol does not have
@@ -21,11 +21,11 @@ class SessionMode(TorchDispatchMode):
 
     @property
     def is_on(self) -> bool:
-        """Whether it is among the modes of this thread now."""
+        """Whether it is on this thread's stack of modes now."""
         return self in _get_current_dispatch_mode_stack()
 
     def leave_in_child(self) -> None:
-        """In a forked child: leave the stack if nothing lies above; else stay there, and pass everything on."""
+        """Pop it from the stack of modes in a forked child; under another mode it remains and passes every op on."""
         modes = _get_current_dispatch_mode_stack()
         if modes and modes[-1] is self:
             self.__exit__(None, None, None)

@@ -1,7 +1,7 @@
-"""Running ops under a session: from the plan where they are as planned, on demand where they are not.
+"""Runs the ops of a session on demand: those that no plan replays.
 
-The native dispatcher (native/dispatch.cpp) plays what is as planned and calls `OpRunner` for all else;
-the allocator calls it for every large allocation that the plan's table does not serve.
+The native dispatcher (native/dispatch.cpp) replays ops that are as planned and calls `OpRunner` for all others; the
+allocator calls it for every large allocation that the plan's table does not serve.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ooc.replay.op_watch import OpWatch
 from ooc.tracing import op_semantics as ops
 from ooc.tracing.collective_ops import is_collective
 from ooc.tracing.recorder import OpRecord
-from ooc.tracing.recording import Recording
+from ooc.tracing.recording import StepRecording
 from vmm.chunks import ChunkPool
 from vmm.nvtx_ranges import marked, names_ops
 from vmm.torch_cpu import SERVED_APART, AllocatorTable
@@ -36,8 +36,7 @@ from vmm.torch_cpu import SERVED_APART, AllocatorTable
 _log = logging.getLogger(__name__)
 
 MAX_PERIOD_OPS = 1 << 16
-"""Ops from one step's start to the next beyond which nothing is learned: the recorder takes about
-1 KiB an op, outside the budget."""
+"""Longest period that is recorded, in ops: the recorder takes about 1 KiB an op, which the budget does not count."""
 
 _SPLIT_FRACTION = 8
 """List ops and convolution_backward run in parts when their operands exceed 1/8 of the budget."""
@@ -88,14 +87,14 @@ _Call = tuple[Any, Sequence[Any], Mapping[str, Any]]
 
 
 class OpRunner:
-    """Runs ops and serves allocations for one session: the Python half of the native dispatcher, which it makes.
+    """Runs ops and serves allocations of one session on demand; makes the native dispatcher and is called by it.
 
     Attributes:
-        dispatcher: The native half.
+        dispatcher: The native dispatcher.
         lock: The session's lock.
         executor: Replays plans.
-        recording: Of the present step, while it runs on demand.
-        mode: Through which ops come here, while it is on.
+        recording: The recording of the present step, while it runs on demand.
+        mode: The dispatch mode by which ops arrive.
         collectives: What becomes of ops that go on after they have returned.
     """
 
@@ -114,7 +113,7 @@ class OpRunner:
         self._manager = manager
         self._allocator = allocator
         self._threshold_nbytes = threshold_nbytes
-        self.recording = Recording()
+        self.recording = StepRecording()
         self.set_budget(budget_nbytes)
         self._is_open = is_open
         self._watch = watch
@@ -148,7 +147,7 @@ class OpRunner:
         return f"<OpRunner, {self.recording!r}>"
 
     def set_budget(self, budget_nbytes: int) -> None:
-        """Ops are run in parts by this budget from now on."""
+        """Set the budget by which large ops are split into parts."""
         self._split_nbytes = budget_nbytes // _SPLIT_FRACTION
         self.recording.note_limit(budget_nbytes // _FLIGHT_FRACTION)
 
@@ -158,12 +157,12 @@ class OpRunner:
         return self._allocator.state.op_index
 
     def start_recording(self) -> None:
-        """A period begins on demand."""
+        """Begin a period on demand: record its ops."""
         self.recording.begin(self._manager.records)
         self._allocator.state.set_between(0)
 
     def bail_out(self, reason: str) -> None:
-        """Leave the plan that is being replayed (see `Executor.bail_out`)."""
+        """Bail out of the plan that is being replayed (see `Executor.bail_out`)."""
         self._executor.bail_out(reason)
 
     # -- ops; called by the native dispatcher
@@ -196,7 +195,7 @@ class OpRunner:
             raise error from error.__cause__
 
     def failed(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        """A planned op raised. If we made it fail, say why instead."""
+        """Handle a planned op that raised: if a refused allocation was the cause, raise the error that explains it."""
         with self._lock:
             error = self._pending_error((func, args, kwargs or {}), self._executor.mid_op_records())
             if self._executor.active is not None:
@@ -212,7 +211,7 @@ class OpRunner:
     def dispatch(
         self, func: Any, types: tuple[Any, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Any op but the one that the plan expects."""
+        """Run any op but the one that the plan expects, as `__torch_dispatch__`."""
         if any(t.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for t in types):
             return NotImplemented  # a wrapper unwraps itself; we see the ops inside
         kwargs = kwargs or {}
@@ -246,7 +245,7 @@ class OpRunner:
         return self._run_on_demand(func, args, kwargs)
 
     def _run_beside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An op that touches nothing of ours while a plan is played: the plan can go on after it."""
+        """Run an op without any managed operand while a plan is replayed: the replay can go on after it."""
         self._has_served = False
         try:
             result = func(*args, **kwargs)
@@ -263,7 +262,7 @@ class OpRunner:
         return result
 
     def _adapt(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Try to bring plan and step together again where they differ harmlessly."""
+        """Try to realign plan and step where they differ harmlessly."""
         if threading.get_ident() != self._thread:
             return False
         with self._lock:
@@ -357,9 +356,9 @@ class OpRunner:
         self._allocator.state.set_between(len(recorder.ops))
 
     def _cut_period(self) -> None:
-        """No step has ended for so many ops that the recorder's memory would count: start a new recording.
+        """Start a new recording: no step has ended for so many ops that the recorder would take too much memory.
 
-        What follows, up to the next boundary, is the rest of something and is not learned.
+        What follows up to the next boundary is an incomplete sequence, and nothing is planned for it.
         """
         if self.recording.recorder is not None and not self.recording.recorder.is_cut:
             _log.warning("no step ended in %d ops: they are not planned (is there an optimizer?)", MAX_PERIOD_OPS)
@@ -415,7 +414,7 @@ class OpRunner:
         return address
 
     def absorb(self) -> None:
-        """Take the allocator's log: forget what was freed, and note all of it for the trace."""
+        """Take the allocator's log: forget the records of freed variables, and record all events for the trace."""
         if self._executor.active is not None:
             self._executor.absorb_events()
             return
@@ -429,7 +428,7 @@ class OpRunner:
             self.recording.recorder.events.extend(events)
 
     def _raise_if_refused(self, call: _Call, records: list[VariableRecord]) -> None:
-        """An op that was refused memory has ended well all the same: by another algorithm, with other bits."""
+        """Raise if an op was refused memory and ended well all the same: by another algorithm, with other bits."""
         if self._pending is None:
             return
         with self._lock:
@@ -443,7 +442,7 @@ class OpRunner:
             raise error from error.__cause__
 
     def _pending_error(self, call: _Call, records: list[VariableRecord]) -> BaseException | None:
-        """Why an allocation of the op that just raised was refused, if that is why it raised."""
+        """The error for an op that raised because an allocation was refused; None if it raised for another reason."""
         pending, self._pending = self._pending, None
         if isinstance(pending, _Failure):
             return self.too_small(call, records, pending.no_room, pending.nbytes)
@@ -481,7 +480,7 @@ def _is_special(func: Any) -> bool:
 
 
 class _Failure(OocError):
-    """What an allocation could not have; turned into `BudgetTooSmall` where the op is known."""
+    """A refused allocation; becomes a `BudgetTooSmall` where the op is known."""
 
     def __init__(self, no_room: NoRoom, nbytes: int) -> None:
         super().__init__(str(no_room))

@@ -1,6 +1,6 @@
-"""Why an op does not fit the budget, in the user's own words: parameters, modules, shapes.
+"""Explains why an op does not fit the budget, by the names of parameters and modules and by shapes.
 
-All of this is found out when the op has already failed, so a step that fits pays nothing for it.
+All of this is looked up after the op has failed, so a step that fits pays nothing for it.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def budget_too_small(
     place: str,
     earlier_needed_nbytes: int = 0,
 ) -> BudgetTooSmall:
-    """The error for an op that could not have its operands, or an allocation of `new_nbytes`.
+    """Make the error for an op whose operands, or an allocation of `new_nbytes`, did not fit the budget.
 
-    What it says of the budget is the larger of two lower bounds: what had to be in memory together
+    The budget that it asks for is the larger of two lower bounds: what had to be in memory together
     when the op failed, and operands and results together, which every op needs at its end.
 
     Args:
         func, args, kwargs: The op.
         operands: Records that it had pinned.
-        no_room: What the pool said.
+        no_room: The pool's refusal.
         new_nbytes: The allocation that failed, 0 if it was an operand's load.
-        books: For what else must stay.
-        earlier_ops: Of the step so far; their number is the op's index.
+        manager: Knows what else cannot be evicted.
+        earlier_ops: Ops of the step so far; their number is the op's index.
         address_of: A tensor's storage address in the arena, else 0.
         threshold_nbytes: Smaller storages are not counted.
         place: Where in the program the op is (`ooc.tracing.call_sites`).
@@ -123,7 +123,7 @@ def _advice(op_name: str) -> str:
 def _operand_tensors(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], address_of: Callable[[Any], int]
 ) -> dict[int, tuple[str, torch.Tensor]]:
-    """By storage address: the argument's name in the op's schema, and the tensor."""
+    """Each operand by its storage address: the argument's name in the op's schema, and the tensor."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -140,7 +140,7 @@ def _label(
     tensors: Mapping[int, tuple[str, torch.Tensor]],
     earlier_ops: Sequence[OpRecord],
 ) -> str:
-    """For example `weight (layers.3.weight) float32[4096, 4096]`."""
+    """A tensor in a line, such as `weight (layers.3.weight) float32[4096, 4096]`."""
     name = names.get(record.address, "")
     if record.address not in tensors and not record.seen:
         return "allocated in this op"
@@ -158,7 +158,7 @@ def _label(
 
 
 def _result_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], threshold_nbytes: int) -> list[int]:
-    """Bytes of the op's new results, by running it on tensors without data; empty where that is not possible."""
+    """Sizes of the op's new results, found by running it on tensors without data; empty where that fails."""
 
     def without_data(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -176,7 +176,7 @@ def _result_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], thr
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's storage, also of one without data."""
+    """An identity of a tensor's storage, also of one without data."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -185,7 +185,7 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _names(address_of: Callable[[Any], int]) -> dict[int, str]:
-    """By storage address: parameters and buffers by their names in their modules, gradients, optimizer state."""
+    """Names of parameters, buffers, gradients and optimizer state, by storage address."""
     found: dict[int, str] = {}
     by_parameter: dict[int, str] = {}
     objects = gc.get_objects()
@@ -206,14 +206,14 @@ def _names(address_of: Callable[[Any], int]) -> dict[int, str]:
 
 
 def _roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Modules that are not part of another."""
+    """The modules that are not part of another one."""
     modules = list(modules)
     children = {id(child) for module in modules for child in module._modules.values() if child is not None}
     return [module for module in modules if id(module) not in children]
 
 
 def _where(place: str, tensors: Mapping[int, tuple[str, torch.Tensor]], names: Mapping[int, str]) -> str:
-    """The op's place; where that names no module, with the module that owns one of the op's parameters."""
+    """Where in the program the op is; where that names no module, with the module that owns one of its parameters."""
     owners = (names.get(address, "").rpartition(" of ")[2].rpartition(".")[0] for address in tensors)
     owner = next((owner for owner in owners if owner), "")
     if not owner or ("(" in place and not place.startswith("backward (")):

@@ -1,13 +1,13 @@
-"""Signal handlers kept out of a session's bookkeeping: Ctrl-C comes between ops, never inside one.
+"""Defers signal handlers while a session changes its state: Ctrl-C arrives between ops, never inside one.
 
 Python runs a signal's handler on the main thread between any two bytecodes. A `KeyboardInterrupt`
-raised in the middle of the books' or the executor's work would leave them half done. So while a
-session is open, every Python handler is reached through a gate: inside a critical section (an op
-under the dispatch mode, an allocation, a step boundary) the signal is noted, and native code lets
-it arrive again as soon as the section ends. Then the handler runs in the user's code, as it would
-have without us. A section that waits for a disk waits on: SIGQUIT and SIGTERM, which have no
-Python handler by default, still end the process. Planning, which can take seconds, is given up for
-a Ctrl-C: it has touched nothing (`stoppable`).
+raised inside the residency manager or the executor would leave them half done. So while a session
+is open, every Python handler is reached through a gate: inside a critical section (an op under the
+dispatch mode, an allocation, a step boundary) the signal is noted, and native code raises it again
+as soon as the section ends. Then the handler runs in the user's code, as it would without a
+session. A section that waits for a disk is not interrupted, but SIGQUIT and SIGTERM, which have no
+Python handler by default, still end the process. Planning, which can take seconds, is abandoned on
+a Ctrl-C: it has changed nothing (`stoppable`).
 
 Not covered: exceptions set from other threads (`PyThreadState_SetAsyncExc`), and modules that took
 a reference to `signal.signal` before the session was opened and install a handler during it.
@@ -31,13 +31,13 @@ Handler = PythonHandler | int | signal.Handlers | None
 
 
 class HeldSignals:
-    """Keeps Python's signal handlers waiting while a session opens or closes: no dispatcher counts sections then.
+    """Defers Python's signal handlers while a session opens or closes, when no dispatcher counts critical sections.
 
-    A signal is noted and its handler runs at the next `checkpoint`, or after `release`. Off the main thread, where
-    handlers never run, nothing is done.
+    A signal is noted, and its handler runs at the next `checkpoint`, or after `release`. Off the main thread, where
+    handlers never run, it does nothing.
 
     Attributes:
-        handlers: The Python handlers that wait, by signal.
+        handlers: The deferred Python handlers, by signal.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class HeldSignals:
         return f"<HeldSignals {len(self.handlers)} held, {len(self._waiting)} waiting>"
 
     def hold(self) -> None:
-        """From now on handlers wait. Idempotent."""
+        """Defer handlers from now on. Idempotent."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in signal.valid_signals():
@@ -58,13 +58,13 @@ class HeldSignals:
                 signal.signal(number, self._arrived)
 
     def checkpoint(self) -> None:
-        """Run the handlers of signals that have come. A place where it is safe to raise, with everything undone."""
+        """Run the handlers of signals that have arrived. Called where they may raise: everything is undone then."""
         while self._waiting:
             number = self._waiting.pop(0)
             self.handlers[number](number, sys._getframe())
 
     def release(self) -> None:
-        """Put back the handlers that nobody has replaced meanwhile; what has come comes again. Idempotent."""
+        """Restore the handlers that no one has replaced meanwhile, and raise noted signals again. Idempotent."""
         handlers, self.handlers = self.handlers, {}
         for number, handler in handlers.items():
             if signal.getsignal(number) == self._arrived:
@@ -78,7 +78,7 @@ class HeldSignals:
 
 
 class CriticalLock:
-    """The session's lock. Who holds it on the main thread has signal handlers wait."""
+    """The session's lock. While the main thread holds it, signal handlers are deferred."""
 
     __slots__ = ("_acquire", "_enter_section", "_exit_section", "_release")
 
@@ -102,10 +102,10 @@ class SignalGate:
     """The gate between signals and their Python handlers, from `install` to `remove`.
 
     `signal.signal` and `signal.getsignal` are replaced meanwhile, so that handlers installed during
-    the session go through the gate, too, and who asks sees the user's handler, not the gate.
+    the session go through the gate, too, and callers see the user's handler, not the gate.
 
     Args:
-        dispatcher: The native dispatcher, which counts sections.
+        dispatcher: The native dispatcher, which counts critical sections.
         is_open: Whether the session is still open.
         closing: Functions that must not be interrupted at their first bytecode, since they are how
             the session is closed.
@@ -127,9 +127,9 @@ class SignalGate:
         return f"<SignalGate {'installed' if self._is_installed else 'removed'}, {len(self._handlers)} handlers>"
 
     def install(self, handlers: Mapping[int, PythonHandler]) -> None:
-        """Put the gate in front of these handlers, which wait so far (`HeldSignals`).
+        """Put the gate in front of these handlers, which were deferred so far (`HeldSignals`).
 
-        On another thread than the main one: nothing. Python handlers never run on such a thread, so its sections
+        On another thread than the main one it does nothing. Python handlers never run on such a thread, so its sections
         need no protection.
         """
         if threading.current_thread() is not threading.main_thread():
@@ -143,22 +143,22 @@ class SignalGate:
         signal.getsignal = self._getsignal
 
     def remove(self) -> None:
-        """Put back what was there, with handlers that were installed meanwhile. Idempotent."""
+        """Remove the gate; handlers that were installed meanwhile become the process's own. Idempotent."""
         if not self._is_installed:
             return
         self._is_installed = False
-        # Who has replaced these functions after us calls ours, which from now on only pass on.
+        # Code that has replaced these functions after us calls ours, which from now on only pass on.
         if signal.signal == self._signal:
             signal.signal = self._set
         if signal.getsignal == self._getsignal:
             signal.getsignal = self._get
-        with contextlib.suppress(ValueError):  # not on the main thread: the gate stays, and lets all pass
+        with contextlib.suppress(ValueError):  # not on the main thread: the gate remains, and lets all pass
             for number, handler in list(self._handlers.items()):
                 if self._get(number) == self._arrived:
                     self._set(number, handler)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
-        """The gate: what the interpreter calls as the handler of every signal."""
+        """The gate itself: the handler that the interpreter calls for every signal."""
         is_closing = frame is not None and frame.f_code in self._closing and self._is_open()
         if self._dispatcher.postpone(number, is_closing):
             if number == signal.SIGINT and Stop.is_allowed:

@@ -63,7 +63,7 @@ class Culprit:
     adjoining_free_nbytes: int
 
 
-class Outcome(Enum):
+class CapacityVerdict(Enum):
     """What the report says in one word."""
 
     FITS = "fits"
@@ -79,13 +79,13 @@ class Summary:
     """One allocator's row."""
 
     replay: Replay
-    outcome: Outcome
+    outcome: CapacityVerdict
     peak: Moment
     worst: Moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrialResult:
+class SettingsTrialResult:
     """What other settings of PyTorch's allocator would have done."""
 
     trial: Trial
@@ -210,16 +210,16 @@ def culprits(replay: Replay, stream: Stream, event_index: int, limit: int = 10) 
 
 def summarise(replay: Replay, stream: Stream, capacity: int | None) -> Summary:
     """One row of the report."""
-    judged = Outcome.FITS if replay.failure is None else Outcome.FAILS
+    judged = CapacityVerdict.FITS if replay.failure is None else CapacityVerdict.FAILS
     return Summary(
         replay=replay,
-        outcome=Outcome.UNKNOWN if capacity is None else judged,
+        outcome=CapacityVerdict.UNKNOWN if capacity is None else judged,
         peak=moment(replay, stream, replay.peak_event),
         worst=moment(replay, stream, replay.worst_event),
     )
 
 
-def try_settings(stream: Stream, settings: CachingSettings, capacity: int | None) -> list[TrialResult]:
+def try_settings(stream: Stream, settings: CachingSettings, capacity: int | None) -> list[SettingsTrialResult]:
     """Other settings of the caching allocator on this stream; empty for streams that are too long."""
     if stream.num_events > MAX_TRIAL_EVENTS:
         return []
@@ -229,7 +229,7 @@ def try_settings(stream: Stream, settings: CachingSettings, capacity: int | None
             continue  # without a capacity it never collects
         replay = model("caching", trial.settings)(stream, capacity)
         results.append(
-            TrialResult(
+            SettingsTrialResult(
                 trial=trial,
                 peak_reserved_nbytes=replay.peak_reserved_nbytes,
                 num_retries=replay.num_retries,
@@ -251,7 +251,7 @@ _ADVICE = {
 
 
 def advice(
-    stream: Stream, summaries: list[Summary], tried: list[TrialResult], capacity: int | None, used: str
+    stream: Stream, summaries: list[Summary], tried: list[SettingsTrialResult], capacity: int | None, used: str
 ) -> list[str]:
     """What to do, most useful first.
 
@@ -272,7 +272,7 @@ def advice(
         return [first, second]
     own = next((s for s in summaries if s.replay.allocator == used), None)
     lines = []
-    if own is not None and own.outcome is Outcome.FITS:
+    if own is not None and own.outcome is CapacityVerdict.FITS:
         spare = (capacity or 0) - own.replay.peak_reserved_nbytes
         lines.append(f"{own.replay.title}: it fits, with {format_nbytes(spare)} to spare.")
         if own.replay.num_retries:
@@ -284,7 +284,7 @@ def advice(
     if better:
         lines.append("What would have fitted:" if capacity is not None else "What would have held less:")
         lines += [f"  {what} (peak {format_nbytes(peak)})" for peak, what in better]
-    elif own is not None and own.outcome is Outcome.FAILS:
+    elif own is not None and own.outcome is CapacityVerdict.FAILS:
         lines.append(
             f"None of the allocators tried fits, though only {format_nbytes(wanted)} are live at once. Hold less at "
             f"once, or `ooc run --budget {_budget(capacity or 0)}`."
@@ -295,13 +295,13 @@ def advice(
 
 
 def _better(
-    summaries: list[Summary], tried: list[TrialResult], own: Summary | None, capacity: int | None
+    summaries: list[Summary], tried: list[SettingsTrialResult], own: Summary | None, capacity: int | None
 ) -> list[tuple[int, str]]:
     """`(peak, what)` of what fits where our own does not, or, without a capacity, holds at least 2 % less.
 
     First what only needs an environment variable, then our own runtime, then what needs a plan.
     """
-    if own is not None and own.outcome is Outcome.FITS:
+    if own is not None and own.outcome is CapacityVerdict.FITS:
         return []
     limit = own.replay.peak_reserved_nbytes * 98 // 100 if own is not None else 1 << 62
 
@@ -311,7 +311,7 @@ def _better(
     found = [
         (s.replay.peak_reserved_nbytes, _ADVICE.get(s.replay.allocator, s.replay.title))
         for s in summaries
-        if s is not own and is_better(s.replay.peak_reserved_nbytes, s.outcome is Outcome.FITS)
+        if s is not own and is_better(s.replay.peak_reserved_nbytes, s.outcome is CapacityVerdict.FITS)
     ]
     found += [
         (t.peak_reserved_nbytes, f"PYTORCH_CUDA_ALLOC_CONF={t.trial.settings.text()}: {t.trial.why}")

@@ -13,7 +13,9 @@ class Block:
 
     __slots__ = ("address", "nbytes", "segment", "previous", "next", "is_free", "mapped", "pool", "age_base", "space")
 
-    def __init__(self, address: int, nbytes: int, segment: int, pool: Pool, space: Space | None = None) -> None:
+    def __init__(
+        self, address: int, nbytes: int, segment: int, pool: Pool, space: ExpandableRange | None = None
+    ) -> None:
         self.address = address
         self.nbytes = nbytes
         self.segment = segment  # in order of creation
@@ -26,7 +28,7 @@ class Block:
         self.space = space
 
 
-class Space:
+class ExpandableRange:
     """The address range of one expandable segment."""
 
     __slots__ = ("address", "page_nbytes")
@@ -63,7 +65,7 @@ class Pool:
         del self.unmapped[bisect_left(self.unmapped, key)]
 
 
-class Device:
+class AllocatorDevice:
     """Stands for cudaMalloc: the lowest free addresses, 2 MiB apart."""
 
     def __init__(self, lowest: int) -> None:

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from ooc.fragmentation.blocks import Block, Device, Pool, Space, absorb, room, round_up
+from ooc.fragmentation.blocks import AllocatorDevice, Block, ExpandableRange, Pool, absorb, room, round_up
 from ooc.fragmentation.replay import Failure, Replay, SegmentEvent
 from ooc.fragmentation.segments import (
     MIN_BLOCK_NBYTES,
@@ -54,10 +54,10 @@ from ooc.units import TIB
 
 def replay_caching(stream: Stream, capacity: int | None, settings: CachingSettings, *, name: str) -> Replay:
     """Replay `stream` through the caching allocator with `settings`, within `capacity` bytes."""
-    return _Run(stream, capacity, settings).go(name)
+    return _CachingRun(stream, capacity, settings).go(name)
 
 
-class _Run:
+class _CachingRun:
     """One replay. `go` may be called once."""
 
     def __init__(self, stream: Stream, capacity: int | None, settings: CachingSettings) -> None:
@@ -93,7 +93,7 @@ class _Run:
         ):
             self.seeds = None
         tops = [segment.address + segment.nbytes for segment in self.seeds.segments] if self.seeds is not None else []
-        self.device = Device(max(tops, default=0))
+        self.device = AllocatorDevice(max(tops, default=0))
         self.next_space = 1 << 50  # expandable segments lie far above cudaMalloc's
 
     def go(self, name: str) -> Replay:
@@ -345,7 +345,7 @@ class _Run:
                 return start
         page = self._page(pool)
         # PyTorch reserves 9/8 of the device's memory; the model has address space enough for a run without a limit.
-        space = Space(self.next_space, page)
+        space = ExpandableRange(self.next_space, page)
         block = Block(self.next_space, round_up(TIB, page), self._next_segment(), pool, space)
         block.mapped = False
         self.next_space += 1 << 44
@@ -469,11 +469,11 @@ class _Run:
             pool = self._pool(segment.pool, segment.is_small)
             number = self._next_segment()
             previous: Block | None = None
-            space: Space | None = None
+            space: ExpandableRange | None = None
             if segment.is_expandable:
                 previous = grown.get(pool)
                 if previous is None:
-                    space = Space(segment.address, self._page(pool))
+                    space = ExpandableRange(segment.address, self._page(pool))
                 else:
                     number, space = previous.segment, previous.space
                     previous = self._unmapped_after(previous, segment.address - previous.address - previous.nbytes)

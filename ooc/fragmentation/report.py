@@ -8,7 +8,7 @@ from typing import Any
 
 from ooc.fragmentation import analysis
 from ooc.fragmentation.allocators import ALLOCATORS, MAX_TRIAL_EVENTS, replay_all
-from ooc.fragmentation.analysis import Culprit, Moment, Outcome, Summary, TrialResult
+from ooc.fragmentation.analysis import CapacityVerdict, Culprit, Moment, SettingsTrialResult, Summary
 from ooc.fragmentation.segments import is_below_device, recorded_capacity
 from ooc.fragmentation.settings import CachingSettings
 from ooc.fragmentation.stream import Stream
@@ -40,7 +40,7 @@ class Report:
     reference: str
     summaries: tuple[Summary, ...]
     missing: dict[str, str]
-    tried: tuple[TrialResult, ...]
+    tried: tuple[SettingsTrialResult, ...]
     culprits: tuple[Culprit, ...]
     advice: tuple[str, ...]
 
@@ -54,7 +54,7 @@ class Report:
         """True if there is a capacity and the reference (or, without it, every allocator) exceeds it."""
         own = self.reference_summary
         judged = [own] if own is not None else list(self.summaries)
-        return bool(judged) and all(summary.outcome is Outcome.FAILS for summary in judged)
+        return bool(judged) and all(summary.outcome is CapacityVerdict.FAILS for summary in judged)
 
 
 def make_report(
@@ -83,8 +83,8 @@ def make_report(
     replays, missing = replay_all(stream, names, chosen, capacity, progress)
     summaries = [analysis.summarise(replay, stream, capacity) for replay in replays]
     own = next((s for s in summaries if s.replay.allocator == reference), None)
-    tried: list[TrialResult] = []
-    if own is not None and own.outcome is not Outcome.FITS and len(names) > 1:
+    tried: list[SettingsTrialResult] = []
+    if own is not None and own.outcome is not CapacityVerdict.FITS and len(names) > 1:
         progress("other settings")
         tried = analysis.try_settings(stream, chosen, capacity)
         if not tried:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ooc.fragmentation.analysis import Outcome, Summary, meets_record
+from ooc.fragmentation.analysis import CapacityVerdict, Summary, meets_record
 from ooc.fragmentation.report import Report
 from ooc.units import format_nbytes
 from vmm.printable import printable
@@ -88,9 +88,9 @@ def _table(report: Report) -> Table:
 
 
 def _verdict(summary: Summary) -> str:
-    if summary.outcome is Outcome.UNKNOWN:
+    if summary.outcome is CapacityVerdict.UNKNOWN:
         return ""
-    if summary.outcome is Outcome.FITS:
+    if summary.outcome is CapacityVerdict.FITS:
         retries = summary.replay.num_retries
         return "[green]fits[/]" + (f", {retries} retries" if retries else "")
     return "[red]does not fit[/]"

@@ -61,7 +61,7 @@ class CostlyOp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class ReportFacts:
     """All of the first screen."""
 
     verdict: Verdict
@@ -78,7 +78,7 @@ def make_facts(
     view: StepView | None,
     planned: StepView | None,
     endurance_nbytes: int = DEFAULT_ENDURANCE_NBYTES,
-) -> Facts:
+) -> ReportFacts:
     """The facts of a document.
 
     Args:
@@ -88,7 +88,7 @@ def make_facts(
     """
     metrics = metrics_of(document, view)
     verdict, headline = _verdict(document, metrics)
-    return Facts(
+    return ReportFacts(
         verdict=verdict,
         headline=headline,
         metrics=metrics,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ooc.html_report.charts import chart_data
-from ooc.html_report.facts import DEFAULT_ENDURANCE_NBYTES, Facts, make_facts
+from ooc.html_report.facts import DEFAULT_ENDURANCE_NBYTES, ReportFacts, make_facts
 from ooc.html_report.metrics import Metrics
 from ooc.reporting.documents import Document
 from ooc.reporting.report import versions
@@ -84,7 +84,7 @@ def _embedded(data: Any) -> str:
 # -- the first screen
 
 
-def _summary(document: Document, facts: Facts) -> str:
+def _summary(document: Document, facts: ReportFacts) -> str:
     tiles = "".join(
         f'<div class="tile{" bad" if f.is_bad else ""}"><div class="name">{escape(f.name)}</div>'
         f'<div class="value">{escape(f.value)}</div><div class="remark">{escape(f.remark)}</div></div>'
@@ -111,7 +111,7 @@ def _origin(document: Document) -> str:
     return "a traced step; times are those of the trace"
 
 
-def _variables(facts: Facts) -> str:
+def _variables(facts: ReportFacts) -> str:
     rows = [
         (
             str(v.index),
@@ -128,7 +128,7 @@ def _variables(facts: Facts) -> str:
     )
 
 
-def _ops(facts: Facts) -> str:
+def _ops(facts: ReportFacts) -> str:
     rows = [
         (
             str(op.index),
@@ -156,7 +156,7 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], name:
 # -- two documents side by side
 
 
-def _comparison(documents: Sequence[Document], facts: Sequence[Facts]) -> str:
+def _comparison(documents: Sequence[Document], facts: Sequence[ReportFacts]) -> str:
     one, other = (fact.metrics for fact in facts)
     rows = [row for row in (_compared(*line, one, other) for line in _COMPARED) if row is not None]
     verdicts = "<br>".join(

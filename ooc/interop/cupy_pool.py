@@ -1,6 +1,6 @@
 """CuPy arrays within a session's budget: `cupy.cuda.set_allocator(session.cupy_allocator())`.
 
-CuPy's kernels go past torch's dispatcher, so its arrays can never be away: they live in the part of the pool that is
+CuPy's kernels bypass torch's dispatcher, so its arrays can never be evicted: they live in the part of the pool that is
 always mapped, beside torch's small blocks. By DLPack they become tensors there (`torch.from_dlpack`), without a copy;
 the other way (`cupy.from_dlpack(tensor)`) a tensor stays in memory for as long as CuPy holds it.
 
@@ -21,7 +21,7 @@ from ooc.units import format_nbytes
 
 
 class CupyPool:
-    """Gives blocks of one session to CuPy."""
+    """Allocates CuPy arrays from one session's memory."""
 
     def __init__(self, *, memory: Any, lock: CriticalLock, is_open: Callable[[], bool]) -> None:
         if not hasattr(memory, "device_index"):
@@ -42,7 +42,7 @@ class CupyPool:
         """
         cuda = self._cupy.cuda
         stream = int(cuda.get_current_stream().ptr)
-        # CuPy asks for nothing, too, and wants an address all the same.
+        # CuPy also asks for 0 bytes, and wants an address for them.
         address = self._memory.allocator.take(max(nbytes, 1))
         if not address:
             raise torch.OutOfMemoryError(
@@ -57,7 +57,7 @@ class CupyPool:
         return cuda.MemoryPointer(memory, 0)
 
     def give_back(self, address: int, stream: int) -> None:
-        """CuPy has dropped a block that it was given for work on `stream`, or for a stream that it chose later."""
+        """Free a block that CuPy has dropped, which it got for work on `stream` or on a stream that it chose later."""
         with self._lock:
             if self._is_open():
                 current = int(self._cupy.cuda.get_current_stream().ptr)
@@ -67,7 +67,7 @@ class CupyPool:
 
 
 class _Block:
-    """Owns one block; CuPy keeps it for as long as an array uses it."""
+    """Owns one block; CuPy keeps it alive for as long as an array uses it."""
 
     __slots__ = ("_address", "_pool", "_stream")
 

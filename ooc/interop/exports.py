@@ -1,14 +1,13 @@
-"""Access from outside the dispatcher: `.numpy()`, `data_ptr()`, `torch.save`, forks, `resident()`.
+"""Exports: memory that torch hands out without running an op (`.numpy()`, `data_ptr()`, `torch.save`, `resident()`).
 
-What torch runs as an op goes through the dispatch mode. The functions here hand out memory, or read
-it, without an op: they are replaced while a session is open, and put back when it closes. (A
-TorchFunctionMode would see them, too, and slow down every op.) A tensor that is not the session's
-costs one address check.
+A session sees ops through its dispatch mode. The functions here hand out or read memory without an op, so they are
+replaced while a session is open. (A TorchFunctionMode would see them, too, and slow down every op.) A tensor that is
+not the session's costs one address check.
 
-What was handed out is an *export* of its variable. On demand the variable may still be moved:
-its addresses show its bytes at any time, from its chunks or from the store's file. It is only never
-taken to be unchanged. A plan shows other bytes there, so a plan that would evict a variable with
-exports is left, and none is entered while there are any. See ooc/DESIGN.md.
+What was handed out is an *export* of its variable. On demand the variable may still be moved: its addresses show its
+bytes at any time, from its chunks or from the store's file. But it always counts as written. A plan shows other bytes
+there, so a session bails out of a plan that would evict an exported variable, and enters none while there are exports.
+See ooc/DESIGN.md.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ class _Local(threading.local):
 
 
 _local = _Local()
-"""`_local.depth`: replaced functions in progress on this thread; what they call is not an export of its own."""
+"""`_local.depth`: how many replaced functions run on this thread; what they call is no export of its own."""
 
 
 @contextlib.contextmanager
 def within_op() -> Iterator[None]:
-    """Inside an op whose operands are held already: pointers asked for here are no exports."""
+    """Mark the inside of an op whose operands are pinned already: pointers asked for here are no exports."""
     _local.depth += 1
     try:
         yield
@@ -53,9 +52,9 @@ def within_op() -> Iterator[None]:
 
 
 class Exports:
-    """Access to variables from outside the dispatcher: replaced functions of torch, and what they have handed out.
+    """The exports of one session: replaces the functions of torch that hand out memory, and keeps account of it.
 
-    Functions are replaced by `open` and put back by `close`.
+    `open` replaces the functions, and `close` restores them.
     """
 
     def __init__(self, *, manager: ResidencyManager, runner: OpRunner, memory: Memory) -> None:
@@ -71,10 +70,10 @@ class Exports:
         self._uncompiled = Uncompiled(self.announce_uncompiled)
 
     def __repr__(self) -> str:
-        return f"<Outside {'open' if self._is_open else 'closed'}, {len(self._until_boundary)} until the next step>"
+        return f"<Exports {'open' if self._is_open else 'closed'}, {len(self._until_boundary)} until the next step>"
 
     def open(self) -> None:
-        """Replace the functions. Whatever happens meanwhile, `close` puts back those that were replaced."""
+        """Replace the functions. If that fails halfway, `close` restores those that were replaced."""
         self._is_open = True
         for owner, name, make in _replacements():
             self._replace(owner, name, make)
@@ -83,7 +82,7 @@ class Exports:
     # -- step boundaries; the session calls these with its lock held
 
     def step_begins(self) -> None:
-        """Pointers given out by `data_ptr` end here; in debug mode stray touches fault from now on."""
+        """A step begins: end the exports by `data_ptr`; in debug mode let stray touches fault from now on."""
         self._manager.ended_exports.extend(self._until_boundary)
         self._until_boundary.clear()
         self._executor.finish()
@@ -95,7 +94,7 @@ class Exports:
             self._executor.unserve()
 
     def step_ends(self) -> None:
-        """From now on stray touches are served."""
+        """A step ends: serve stray touches from now on."""
         self._executor.guard_away()
         self._manager.guards.serve(True)
 
@@ -114,9 +113,9 @@ class Exports:
         return self._is_open and not _local.depth and start <= address < stop
 
     def export(self, address: int) -> VariableRecord | None:
-        """Give out the memory of the variable at `address`, loaded if there is room.
+        """Export the variable at `address`, loaded if there is room.
 
-        The caller ends the export with `end`. None for memory that is no variable's any more.
+        The caller ends the export with `end`. None if there is no variable any more.
         """
         with self._lock:
             record = self._find(address)
@@ -144,7 +143,7 @@ class Exports:
             # Else the kernel serves it from the store's file.
 
     def export_until_boundary(self, address: int) -> None:
-        """A bare pointer is given out; nobody can say for how long. It holds until the next step begins."""
+        """Export a bare pointer. How long it is used cannot be known; the export ends when the next step begins."""
         with self._lock:
             record = self._find(address)
             if record is not None and record not in self._until_boundary:
@@ -152,7 +151,7 @@ class Exports:
                 self._until_boundary.append(record)
 
     def announce_uncompiled(self) -> None:
-        """Compiled code becomes eager: say it, once a session."""
+        """Warn, once a session, that compiled code runs eagerly."""
         if self._is_open and not self._has_announced:
             self._has_announced = True
             warnings.warn(
@@ -165,12 +164,12 @@ class Exports:
             )
 
     def end(self, record: VariableRecord) -> None:
-        """An export has ended. On any thread, from a finalizer, too: takes no lock."""
+        """Note that an export has ended. Takes no lock: finalizers call it, on any thread."""
         self._manager.ended_exports.append(record)
 
     @contextlib.contextmanager
     def reading(self, address: int) -> Iterator[None]:
-        """Export for the length of a call."""
+        """Export a variable for the length of a call."""
         record = self.export(address)
         _local.depth += 1
         try:
@@ -182,9 +181,9 @@ class Exports:
 
     @contextlib.contextmanager
     def bulk(self) -> Iterator[None]:
-        """For calls that read many variables: leave the plan, and let the kernel serve each where it is."""
+        """Prepare a call that reads many variables: bail out of the plan, and let the kernel serve each where it is."""
         if not self._memory.is_host:
-            yield  # each is given out by itself: nobody serves a touch of what is away
+            yield  # each is exported by itself: no kernel serves a touch of what is away
             return
         if self._is_open and not _local.depth:
             with self._lock:
@@ -219,12 +218,12 @@ class Exports:
                 self._let_go(records)
 
     def close(self) -> None:
-        """Put every replaced function back. Exports that are still held go on to work. Idempotent."""
+        """Restore every replaced function. Exports that are still held remain valid. Idempotent."""
         self._is_open = False
         self._uncompiled.remove()
         for owner, name, ours, before in self._replaced:
             if owner.__dict__.get(name) is not ours:
-                continue  # somebody has replaced ours, which from now on only passes on
+                continue  # other code has replaced ours, which from now on only passes calls on
             if before is None:
                 delattr(owner, name)
             else:
@@ -249,7 +248,7 @@ class Exports:
         self._manager.end_exports()
 
     def _find(self, address: int) -> VariableRecord | None:
-        """The variable at an address; if a plan has it anywhere but in memory, the plan is left."""
+        """The variable at an address. Bails out of a plan that has it anywhere but in memory."""
         self._runner.absorb()
         self._manager.end_exports()
         executor = self._executor
@@ -270,7 +269,7 @@ class Exports:
 
 
 def _users_stacklevel() -> int:
-    """`stacklevel` for a warning by who called this: the nearest frame that is neither ours nor torch's."""
+    """The `stacklevel` for a warning about the user's code: the nearest frame that is not ours or torch's."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("ooc", "torch"):
         level, frame = level + 1, frame.f_back
@@ -278,7 +277,7 @@ def _users_stacklevel() -> int:
 
 
 def _replacements() -> list[tuple[Any, str, Callable[[Exports, Any], Any]]]:
-    """What is replaced: owner, name, and what makes the replacement."""
+    """The functions to replace: owner, name, and what makes the replacement."""
     tensor, storage = torch.Tensor, torch.UntypedStorage
     return [
         (tensor, "numpy", _make_numpy),
@@ -364,7 +363,7 @@ def _make_dlpack(exports: Exports, original: Any) -> Any:
 
 
 class DeviceBytes:
-    """Device memory as torch and CuPy take it over without a copy; whatever lies over it keeps this alive."""
+    """Device memory in the form in which torch and CuPy take it over without a copy; its users keep this alive."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -376,7 +375,7 @@ class DeviceBytes:
 
 
 def _end_with(exports: Exports, record: VariableRecord, _storage: Any) -> None:
-    """End an export that kept the storage alive."""
+    """End an export that has kept its storage alive."""
     exports.end(record)
 
 
@@ -415,7 +414,7 @@ def _make_storage_reading(exports: Exports, original: Any) -> Any:
 
 
 def _make_storage_sharing(exports: Exports, original: Any) -> Any:
-    """Moving a storage to shared memory copies it, below the dispatcher, and frees it."""
+    """Replace a function that moves a storage to shared memory: it copies and frees it below the dispatcher."""
 
     def sharing(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not exports.owns(_storage_pointer(self)):

@@ -1,10 +1,10 @@
-"""Forked children: they see every variable's bytes as at the fork, from the store's file.
+"""Forks of a process with an open session: the child reads each variable from the store's file, as it was at the fork.
 
-Before a fork everything dirty is written to the store, and afterwards no slot that a child may read
-is written again (`ooc.memory.fork_readers`): the variable gets a fresh slot, and the old one is freed when no
-child is left. In the child each variable's addresses map its slot privately: pages come in when
-touched and are copied when written, so the child takes no memory of the pool and changes nothing of
-ours. Its allocations are ordinary, its dispatch mode is inert.
+Before a fork everything dirty is written to the store, and afterwards no slot that a child may read is written again
+(`ooc.memory.fork_readers`): the variable gets a fresh slot, and the old one is freed when the last child has ended. In
+the child each variable's addresses map its slot privately: pages are read when touched and copied when written, so the
+child takes no memory of the pool and changes nothing of the parent's. Its allocations are ordinary, and its dispatch
+mode is inert.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Pages(NamedTuple):
-    """What a child maps: a variable's address and whole pages, where they are in the file, its reservation's bytes."""
+    """What a child maps for a variable: address, whole pages, their offset in the file, bytes of its reservation."""
 
     address: int
     nbytes: int
@@ -43,24 +43,24 @@ class Forks(Protocol):
     """What a fork does to an open session, in this process and in the child."""
 
     def before(self) -> None:
-        """A fork is about to happen: hold the session still."""
+        """Called before a fork: stop the session from changing."""
 
     def after_in_parent(self) -> None:
-        """It has happened: go on."""
+        """Called after a fork, in the parent: let the session go on."""
 
     def after_in_child(self) -> None:
-        """This is the child."""
+        """Called after a fork, in the child: make the session inert."""
 
     def close(self) -> None:
         """Take no part in forks any more. Idempotent."""
 
 
 class HostForks:
-    """Forks of a session on the CPU: a child sees every variable as it was.
+    """Handles forks of a session on the CPU: a child sees every variable as it was at the fork.
 
     Args:
-        store: Whose file children map.
-        become_inherited: Makes the child's copy of the session inert: it is the parent's.
+        store: The store whose file children map.
+        become_inherited: Makes the child's copy of the session inert, since the parent owns it.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class HostForks:
         _live.discard(self)
 
     def before(self) -> None:
-        """Hold the session still, and have every variable's bytes in the store."""
+        """Stop the session from changing, and write every variable's bytes to the store."""
         self._runner.lock.__enter__()
         self._runner.absorb()
         manager = self._manager
@@ -134,7 +134,7 @@ class HostForks:
         self._runner.lock.__exit__(None, None, None)
 
     def after_in_child(self) -> None:
-        """Show each variable's bytes as they were, privately, and leave everything of the session alone."""
+        """Map each variable's bytes as they were, privately; touch nothing else of the session."""
         descriptors = self._descriptors
         assert descriptors is not None
         self._become_inherited()
@@ -144,12 +144,12 @@ class HostForks:
             syscalls.mmap(pages.address, pages.nbytes, prot, flags, self._file.descriptor, pages.offset)
             self._allocator.detach(pages.address, pages.span_nbytes)
         self._manager.fork_readers.close()
-        os.write(descriptors[1], PID.pack(os.getpid()))  # this end stays open for the life of the process
+        os.write(descriptors[1], PID.pack(os.getpid()))  # this end remains open for the life of the process
         self._descriptors = None
         self._runner.lock.__exit__(None, None, None)
 
     def _store(self, record: VariableRecord, scratch: list[Slot] | None) -> Slot:
-        """The slot that holds, or will when `_transfers` are over, the record's bytes of now."""
+        """The slot that holds the record's present bytes, or will hold them when `_transfers` are done."""
         manager = self._manager
         is_dirty = record.state is State.RESIDENT and (not record.stored or record.exports > 0)
         if is_dirty and scratch is not None:
@@ -167,7 +167,7 @@ class HostForks:
 
 
 class DeviceForks:
-    """Forks of a session on a GPU: a child has no CUDA, and so none of the session's variables."""
+    """Handles forks of a session on a GPU: a child has no CUDA, and so none of the session's variables."""
 
     def __init__(self, *, runner: OpRunner, become_inherited: Callable[[], None]) -> None:
         self._runner = runner
@@ -182,7 +182,7 @@ class DeviceForks:
         _live.discard(self)
 
     def before(self) -> None:
-        """Hold the session still."""
+        """Stop the session from changing."""
         self._runner.lock.__enter__()
 
     def after_in_parent(self) -> None:
@@ -190,13 +190,13 @@ class DeviceForks:
         self._runner.lock.__exit__(None, None, None)
 
     def after_in_child(self) -> None:
-        """Leave everything of the session alone."""
+        """Make the session inert, and touch nothing else of it."""
         self._become_inherited()
         self._runner.lock.__exit__(None, None, None)
 
 
 _live: weakref.WeakSet[Forks] = weakref.WeakSet()
-"""Sessions that a fork concerns; a hook of the interpreter cannot be removed."""
+"""Those that take part in forks now: the interpreter's hook cannot be removed, so it looks here."""
 
 
 def _before_fork() -> None:

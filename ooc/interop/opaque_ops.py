@@ -1,10 +1,9 @@
-"""Code that the dispatcher cannot see into, made one op of the step.
+"""Opaque ops: functions that the dispatcher cannot see into, each call of which a session treats as one op.
 
-A raw pybind extension, a Triton or ctypes kernel launched without `torch.library`: its operands are
-invisible to a dispatch mode, so a plan could have one of them away. `opaque(fn)` declares such a
-function. Under a session a call of it is one op: the tensors among its arguments are brought in and
-stay for its length, all of them count as written, and the call is traced, planned and checked like
-any ATen op.
+The operands of a raw pybind extension, or of a Triton or ctypes kernel launched without `torch.library`, are
+invisible to a dispatch mode, so a plan could have evicted one of them. `opaque(fn)` declares such a function. Under a
+session a call of it is one op: the tensors among its arguments are loaded and pinned for its length, all of them count
+as written, and the call is traced, planned and checked like any ATen op.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _run_in_session: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
-"""Runs an opaque op as one of the open session's ops. None without a session."""
+"""Runs an opaque op as an op of the open session; None without a session."""
 
 
 def set_runner(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None) -> None:
-    """From now on opaque ops are run by `run`, or as plain functions (None)."""
+    """Let `run` run opaque ops from now on; None: run them as plain functions."""
     global _run_in_session
     _run_in_session = run
 
 
 class OpaqueOp:
-    """A function posing as an operator overload: what the recorder and the dispatcher ask of one."""
+    """A function with the interface of an operator overload, as far as recorder and dispatcher use it."""
 
     namespace = "ooc_opaque"
 

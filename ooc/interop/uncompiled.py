@@ -1,8 +1,8 @@
-"""torch.compile under a session: nothing is compiled, nothing is traced, and the user is told once.
+"""Turns `torch.compile` off while a session is open: everything runs eagerly, and the user is told once.
 
-Dynamo compiles nothing under a dispatch mode, but it would try frame by frame, our own files among them. So
-while a session is open `torch.compile` returns what it is given, as torch's own `disable=True` does; and what
-was compiled before runs eagerly, by torch's stance "force_eager".
+Dynamo compiles nothing under a dispatch mode, but it would try frame by frame, our own files among them. So while a
+session is open `torch.compile` returns its argument, as torch's own `disable=True` does, and what was compiled before
+runs eagerly, by torch's stance "force_eager".
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["Uncompiled"]
 
 
 class Uncompiled:
-    """The replacement of `torch.compile`, and the stance of what was compiled before.
+    """Replaces `torch.compile`, and sets the stance for code that was compiled before.
 
     Args:
-        announce: Called with each use; says it when it was not said yet.
+        announce: Called on each use; warns on the first.
     """
 
     def __init__(self, announce: Callable[[], None]) -> None:
@@ -32,7 +32,7 @@ class Uncompiled:
         return f"<Uncompiled, announced by {self._announce!r}>"
 
     def install(self) -> None:
-        """From now on."""
+        """Turn compilation off."""
         self._replace(torch, "compile", self._compile)
         # Without Dynamo imported, nothing was compiled before; importing it takes a second.
         eval_frame = sys.modules.get("torch._dynamo.eval_frame")
@@ -40,7 +40,7 @@ class Uncompiled:
             return
         try:
             stance = torch.compiler.set_stance("force_eager")
-        except RuntimeError:  # a session that is opened by compiled code: torch refuses a stance there
+        except RuntimeError:  # the session is opened by compiled code: torch refuses a stance there
             return
         self._undo.callback(_give_back, stance, eval_frame)
         if hasattr(eval_frame, "_callback_from_stance"):  # torch's own; without it only the announcement is missing
@@ -48,16 +48,16 @@ class Uncompiled:
             self._replace(eval_frame, "_callback_from_stance", lambda callback: self._before_compiled(inner, callback))
 
     def remove(self) -> None:
-        """Not any more. Idempotent."""
+        """Turn compilation on again. Idempotent."""
         self._undo.close()
 
     def _compile(self, model: Any = None, **_: Any) -> Any:
-        """`torch.compile`, or the decorator that it makes without a `model`."""
+        """Stands for `torch.compile`: returns `model`, or without one a decorator that returns its argument."""
         self._announce()
         return model if model is not None else _itself
 
     def _before_compiled(self, inner: Callable[[Any], Any], callback: Any) -> Any:
-        """Torch asks which compiler to use now: for compiled code with one, where it is disabled with none."""
+        """Called when torch asks which compiler to use: with one for compiled code, with none where it is disabled."""
         if callback is not None and callback is not False:
             self._announce()
         return inner(callback)
@@ -73,11 +73,11 @@ def _itself(model: Any) -> Any:
 
 
 def _put_back(owner: Any, name: str, ours: Any, before: Any) -> None:
-    if getattr(owner, name) == ours:  # else somebody has replaced ours, which from now on only passes on
+    if getattr(owner, name) == ours:  # else other code has replaced ours, which from now on only passes calls on
         setattr(owner, name, before)
 
 
 def _give_back(stance: Any, eval_frame: Any) -> None:
     if getattr(eval_frame, "_stance", stance.stance) is stance.stance:  # else the user has set another since
-        with suppress(RuntimeError):  # a session that is closed by compiled code: as when it was opened
+        with suppress(RuntimeError):  # the session is closed by compiled code: as when it was opened
             stance.__exit__(None, None, None)

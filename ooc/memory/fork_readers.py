@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PID = struct.Struct("=i")
 
 
-class _Reader:
+class _ForkReader:
     """A forked process that may still read what was in `offsets` of the file at its fork."""
 
     __slots__ = ("_pid_descriptor", "_pipe", "offsets")
@@ -62,7 +62,7 @@ class ForkReaders:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._readers: list[_Reader] = []
+        self._readers: list[_ForkReader] = []
         self._held: Counter[int] = Counter()  # by a slot's offset
         self._retired: dict[int, Slot] = {}  # freed by us, still read by a forked process
 
@@ -99,7 +99,7 @@ class ForkReaders:
             slots: What it may read.
         """
         os.set_blocking(pipe, False)
-        reader = _Reader(pipe, tuple(slot.offset for slot in slots))
+        reader = _ForkReader(pipe, tuple(slot.offset for slot in slots))
         self._readers.append(reader)
         self._held.update(reader.offsets)
 

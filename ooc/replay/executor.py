@@ -30,7 +30,7 @@ from ooc.replay.bindings import Bindings
 from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan, PlanVariable
 from ooc.replay.op_watch import OpWatch, named_calls
-from ooc.tracing.recording import Recording
+from ooc.tracing.recording import StepRecording
 from scheduler.plan import Loaded, occupied_ticks
 from vmm.chunks import ChunkPool
 from vmm.nvtx_ranges import names_ops
@@ -49,7 +49,7 @@ class Executor:
         manager: ResidencyManager,
         allocator: AllocatorTable,
         dispatcher: Dispatcher,
-        recording: Recording,
+        recording: StepRecording,
         new_pool: Callable[[], ChunkPool],
         watch: OpWatch | None = None,
     ) -> None:

@@ -1,9 +1,9 @@
-"""Timelines for Perfetto (Chrome Trace JSON), of simulated steps and of real ones, by one exporter.
+"""Exports simulated and measured steps as timelines for Perfetto (Chrome Trace JSON).
 
 Each step is a process of its own with tracks for compute, waits, loads, evictions and the disk,
-counters for bytes, and an arrow from each transfer to the op that waited for it. A run gives two:
-the step as it went and as it was planned. Real steps are on torch.profiler's clock: its file has
-times since `baseTimeNanoseconds`, and so has ours.
+counters for bytes, and an arrow from each transfer to the op that waited for it. A run gives two
+steps: as measured and as planned. Measured steps are on torch.profiler's clock: its file has times
+since `baseTimeNanoseconds`, and so has this one.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _step_events(name: str, view: StepView, *, pid: int, offset_ns: int, order: 
 
 
 def _compute_slices(view: StepView, pid: int, at: Callable[[int], float]) -> Iterator[dict[str, Any]]:
-    """Ops, what is run again, and waits."""
+    """Slices of ops, re-runs and waits."""
     for index, op in enumerate(view.trace.ops):
         start_ns, stop_ns = view.op_start_ns[index], view.op_stop_ns[index]
         arguments = {
@@ -153,7 +153,7 @@ def _compute_slices(view: StepView, pid: int, at: Callable[[int], float]) -> Ite
 
 
 def _move_slices(view: StepView, tids: Sequence[int], pid: int, at: Callable[[int], float]) -> Iterator[dict[str, Any]]:
-    """Transfers on their tracks, and what the disk does meanwhile."""
+    """Slices of transfers on their tracks, and of the disk's activity."""
     for move, tid in zip(view.moves, tids, strict=True):
         variable = view.trace.variables[move.variable]
         title = f"{move.kind} {variable.label or variable.kind} ({format_nbytes(move.nbytes)})"
@@ -168,7 +168,7 @@ def _move_slices(view: StepView, tids: Sequence[int], pid: int, at: Callable[[in
 def _flows(view: StepView, tids: Sequence[int], pid: int, at: Callable[[int], float]) -> Iterator[dict[str, Any]]:
     """An arrow from each transfer that an op waited for to that op.
 
-    None where the op waited for the transfer's like of the step before: what is drawn of it comes after the op.
+    There is none where the op waited for the same transfer of the step before: the one drawn comes after the op.
     """
     for number, wait in enumerate(view.waits):
         move = view.moves[wait.move]
@@ -181,7 +181,7 @@ def _flows(view: StepView, tids: Sequence[int], pid: int, at: Callable[[int], fl
 
 
 def _lanes(view: StepView) -> list[_Lane]:
-    """For each transfer its kind and lane: those in one lane do not overlap."""
+    """The kind and lane of each transfer: those in one lane do not overlap."""
     free: dict[str, list[int]] = {"load": [], "evict": []}
     found: list[_Lane] = []
     for move in view.moves:

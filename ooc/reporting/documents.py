@@ -1,4 +1,4 @@
-"""Reading what `ooc report` takes: reports of runs, traces, plans. Nothing in a file is trusted.
+"""Reads the files that `ooc report` takes: reports of runs, traces, plans. Nothing in a file is trusted.
 
 A plan alone does not know its ops; given together with its trace, the two become one document.
 """
@@ -33,11 +33,11 @@ Kind = Literal["run", "trace", "plan"]
 
 
 class BadDocument(ValueError):
-    """The file is not what it seems, is damaged, or comes from a version that is not read.
+    """Raised for a file of another kind, a damaged one, or one of a version that is not supported.
 
     Attributes:
         path: The file's name.
-        reason: What is wrong, without the name.
+        reason: What is wrong, without the file's name.
     """
 
     def __init__(self, reason: str, *, path: str = "") -> None:
@@ -48,12 +48,12 @@ class BadDocument(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One thing to report on.
+    """A run, a trace or a plan to report on.
 
     Attributes:
-        name: Of the file or files.
+        name: Name of the file or files.
         run: The report of a run, checked; None for a trace or a plan.
-        trace, plan: Of the step; a run has them if it played a planned step.
+        trace, plan: The step's; a run has them if it replayed a plan.
         measured: The times of the last planned step of a run.
     """
 
@@ -65,7 +65,7 @@ class Document:
     measured: Measured | None = None
 
     def view(self) -> StepView | None:
-        """The step as it went, else as simulated, else as traced; None if there is no trace."""
+        """The step as measured, else as simulated, else as traced; None if there is no trace."""
         if self.trace is None:
             return None
         if self.plan is None:
@@ -111,7 +111,7 @@ def read_document(path: str | Path) -> Document:
 
 
 def parse_document(name: str, document: Mapping[str, Any]) -> Document:
-    """A document that is in memory already, such as `Session.report()`. Raises `BadDocument`."""
+    """Parse a document that is in memory already, such as `Session.report()`. Raises `BadDocument`."""
     return _parse(name, json.dumps(document))
 
 
@@ -169,7 +169,7 @@ def _check_pair(plan: Document, trace: Document) -> None:
 
 
 def _verified(plan: Plan, trace: Trace, name: str) -> Plan:
-    """The plan, after the independent checker has looked at it: drawing relies on what it checks."""
+    """Verify a plan with the independent checker, since drawing relies on what it checks. Returns the plan."""
     if plan.trace_fingerprint != trace.fingerprint():
         raise BadDocument("the plan in it was made for another trace than the one beside it", path=name)
     try:
@@ -252,7 +252,7 @@ def _moves(columns: Any, trace: Trace) -> list[Move]:
     for kind, variable, nbytes, issue_ns, start_ns, stop_ns in zip(kinds, *numbers, strict=True):
         if variable >= len(trace.variables) or start_ns > stop_ns:
             raise BadDocument(f"timeline.transfers: of unknown variable {variable}, or it stops before it starts")
-        if variable >= 0:  # else it is of memory outside the plan, which nothing here can name
+        if variable >= 0:  # else the plan does not have it, and it cannot be named here
             found.append(
                 Move(
                     kind=kind,

@@ -1,4 +1,4 @@
-"""Where a tensor is, when it moves in the plan, and why: the answer to `session.explain`."""
+"""Explains where a tensor is, when the plan moves it, and why (`session.explain`)."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _NUM_SUGGESTIONS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What is known of a tensor's storage. `str()` of it is for people.
+    """Where a tensor's storage is, and what the plan does with it; `str()` gives it as text.
 
     Attributes:
-        name: What people call it.
-        is_managed: Whether the session holds it; if not, `reason` says why, and the rest is empty.
-        nbytes: Of the storage.
+        name: The tensor's name.
+        is_managed: Whether the session manages it; if not, `reason` says why, and the rest is empty.
+        nbytes: Size of the storage.
         state: "resident", "loading" or "away".
-        stays: One line for each stay in memory that the plan has for it, in order.
-        reasons: Why it stays or goes, between its uses.
-        reason: Why there is nothing to say about the plan.
+        stays: One line for each residency that the plan has for it, in order.
+        reasons: Why it is kept or evicted between its uses.
+        reason: Why the plan says nothing about it.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Explanation:
 
 
 def explain(engine: Engine, what: torch.Tensor | str) -> Explanation:
-    """See `Session.explain`. To be called with the session's books at rest."""
+    """See `Session.explain`. The caller holds the session's lock and has absorbed the allocator's log."""
     address_of = engine.addresses()
     if isinstance(what, str):
         name, tensor = what, _find(address_of, what)
@@ -112,34 +112,34 @@ def _explain(engine: Engine, record: VariableRecord, name: str) -> Explanation:
     }[record.state]
     if record.exports:
         where += ", its memory given out (.numpy() or the like), so it stays"
-    stays: list[Residency] = []
+    residencies: list[Residency] = []
     reasons: list[str] = []
     reason = ""
     if planned is None:
         reason = "no plan is being played"
     else:
         trace, plan, variable = planned
-        stays = [r for r in plan.residencies if r.variable == variable]
+        residencies = [r for r in plan.residencies if r.variable == variable]
         if variable is None:
             reason = "the plan that is being played does not have it"
-        elif not stays:
+        elif not residencies:
             reason = "the plan never brings it in: nothing uses it before it is freed"
         else:
-            reasons = _reasons(variable, stays, trace, plan, engine.options.policy)
+            reasons = _reasons(variable, residencies, trace, plan, engine.options.policy)
     return Explanation(
         name=name,
         is_managed=True,
         nbytes=record.nbytes,
         state=where,
-        stays=tuple(_stay(stay, planned[0]) for stay in stays) if planned is not None else (),
+        stays=tuple(_residency_line(residency, planned[0]) for residency in residencies) if planned is not None else (),
         reasons=tuple(reasons),
         reason=reason,
     )
 
 
-def _stay(stay: Residency, trace: Trace) -> str:
-    chunks = sum(count for _, count in stay.chunks)
-    return f"{_start(stay.start, trace)}; {_stop(stay.stop, trace)} ({chunks} chunks)"
+def _residency_line(residency: Residency, trace: Trace) -> str:
+    chunks = sum(count for _, count in residency.chunks)
+    return f"{_start(residency.start, trace)}; {_stop(residency.stop, trace)} ({chunks} chunks)"
 
 
 def _start(start: Start, trace: Trace) -> str:
@@ -174,8 +174,8 @@ def _op(index: int, trace: Trace) -> str:
     return f"op {index} ({op.name}, {op.where})" if op.where else f"op {index} ({op.name})"
 
 
-def _reasons(variable: int, stays: list[Residency], trace: Trace, plan: Plan, policy: str) -> list[str]:
-    """For each gap between two uses: what the plan does in it, beside what speaks for and against."""
+def _reasons(variable: int, residencies: list[Residency], trace: Trace, plan: Plan, policy: str) -> list[str]:
+    """What the plan does in each gap between two uses, and the figures that speak for it."""
     view = simulated_view(trace, plan)
     uses = [index for index, op in enumerate(trace.ops) if any(use.variable == variable for use in op.uses)]
     if not trace.variables[variable].evictable:
@@ -184,9 +184,9 @@ def _reasons(variable: int, stays: list[Residency], trace: Trace, plan: Plan, po
     seconds = nbytes / machine.evict_bytes_per_s + nbytes / machine.load_bytes_per_s
     way_ns = int(seconds * 1e9) + 2 * machine.latency_ns
     found = []
-    kept: tuple[int, str] | None = None  # the longest gap in which it stays
+    kept: tuple[int, str] | None = None  # the longest gap in which it is in memory
     for gap in _gaps(variable, uses, view):
-        is_away = _is_away(stays, trace, gap.before, gap.after)
+        is_away = _is_away(residencies, trace, gap.before, gap.after)
         place = f"{_op(gap.before, trace)} and {_op(gap.after, trace)}{' of the next step' if gap.wraps else ''}"
         if not is_away and (kept is None or gap.nanoseconds > kept[0]):
             kept = (gap.nanoseconds, place)
@@ -211,7 +211,7 @@ def _reasons(variable: int, stays: list[Residency], trace: Trace, plan: Plan, po
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gap:
-    """Between two uses by ops; `wraps` if the second is in the next step."""
+    """The time between two uses by ops; `wraps` if the second is in the next step."""
 
     before: int
     after: int
@@ -228,12 +228,12 @@ def _gaps(variable: int, uses: list[int], view: StepView) -> Iterator[_Gap]:
         yield _Gap(before=last, after=first, nanoseconds=wait_ns, wraps=True)
 
 
-def _is_away(stays: list[Residency], trace: Trace, before: int, after: int) -> bool:
-    """Whether two ops that use a variable do so in two stays; `after <= before`: in the next step."""
+def _is_away(residencies: list[Residency], trace: Trace, before: int, after: int) -> bool:
+    """Whether two ops that use a variable do so in two residencies; `after <= before`: in the next step."""
     start, stop = trace.ops[before].start_tick, trace.ops[after].start_tick
-    spans = [occupied_ticks(stay, trace) for stay in stays]
+    spans = [occupied_ticks(residency, trace) for residency in residencies]
     if after <= before:
-        crosses = isinstance(stays[-1].stop, Kept) and isinstance(stays[0].start, Kept)
+        crosses = isinstance(residencies[-1].stop, Kept) and isinstance(residencies[0].start, Kept)
         return not (crosses and spans[-1][0] <= start and spans[0][1] > stop)
     return not any(first < trace.ops[before].stop_tick and last > stop for first, last in spans if last > start)
 

@@ -1,7 +1,7 @@
-"""Memory over one step as two curves: what the step needs in core, and what a session holds.
+"""Curves of memory over one step: what the step needs in core, and what a session holds.
 
-`ooc demo` draws them. They come from the last step that was played whole, at the times that were
-measured, so waits for transfers are part of the time axis.
+`ooc demo` draws them. They come from the last step that was replayed whole, at measured times, so
+waits for transfers are part of the time axis.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def step_curves(report: Mapping[str, Any], trace: Trace | None, *, duration_s: f
 
     Args:
         report: `Session.report(with_timeline=True)`.
-        trace: Drawn without a plan where no step was played whole: ops one after another.
+        trace: Drawn where no step was replayed whole: its ops one after another, without a plan.
         duration_s: Scale the time axis to this length, say that of the median step, so that a picture
             agrees with the table beside it. None: as measured.
 

@@ -1,4 +1,4 @@
-"""What a session did, as plain data, and how it gets into a file whole or not at all."""
+"""Makes the report of a session as plain data, and writes it as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPORT_SCHEMA_VERSION = 1
 
 
 def make_report(engine: Engine) -> dict[str, Any]:
-    """The session so far. Every size is in bytes, every time in seconds unless its name says `_ns`."""
+    """The report of the session so far. Every size is in bytes, every time in seconds unless its name says `_ns`."""
     plan, log = engine.sequences.last_plan, engine.steps
     log.memory.sample()
     peak = log.memory.peak
@@ -54,7 +54,7 @@ def make_report(engine: Engine) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """What ran: ooc, torch, Python, the kernel."""
+    """Versions of ooc, torch, Python and the kernel."""
     try:
         own = version("ooc")
     except PackageNotFoundError:
@@ -73,7 +73,7 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def _readable(document: Mapping[str, Any]) -> str:
-    """JSON for people and programs: indented, but for the timeline, whose columns of numbers take one line."""
+    """JSON for people and programs: indented, except that the timeline's columns of numbers take a line each."""
     text = json.dumps({name: value for name, value in document.items() if name != "timeline"}, indent=1)
     if "timeline" in document:
         timeline = json.dumps(document["timeline"], separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""Numbers of a session at this moment: in the manner of `torch.cuda.memory_stats()`, and for plots."""
+"""Statistics of a session at this moment: in the form of `torch.cuda.memory_stats()`, and as scalars for plots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ooc.memory.record import State
 
 
 def session_stats(engine: Engine) -> dict[str, int]:
-    """As `ooc.memory_stats`, of this session."""
+    """The statistics of `ooc.memory_stats`, for this session."""
     chunk_nbytes = engine.options.chunk_nbytes
     alive = resident = away = chunks = num_alive = num_resident = 0
     for record in engine.live_records():

@@ -1,7 +1,7 @@
-"""One step on a time axis, as it was measured, as it is simulated, or as it was traced.
+"""One step on a time axis, as measured, as simulated, or as traced.
 
-Reports and timelines are drawn from this one form, so that a simulated plan and a real run can be
-laid side by side. Times are nanoseconds since the step's start; transfers may begin before it.
+All reports and timelines are drawn from this form, so that a simulated plan and a real run can be
+compared. Times are nanoseconds since the step's start; transfers may begin before it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Move:
     """One load or eviction.
 
     Attributes:
-        residency: Index in the plan of the stay that it begins or ends; None if the plan has none.
-        issue_ns: When it was asked for; `start_ns`, `stop_ns`: when bytes moved.
+        residency: Index in the plan of the residency that it begins or ends; None if the plan has none.
+        issue_ns: When it was issued; `start_ns`, `stop_ns`: when bytes moved.
     """
 
     kind: Literal["load", "evict"]
@@ -39,7 +39,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Time before an op in which it waited for a transfer.
+    """A wait of an op for a transfer, before it ran.
 
     Attributes:
         move: Index in `StepView.moves` of the transfer that ended the wait.
@@ -52,8 +52,8 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rerun:
-    """Ops run again right before an op."""
+class RerunRow:
+    """Ops that are run again right before an op, and when."""
 
     op: int
     start_ns: int
@@ -62,7 +62,7 @@ class Rerun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A residency in time."""
+    """The time span of a residency."""
 
     residency: int
     variable: int
@@ -72,12 +72,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A step's times as they were recorded (see `ooc.telemetry.timeline`).
+    """The measured times of a step (see `ooc.telemetry.timeline`).
 
     Attributes:
         unix_ns: When the step started, on the wall clock.
-        moves: With `residency` not known yet.
-        stalls: When it waited for transfers: `(start, stop)`.
+        moves: Its transfers, whose `residency` is not known yet.
+        stalls: Its waits for transfers: `(start, stop)`.
     """
 
     step_index: int
@@ -96,7 +96,7 @@ class StepView:
 
     Attributes:
         plan: None for a step that was only traced: everything in memory, nothing moves.
-        op_start_ns, op_stop_ns: Of each op of the trace.
+        op_start_ns, op_stop_ns: Start and stop of each op of the trace.
         moves, waits, reruns: In order of start. Re-runs are known of simulated steps.
         duration_ns: The step's length.
         unix_ns: When it started on the wall clock; None if it never ran.
@@ -110,11 +110,11 @@ class StepView:
     moves: tuple[Move, ...]
     waits: tuple[Wait, ...]
     duration_ns: int
-    reruns: tuple[Rerun, ...] = ()
+    reruns: tuple[RerunRow, ...] = ()
     unix_ns: int | None = None
 
     def tick_times(self) -> list[int]:
-        """When each tick of the trace is; ticks are spread evenly within an op, and between two ops."""
+        """The time of each tick of the trace; ticks are spread evenly within an op, and between two ops."""
         times = [0] * (self.trace.num_ticks + 1)
         previous_tick, previous_ns = 0, 0
         for index, op in enumerate(self.trace.ops):
@@ -157,7 +157,7 @@ class StepView:
         return curve
 
     def spans(self) -> list[Span]:
-        """Each residency of the plan in time; each variable's lifetime where there is no plan."""
+        """The time spans of the plan's residencies; without a plan, of the variables' lifetimes."""
         times = self.tick_times()
         if self.plan is None:
             lives = [self.trace.lifetime(index) for index in range(len(self.trace.variables))]
@@ -191,7 +191,7 @@ class StepView:
 
 
 def traced_view(trace: Trace) -> StepView:
-    """A step as it was traced: ops one after another, all in memory."""
+    """View a step as traced: ops one after another, everything in memory."""
     starts, stops, now_ns = [], [], 0
     for op in trace.ops:
         starts.append(now_ns)
@@ -210,13 +210,13 @@ def traced_view(trace: Trace) -> StepView:
 
 
 def simulated_view(trace: Trace, plan: Plan) -> StepView:
-    """A planned step as the simulator plays it. The plan must be coloured, and of this trace."""
+    """View a planned step as simulated. The plan must be coloured, and of this trace."""
     result = simulate(plan, trace)
     starts = result.op_start_ns
     stops = tuple(start + op.duration_ns for start, op in zip(starts, trace.ops, strict=True))
     moves = _simulated_moves(trace, plan, result, stops)
     reruns = tuple(
-        Rerun(op=entry.index, start_ns=entry.start_ns, stop_ns=entry.stop_ns)
+        RerunRow(op=entry.index, start_ns=entry.start_ns, stop_ns=entry.stop_ns)
         for entry in result.timeline
         if entry.kind == "recompute"
     )
@@ -234,7 +234,7 @@ def simulated_view(trace: Trace, plan: Plan) -> StepView:
 
 
 def measured_view(trace: Trace, plan: Plan, measured: Measured) -> StepView:
-    """A planned step as it was measured."""
+    """View a planned step as measured."""
     index = _ResidencyIndex(trace, plan)
     moves = [
         Move(
@@ -290,12 +290,12 @@ class _ResidencyIndex:
         if move.kind == "load":
             return self._loads.get((move.variable, bisect_left(starts, move.issue_ns)))
         after = bisect_right(stops, move.issue_ns) - 1
-        # What was allocated after the last op is written when the step ends: before the next one's first.
+        # What was allocated after the last op is written when the step ends: before the first op of the next.
         return self._writes.get((move.variable, after if after >= 0 else self._num_ops - 1))
 
 
 def _simulated_moves(trace: Trace, plan: Plan, result: Simulation, stops: Sequence[int]) -> tuple[Move, ...]:
-    """The timeline's transfers with the residencies that they belong to: each has one of each kind at most."""
+    """The simulated transfers with their residencies; a residency has at most one load and one eviction."""
     pending: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for index, residency in enumerate(plan.residencies):
         if isinstance(residency.start, Loaded):
@@ -326,9 +326,9 @@ def _simulated_moves(trace: Trace, plan: Plan, result: Simulation, stops: Sequen
 
 
 def _simulated_waits(
-    starts: Sequence[int], stops: Sequence[int], moves: Sequence[Move], reruns: Sequence[Rerun], duration_ns: int
+    starts: Sequence[int], stops: Sequence[int], moves: Sequence[Move], reruns: Sequence[RerunRow], duration_ns: int
 ) -> Iterator[Wait]:
-    """Where the simulated compute stood still: until a transfer was done, of this step or of the one before."""
+    """The waits of simulated ops, for transfers of this step or of the one before."""
     again = {rerun.op: rerun for rerun in reruns}
     ends = sorted((end, i) for i, m in enumerate(moves) for end in (m.stop_ns, m.stop_ns - duration_ns))
     for op, start_ns in enumerate(starts):
@@ -345,7 +345,7 @@ def _simulated_waits(
 
 
 def _measured_waits(actions: StepActions, measured: Measured, moves: Sequence[Move]) -> Iterator[Wait]:
-    """The stalls, each before an op, with the transfer that it was for: the last to be done of those that the op needs.
+    """The measured waits, each with its op and the transfer that ended it: the last of those that the op needs.
 
     A transfer that was issued after the op is the one of the step before, at the same place of the cycle.
     """

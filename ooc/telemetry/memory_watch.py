@@ -1,4 +1,4 @@
-"""Samples of what the kernel says this process holds, taken as often as they are cheap."""
+"""Samples this process's memory as the kernel counts it, at most 1 % of the time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COST_FRACTION = 0.01
 
 
 class MemoryWatch:
-    """The most memory that this process was seen to hold, sampled at step ends.
+    """Peak memory of this process, from samples at step ends.
 
     Samples between ops miss nothing large: the pool is committed as a whole when a session opens,
     and what varies within an op lies in it.
@@ -20,7 +20,7 @@ class MemoryWatch:
     Attributes:
         pool_nbytes: The pool's size now.
         peak: The sample with the largest total, or None before the first.
-        num_samples: How many were taken.
+        num_samples: Number of samples taken.
     """
 
     def __init__(self, pool_nbytes: int) -> None:
@@ -38,7 +38,7 @@ class MemoryWatch:
             self.sample()
 
     def sample(self) -> None:
-        """Take a sample now. Where the kernel does not tell (no smaps_rollup), there is none."""
+        """Take a sample now; none where the kernel has no smaps_rollup."""
         started = time.monotonic()
         try:
             seen = process_memory(pool_nbytes=self.pool_nbytes)

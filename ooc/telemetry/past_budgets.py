@@ -1,4 +1,4 @@
-"""The log of budgets that were in force before the present one."""
+"""The log of a session's earlier budgets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NUM_CHANGES_KEPT = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastBudget:
-    """A budget that was in force until it was changed.
+    """An earlier budget, and how the steps within it went.
 
     Attributes:
         num_steps: Steps finished by then.
@@ -23,7 +23,7 @@ class PastBudget:
 
 
 class PastBudgets:
-    """The newest 1,000 budgets that are in force no more, in order."""
+    """The newest 1,000 earlier budgets, in order."""
 
     def __init__(self) -> None:
         self._rows: list[PastBudget] = []
@@ -32,7 +32,7 @@ class PastBudgets:
         return f"<PastBudgets {len(self._rows)}>"
 
     def note(self, row: PastBudget) -> None:
-        """A budget ends."""
+        """Append a budget that was just replaced."""
         self._rows.append(row)
         del self._rows[:-_NUM_CHANGES_KEPT]
 

@@ -1,6 +1,6 @@
-"""What a person at a terminal sees of a training run: one line a step, and a bar while a step takes long.
+"""Progress output of a training run: one line per step, and a bar while a step takes long.
 
-Off a terminal it is quiet, unless `always` is asked for. Of several ranks only the first speaks.
+Where stderr is not a terminal nothing is written, unless `always` is asked for. Of several ranks only the first writes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ When = Literal["never", "auto", "always"]
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _TICK_S = 0.25
 _PATIENCE_S = 1.0
-"""A bar appears only when a step has taken so long: lines of short steps must not flicker."""
+"""A step's bar appears after so many seconds, so that lines of short steps do not flicker."""
 _BAR_CELLS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """How far the present step is: `num_done` ops of `num_ops`, or of a number not known yet."""
+    """How far the present step is: `num_done` ops of `num_ops`, which may not be known yet."""
 
     mode: str
     num_done: int
@@ -41,7 +41,7 @@ class Position:
 
 
 def parse_when(value: str) -> When:
-    """Check a setting's text. Raises ValueError with the options."""
+    """Parse the setting. Raises ValueError with the options."""
     for option in get_args(When):
         if value == option:
             return option  # type: ignore[no-any-return]
@@ -49,7 +49,7 @@ def parse_when(value: str) -> When:
 
 
 def rank() -> int:
-    """This process's rank: of torch.distributed where it runs, else as the launcher says, else 0."""
+    """This process's rank: by torch.distributed if that is initialized, else by the launcher, else 0."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
@@ -61,11 +61,11 @@ def rank() -> int:
 
 
 class Progress:
-    """Writes one line a step, and one where a plan was made.
+    """Writes one line per step, and one per plan made.
 
     Args:
         when: "never", "auto" (on a terminal) or "always".
-        stream: Where to; stderr as it is at that moment, if not given.
+        stream: Where to write; by default what is stderr at that moment.
 
     Attributes:
         is_on: Whether there is anything to write.
@@ -84,18 +84,18 @@ class Progress:
         return f"<Progress {'on' if self.is_on else 'off'}>"
 
     def close(self) -> None:
-        """Write nothing any more. Idempotent."""
+        """Stop writing. Idempotent."""
         self.is_on = False
 
     def note_step(self, number: int, row: StepRow, resident_nbytes: int) -> None:
-        """A step has ended: write its line."""
+        """Write the line of a step that has ended."""
         self._since = time.monotonic()
         if self.is_on and rank() == 0:
             self._write(step_line(number, row, resident_nbytes))
 
     @contextmanager
     def planning(self, num_ops: int) -> Iterator[None]:
-        """A plan is being made."""
+        """Show that a plan is being made, for the length of the block."""
         started = self._since = time.monotonic()
         self._planning_ops = num_ops
         try:
@@ -127,7 +127,7 @@ class Progress:
             self._drawn = len(text)
 
     def erase(self) -> None:
-        """Take the bar away."""
+        """Erase the bar."""
         with self._lock:
             self._clear()
 
@@ -139,10 +139,10 @@ class Progress:
 
 
 class ProgressBar:
-    """How far a long step is, drawn while it lasts. Owns a thread where there is a terminal; `close()` ends it.
+    """Draws the bar of a long step while it runs. Owns a thread where there is a terminal; `close()` ends it.
 
     Args:
-        progress: Where to.
+        progress: Writes the bar.
         position: Where the step is; called from the bar's thread, must not block.
     """
 
@@ -159,7 +159,7 @@ class ProgressBar:
         return f"<ProgressBar {'drawn' if self._thread is not None else 'not drawn'}>"
 
     def close(self) -> None:
-        """End the thread, and take the bar away. Idempotent."""
+        """End the thread and erase the bar. Idempotent."""
         self._ending.set()
         if self._thread is not None:
             self._thread.join()
@@ -173,7 +173,7 @@ class ProgressBar:
 
 
 def step_line(number: int, row: StepRow, resident_nbytes: int) -> str:
-    """A step in one line, with units."""
+    """The line of one step, with units."""
     share = row.stall_s / row.duration_s if row.duration_s else 0.0
     return (
         f"ooc: step {number} {row.mode.replace('_', ' ')} {format_duration(row.duration_s)}, stall {share:.1%}, "
@@ -183,7 +183,7 @@ def step_line(number: int, row: StepRow, resident_nbytes: int) -> str:
 
 
 def bar_line(position: Position) -> str:
-    """How far a step is, as a bar where its length is known."""
+    """How far a step is; as a bar where its length is known."""
     if not position.num_ops:
         return f"ooc: {position.mode}, {position.num_done} ops"
     done = min(position.num_done / position.num_ops, 1.0)

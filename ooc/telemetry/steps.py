@@ -1,4 +1,4 @@
-"""The log of steps: how each went, and what the process held meanwhile."""
+"""The log of steps: times, bytes moved and waits of each, and the process's memory meanwhile."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _NUM_REASONS_KEPT = 32
 _UNMEASURED = StoreSpeed(
     write_bytes_per_s=1e9, read_bytes_per_s=1e9, write_together_bytes_per_s=5e8, read_together_bytes_per_s=5e8
 )
-"""A solid-state disk of the middle sort, for a store that is full or failing when it is to be measured."""
+"""An average solid-state disk, assumed for a store that is full or failing when it is measured."""
 
 _measured: dict[Path | None, StoreSpeed] = {}
-"""By directory. It takes 0.3 s, so a process measures each once; plans are made anew from real transfers."""
+"""Store speeds by directory. Measuring takes 0.3 s, so it is done once a process; real transfers refine plans later."""
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ StepKind = Literal["learning", "planned", "off_plan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """One step as it went. Bytes moved and stalls are those between its start and its end."""
+    """One finished step. Bytes moved and stalls are those between its start and its end."""
 
     mode: StepKind
     duration_s: float
@@ -48,14 +48,14 @@ class StepRow:
 
 
 class StepLog:
-    """Rows of finished steps, and the measured speed of the store.
+    """The rows of finished steps, and the counters behind them; measures the store's speed.
 
     Attributes:
-        rows: One a step, in order; the newest 20,000 at least.
+        rows: One row per step, in order; the newest 20,000 at least.
         num_steps: Steps finished, also those whose rows were dropped.
         memory: Samples of the process's memory at step ends.
-        refusals: Why a plan that was there could not be played, and how often.
-        past_budgets: Budgets that are in force no more.
+        refusals: Why an existing plan could not be replayed, and how often.
+        past_budgets: Earlier budgets.
         in_core_peak_nbytes: The largest peak of the traces recorded so far: what a step needs in core.
     """
 
@@ -79,15 +79,15 @@ class StepLog:
         return f"<StepLog of {len(self.rows)} steps>"
 
     def begin(self, *, planned: bool) -> None:
-        """A step starts now."""
+        """Begin a step."""
         self._began_planned = planned
         self._before = self.counters()
-        # Touches between two steps count for the second: nobody would see them otherwise.
+        # Touches between two steps count for the second: no row would have them otherwise.
         self._before["num_faults"], self._num_faults = self._num_faults, self._before["num_faults"]
         self._started = time.perf_counter()
 
     def end(self, *, on_plan: bool, learned: bool) -> None:
-        """The step that began last ends now."""
+        """End the step that began last."""
         if not self._before:
             return
         duration_s = time.perf_counter() - self._started
@@ -104,15 +104,15 @@ class StepLog:
 
     @property
     def peak_chunks(self) -> int:
-        """Chunks that held variables at the worst moment so far, in steps of every mode."""
+        """Most chunks that held variables at once so far, in steps of every mode."""
         return max(self._manager.peak_chunks, self._planned_chunks)
 
     def note_plan(self, num_chunks: int) -> None:
-        """A plan that holds so many chunks at its worst moment is being played."""
+        """Note that a plan is entered which holds at most so many chunks at once."""
         self._planned_chunks = max(self._planned_chunks, num_chunks)
 
     def note_budget(self, before_nbytes: int) -> None:
-        """The budget has changed from `before_nbytes`: peaks are those of the new one from now on."""
+        """Note that the budget was `before_nbytes` until now; peaks start anew."""
         chunk_nbytes = self._space.driver.chunk_nbytes
         row = PastBudget(
             num_steps=self.num_steps, budget_nbytes=before_nbytes, peak_nbytes=self.peak_chunks * chunk_nbytes
@@ -123,21 +123,21 @@ class StepLog:
         self.memory.pool_nbytes = self._space.driver.num_chunks * chunk_nbytes
 
     def note_refusal(self, reason: str) -> None:
-        """A step runs on demand although there is a plan for it."""
+        """Note why a step runs on demand although there is a plan for it."""
         if reason in self.refusals or len(self.refusals) < _NUM_REASONS_KEPT:
             self.refusals[reason] = self.refusals.get(reason, 0) + 1
 
     def note_trace(self, trace: Trace) -> None:
-        """A step was recorded."""
+        """Note the trace of a step."""
         self.in_core_peak_nbytes = max(self.in_core_peak_nbytes, trace.peak_nbytes())
 
     def counters(self) -> dict[str, int]:
-        """What was moved so far, by name; only ever growing."""
+        """Counters of what was moved so far, by name; they only grow."""
         self._manager.counters.num_faults = self._manager.guards.num_served
         return {**self._manager.counters.copy(), "num_remapped_chunks": self._space.num_remapped_chunks}
 
     def machine(self, num_chunks: int, chunk_nbytes: int, store: Store) -> Machine:
-        """What plans are made for; measures the store on first use."""
+        """The machine that plans are made for; measures the store on first use."""
         if self._speed is None:
             self._speed = _measured.get(store.directory)
         if self._speed is None:

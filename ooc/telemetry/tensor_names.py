@@ -1,8 +1,8 @@
-"""What people call their tensors: parameters, gradients, buffers and optimizer state by name.
+"""Finds the names of parameters, gradients, buffers and optimizer state.
 
-A session sees storages, not modules. So when a step is to be shown to a person, the modules and
-optimizers of the process are looked up among all objects that the cycle collector tracks. That takes
-some tens of milliseconds, and is done when a plan is first played or somebody asks, never per step.
+A session sees storages, not modules. So when a step is shown to a person, the modules and optimizers of
+the process are looked up among all objects that the cycle collector tracks. That takes some tens of
+milliseconds, and is done when a plan is first replayed or on request, never per step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorName:
-    """A tensor's name.
+    """The name of a tensor, and what kind of tensor it is.
 
     Attributes:
         kind: As in `scheduler.trace.Variable.kind`.
@@ -32,12 +32,12 @@ class TensorName:
 
 
 def named_tensors(address_of: Callable[[torch.Tensor], int]) -> Iterator[tuple[TensorName, torch.Tensor]]:
-    """Tensors with their names, of modules and optimizers that have storages of ours.
+    """All tensors of modules and optimizers with managed storages, with their names.
 
     With several models, names begin with the model's class, from the second of a class on with its number.
 
     Args:
-        address_of: The address of a tensor's storage if it is one of ours, else 0.
+        address_of: Gives the address of a tensor's storage if it is the session's, else 0.
     """
     modules, optimizers = _find()
     children = {id(child) for module in modules for child in module._modules.values()}
@@ -60,7 +60,7 @@ def named_tensors(address_of: Callable[[torch.Tensor], int]) -> Iterator[tuple[T
 
 
 def names_by_address(address_of: Callable[[torch.Tensor], int]) -> dict[int, TensorName]:
-    """Names of the storages for which `address_of` gives an address (0: not one of ours)."""
+    """Names by storage address, for the storages for which `address_of` gives one (0: not the session's)."""
     found: dict[int, TensorName] = {}
     try:
         for name, tensor in named_tensors(address_of):

@@ -1,8 +1,8 @@
-"""When everything happened in the last planned step: what reports and timelines are drawn from.
+"""The times of all ops and transfers in the last planned step, from which reports and timelines are drawn.
 
-While a plan is played, native code stamps each op's start and stop, and the store's engine stamps
-each transfer's. Here the two are put beside the plan at the end of each step that was played whole;
-only the newest is kept. All times are of the monotonic clock, which torch.profiler's can be
+While a plan is replayed, native code stamps each op's start and stop, and the store's engine stamps
+each transfer's. At the end of each step that was replayed whole, both are kept together with the plan,
+in place of the step before. All times are of the monotonic clock, which torch.profiler's can be
 converted to (`ClockPair`).
 """
 
@@ -34,28 +34,28 @@ _LOOKUP_FRACTION = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockPair:
-    """One moment on two clocks, each in nanoseconds: adds up to a conversion between them."""
+    """The same moment on two clocks, in nanoseconds, by which times of one convert to the other."""
 
     monotonic_ns: int
     unix_ns: int
 
     @classmethod
     def now(cls) -> ClockPair:
-        """Read both. The monotonic clock is read around the other, so the error is half that time."""
+        """Read both clocks. The monotonic clock is read around the other, so the error is half that time."""
         before = time.monotonic_ns()
         unix_ns = time.time_ns()
         return cls(monotonic_ns=(before + time.monotonic_ns()) // 2, unix_ns=unix_ns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Played:
-    """One step that was played whole. Times are of the monotonic clock, in nanoseconds.
+class _ReplayedStep:
+    """One step that was replayed whole. Times are of the monotonic clock, in nanoseconds.
 
     Attributes:
-        role_address: Of each variable of the trace; 0 where it has none now.
-        names: What people call variables, by index.
-        moves: Transfers begun in it.
-        stalls: When it waited for transfers: `(start, stop)`.
+        variable_address: Address of each variable of the trace; 0 where it has none now.
+        names: Names of variables, by index.
+        moves: Transfers that began in it.
+        stalls: Waits for transfers: `(start, stop)`.
     """
 
     step_index: int
@@ -70,8 +70,8 @@ class _Played:
     moves: tuple[Move, ...]
     stalls: tuple[tuple[int, int], ...]
 
-    def role_at(self, address: int, time_ns: int) -> int:
-        """The variable at `address` then; -1 if the plan has none. A variable and its heir may take turns there."""
+    def variable_at(self, address: int, time_ns: int) -> int:
+        """The variable at `address` at that time; -1 if the plan has none. Variable and successor may share it."""
         candidates = np.flatnonzero(self.variable_address == address).tolist()
         if len(candidates) < 2:
             return candidates[0] if candidates else -1
@@ -85,7 +85,7 @@ class _Played:
 
 
 class Timeline:
-    """Keeps the newest step that was played whole. Costs a planned step three array copies.
+    """Keeps the times of the newest step that was replayed whole. Costs a planned step three array copies.
 
     Args:
         address_of: Makes a function that gives a tensor's address if it is the session's, else 0.
@@ -101,49 +101,49 @@ class Timeline:
         self._shape: tuple[ExecutablePlan, int] | None = None
         self._next_lookup_s = 0.0
         self._start_ns = time.monotonic_ns()
-        self._played: ExecutablePlan | None = None  # in the period that ended last
-        self._newest: _Played | None = None
+        self._replayed: ExecutablePlan | None = None  # in the period that ended last
+        self._newest: _ReplayedStep | None = None
         self._records: dict[int, TransferRecord] = {}
         self._is_closed = False
 
     def __repr__(self) -> str:
         return f"<Timeline of {'no step' if self._newest is None else f'step {self._newest.step_index}'}>"
 
-    def end_period(self, played: ExecutablePlan | None, step_index: int) -> None:
-        """A period ends and the next begins. `played` is the plan if it was played whole."""
+    def end_period(self, replayed: ExecutablePlan | None, step_index: int) -> None:
+        """End a period; `replayed` is its plan if that was replayed whole."""
         now_ns = time.monotonic_ns()
-        self._played = played
+        self._replayed = replayed
         moves = tuple(self._manager.moves)
         self._manager.moves.clear()
         stalls = tuple(self._manager.stalls)
         self._manager.stalls.clear()
-        if played is not None:
-            self._newest = _Played(
+        if replayed is not None:
+            self._newest = _ReplayedStep(
                 step_index=step_index,
-                trace=played.trace,
-                plan=played.plan,
+                trace=replayed.trace,
+                plan=replayed.plan,
                 start_ns=self._start_ns,
                 stop_ns=now_ns,
-                op_start_ns=played.op_start_ns.copy(),
-                op_stop_ns=played.op_stop_ns.copy(),
-                variable_address=played.variable_address.copy(),
-                names=self._names(played),
+                op_start_ns=replayed.op_start_ns.copy(),
+                op_stop_ns=replayed.op_stop_ns.copy(),
+                variable_address=replayed.variable_address.copy(),
+                names=self._names(replayed),
                 moves=moves,
                 stalls=stalls,
             )
             self._records.clear()
 
     def begin_step(self, active: ExecutablePlan | None) -> None:
-        """What lay between two steps (learning, planning) is over: the step's time counts from here."""
+        """Count the step's time from here: what lay between two steps (recording, planning) is over."""
         self._start_ns = time.monotonic_ns()
-        if active is not self._played:
+        if active is not self._replayed:
             self._manager.stalls.clear()
             self._manager.moves.clear()  # they took everything to where the plan starts; the step is not to blame
 
-    def _names(self, played: ExecutablePlan) -> Mapping[int, TensorName]:
-        """Names of the plan's variables, looked up when its sequence is played for the first time, or soon after."""
-        if self._shape is None or self._shape[0] is not played:
-            self._shape = (played, _shape(played.trace))
+    def _names(self, replayed: ExecutablePlan) -> Mapping[int, TensorName]:
+        """Names of the plan's variables, looked up when its sequence is first replayed, or soon after."""
+        if self._shape is None or self._shape[0] is not replayed:
+            self._shape = (replayed, _shape(replayed.trace))
         shape = self._shape[1]
         started = time.monotonic()
         if shape in self._named or started < self._next_lookup_s:
@@ -152,12 +152,12 @@ class Timeline:
         now = time.monotonic()
         self._next_lookup_s = now + (now - started) / _LOOKUP_FRACTION
         found = {}
-        for role in played.variables:
-            record = role.record
-            if record is not None and played.variable_alive[role.index] and record.address in by_address:
-                found[role.index] = by_address[record.address]
-                if role.predecessor is not None:  # the same thing a step later: a gradient, mostly
-                    found.setdefault(role.predecessor.index, by_address[record.address])
+        for variable in replayed.variables:
+            record = variable.record
+            if record is not None and replayed.variable_alive[variable.index] and record.address in by_address:
+                found[variable.index] = by_address[record.address]
+                if variable.predecessor is not None:  # the same thing a step later: a gradient, mostly
+                    found.setdefault(variable.predecessor.index, by_address[record.address])
         if len(self._named) >= _NUM_SHAPES_KEPT:
             self._named.clear()
         self._named[shape] = found
@@ -168,16 +168,16 @@ class Timeline:
 
         Times count from the step's start, in nanoseconds; `clock` says when that was.
         """
-        played = self._newest
-        if played is None:
+        newest = self._newest
+        if newest is None:
             return None
         self._take_records()
-        start_ns = played.start_ns
-        num_ops = len(played.trace.ops)
-        found = [(move, self._records[move[0]]) for move in played.moves if move[0] in self._records]
+        start_ns = newest.start_ns
+        num_ops = len(newest.trace.ops)
+        found = [(move, self._records[move[0]]) for move in newest.moves if move[0] in self._records]
         found = [(move, record) for move, record in found if not record.error]
         columns: dict[str, list[Any]] = {
-            "variable": [played.role_at(address, record.submit_ns) for (_, address, _), record in found],
+            "variable": [newest.variable_at(address, record.submit_ns) for (_, address, _), record in found],
             "kind": ["load" if record.direction == "read" else "evict" for _, record in found],
             "nbytes": [nbytes for (_, _, nbytes), _ in found],
             **{
@@ -189,28 +189,28 @@ class Timeline:
         return {
             "schema": "ooc.timeline",
             "schema_version": TIMELINE_SCHEMA_VERSION,
-            "step_index": played.step_index,
+            "step_index": newest.step_index,
             "clock": asdict(ClockPair(monotonic_ns=start_ns, unix_ns=clock.unix_ns - clock.monotonic_ns + start_ns)),
-            "duration_ns": played.stop_ns - start_ns,
-            "op_start_ns": (played.op_start_ns[:num_ops] - start_ns).tolist(),
-            "op_stop_ns": (played.op_stop_ns[:num_ops] - start_ns).tolist(),
+            "duration_ns": newest.stop_ns - start_ns,
+            "op_start_ns": (newest.op_start_ns[:num_ops] - start_ns).tolist(),
+            "op_stop_ns": (newest.op_stop_ns[:num_ops] - start_ns).tolist(),
             "transfers": columns,
             "stalls": {
-                "start_ns": [start - start_ns for start, _ in played.stalls],
-                "stop_ns": [stop - start_ns for _, stop in played.stalls],
+                "start_ns": [start - start_ns for start, _ in newest.stalls],
+                "stop_ns": [stop - start_ns for _, stop in newest.stalls],
             },
-            "num_transfers_lost": len(played.moves) - len(found),
-            "trace": _as_data(_with_names(played.trace, played.names).to_json()),
-            "plan": _as_data(played.plan.to_json()),
+            "num_transfers_lost": len(newest.moves) - len(found),
+            "trace": _as_data(_with_names(newest.trace, newest.names).to_json()),
+            "plan": _as_data(newest.plan.to_json()),
         }
 
     def close(self) -> None:
-        """The store is about to be closed: take what it knows. `document` goes on working. Idempotent."""
+        """Take the transfers' times before the store is closed. `document` remains usable. Idempotent."""
         self._take_records()
         self._is_closed = True
 
     def _take_records(self) -> None:
-        """Let the step's transfers land, and take their records; the engine gives out each only once."""
+        """Wait for the step's transfers and take their times; the store's engine gives out each only once."""
         wanted = {ticket for ticket, _, _ in self._newest.moves} if self._newest is not None else set()
         if self._is_closed or not wanted - self._records.keys():
             return
@@ -221,7 +221,7 @@ class Timeline:
 
 
 def _shape(trace: Trace) -> int:
-    """The same for traces whose variables have the same places: a plan made anew need not be named anew."""
+    """A number that is equal for traces with the same variables, so that a new plan of a step keeps its names."""
     return hash((trace.num_ticks, tuple(op.name for op in trace.ops), tuple(v.nbytes for v in trace.variables)))
 
 

@@ -1,9 +1,9 @@
-"""A device for tests and rehearsals: torch's CPU tensors live in the fake CUDA driver's device memory.
+"""A fake CUDA device for tests: torch's CPU tensors live in the device memory of a fake CUDA driver.
 
-Every op of torch runs on the host, at once. So before it runs, the fake is told of it as a kernel on the
-compute stream, with what it reads and writes, and brings about what streams and events put before it, and
-no more: whatever the executor forgot to wait for is still late, at random, and shows as wrong bytes and
-as a race in the fake's report.
+Every op of torch runs on the host, at once. Before it runs, the fake is told of it as a kernel on the compute stream,
+with what it reads and writes. The fake then completes exactly the work that streams and events order before the
+kernel. Work that the executor forgot to wait for is still late, at random, and shows as wrong bytes and as a race in
+the fake's report.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 class FakeCudaDevice:
-    """Opens fakes, one for each session. The last one stays at hand for looking into.
+    """A `Device` that opens a fake driver for each session; the last one remains available to tests.
 
     Args:
-        seed, eagerness: Of the fake's order of execution.
+        seed, eagerness: Determine the fake's order of execution.
         host_budget: Bytes of pinned host memory.
         staging: Bytes of it for transfers to and from the file.
         uses_file: Whether there is a file behind the host memory.
-        prepare: Called with each fake before anything is done on it.
+        prepare: Called with each fake before it is used.
 
     Attributes:
-        fake: The last session's.
-        memory: The last session's.
+        fake: The fake driver of the last session.
+        memory: The memory of the last session.
     """
 
     granule_nbytes = GRANULE_NBYTES
@@ -71,7 +71,7 @@ class FakeCudaDevice:
     def open(
         self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None, checkpoint: Callable[[], None]
     ) -> FakeDeviceMemory:
-        """As `Device.open`; the device has just as much memory as the pool."""
+        """As `Device.open`; the device has exactly the pool's memory."""
         allocator = cpu_allocator()
         self.fake = FakeCuda(
             total_nbytes=num_chunks * chunk_nbytes,
@@ -99,24 +99,24 @@ class FakeCudaDevice:
 
 
 class FakeKernels:
-    """Of a memory over the fake: the program's streams, and its ops as kernels of the fake."""
+    """The part of a memory over the fake that turns ops into kernels, on the program's streams."""
 
     fake: FakeCuda
     streams: DeviceStreams
     stream = 0
-    """On which the program's next op runs."""
+    """The stream on which the program's next op runs."""
 
     def watch(self, manager: ResidencyManager) -> FakeOps:
-        """The fake is told of every op."""
+        """Make the watch that tells the fake of every op."""
         return FakeOps(self, manager)
 
     def new_stream(self) -> int:
-        """Another stream for the program to run ops on."""
+        """Make another stream on which the program can run ops."""
         return self.streams.calls.create_stream()
 
     @contextlib.contextmanager
     def on_stream(self, stream: int) -> Iterator[None]:
-        """Ops of the block run on this stream, as under `torch.cuda.stream`."""
+        """Run the ops of the block on this stream, as under `torch.cuda.stream`."""
         before, self.stream = self.stream, stream
         try:
             yield
@@ -124,17 +124,17 @@ class FakeKernels:
             self.stream = before
 
     def kernel(self, name: str, *, reads: Any = (), writes: Any = ()) -> None:
-        """The host runs this itself right after; the fake brings about what must come before."""
+        """Tell the fake of a kernel, so that it completes what must come before. The host runs the op right after."""
         self.fake.perform(self.streams.follow(), reads=reads, writes=writes, name=name)
 
     def host_touches(self, record: VariableRecord) -> None:
-        """What is on a device the host sees by a copy, which waits for the stream."""
+        """Wait for the stream, as the copy would by which a host reads device memory."""
         if record.state is State.RESIDENT:
             self.kernel("the host's look", reads=[(record.address, record.nbytes)])
 
 
 class FakeDeviceMemory(FakeKernels, DeviceMemory):
-    """Memory of the fake, at addresses that torch's CPU allocator may hand out."""
+    """The fake's device memory, at addresses that torch's CPU allocator may hand out."""
 
     def __init__(self, fake: FakeCuda, *, num_chunks: int, chunk_nbytes: int, **options: Any) -> None:
         self.fake = fake
@@ -151,7 +151,7 @@ class FakeDeviceMemory(FakeKernels, DeviceMemory):
         )
 
     def new_stream(self) -> int:
-        """As `FakeKernels.new_stream`; given back with the memory."""
+        """As `FakeKernels.new_stream`; freed with the memory."""
         self._streams_of_program.append(super().new_stream())
         return self._streams_of_program[-1]
 
@@ -167,13 +167,13 @@ class FakeDeviceMemory(FakeKernels, DeviceMemory):
         manager.records.clear()
 
     def close(self) -> None:
-        """As `DeviceMemory.close`, and what the fake has of this machine."""
+        """As `DeviceMemory.close`; also frees what the fake holds of this machine."""
         try:
             super().close()
             while self._streams_of_program:
                 self.streams.calls.destroy_stream(self._streams_of_program.pop())
         finally:
-            self.fake.close()  # the arena is torch's allocator's: whatever went wrong, nothing may stay mapped there
+            self.fake.close()  # the arena is of torch's allocator: whatever went wrong, nothing may remain mapped there
 
     def _content(self, manager: ResidencyManager, record: VariableRecord) -> bytes:
         if record.state is State.RESIDENT:
@@ -190,7 +190,7 @@ FakeCudaDevice.memory_type = FakeDeviceMemory
 
 
 class FakeOps:
-    """Tells the fake of ops. Each allocation is a kernel of its own: it may take over what its op has freed."""
+    """Tells the fake of ops. Each allocation is a kernel of its own, since it may reuse what its op has freed."""
 
     def __init__(self, memory: FakeKernels, manager: ResidencyManager) -> None:
         self._memory = memory
@@ -205,7 +205,7 @@ class FakeOps:
         self._memory.kernel(str(func), reads=reads, writes=writes)
 
     def ended(self) -> None:
-        """As `OpWatch.ended`: the host has done it already."""
+        """As `OpWatch.ended`. Does nothing: the host has run the op already."""
 
     def born(self, address: int, nbytes: int) -> None:
         """As `OpWatch.born`."""
@@ -213,9 +213,9 @@ class FakeOps:
 
     def calls_of(self, executable: ExecutablePlan) -> list[Any]:
         """As `OpWatch.calls_of`."""
-        return [functools.partial(self._play, executable, index) for index in range(executable.num_ops)]
+        return [functools.partial(self._replay, executable, index) for index in range(executable.num_ops)]
 
-    def _play(self, executable: ExecutablePlan, index: int, /, *args: Any, **kwargs: Any) -> Any:
+    def _replay(self, executable: ExecutablePlan, index: int, /, *args: Any, **kwargs: Any) -> Any:
         name = str(executable.funcs[index])
         reads: list[tuple[int, int]] = []
         writes: list[tuple[int, int]] = []

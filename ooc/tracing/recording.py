@@ -9,7 +9,7 @@ from ooc.tracing.call_sites import CallSites
 from ooc.tracing.recorder import StepRecorder
 
 
-class Recording:
+class StepRecording:
     """The recording of the present step: its ops so far while it runs on demand, nothing while a plan is replayed.
 
     Attributes:
@@ -23,7 +23,7 @@ class Recording:
         self.call_sites = CallSites()
 
     def __repr__(self) -> str:
-        return f"<Recording {self.recorder!r}>"
+        return f"<StepRecording {self.recorder!r}>"
 
     def note_limit(self, flight_nbytes: int) -> None:
         """So many bytes of operands of collectives under way are kept in use in traces (`StepRecorder`)."""

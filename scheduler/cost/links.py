@@ -34,7 +34,7 @@ def slowdown(machine: Machine) -> float:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Transfer:
+class LinkTransfer:
     """One load or write. Mutable: the links fill in when it started and stopped.
 
     Attributes:
@@ -44,7 +44,7 @@ class Transfer:
     variable: int
     nbytes: int
     is_load: bool
-    after: list[Transfer] = field(default_factory=list)
+    after: list[LinkTransfer] = field(default_factory=list)
     start_ns: int | None = None
     stop_ns: int | None = None
 
@@ -61,8 +61,8 @@ class Links:
         self._in = _Lane(machine.load_bytes_per_s)
         self._out = _Lane(machine.evict_bytes_per_s)
         self._slowdown = slowdown(machine)
-        self._writes: deque[Transfer] = deque()
-        self._loads: list[Transfer] = []
+        self._writes: deque[LinkTransfer] = deque()
+        self._loads: list[LinkTransfer] = []
         self._may_start = False  # whether a load may be ready that was not when last looked for
 
     @property
@@ -73,7 +73,7 @@ class Links:
         waiting = [(t, self._latency_ns, float(t.nbytes)) for t in (*self._writes, *self._loads)]
         return tuple((t.variable, t.is_load, left_ns, left) for t, left_ns, left in (*running, *waiting))
 
-    def issue(self, transfer: Transfer, at_ns: int) -> None:
+    def issue(self, transfer: LinkTransfer, at_ns: int) -> None:
         """Queue a transfer at time `at_ns`."""
         self.advance(at_ns)
         if transfer.is_load:
@@ -91,7 +91,7 @@ class Links:
             pass
         self.now_ns = max(self.now_ns, until_ns)
 
-    def wait(self, transfer: Transfer) -> int:
+    def wait(self, transfer: LinkTransfer) -> int:
         """Let the links work until `transfer` is done; returns when that is."""
         while transfer.stop_ns is None:
             if not self._step(None):
@@ -144,7 +144,7 @@ class _Lane:
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_ns = bytes_per_s / 1e9
-        self.current: Transfer | None = None
+        self.current: LinkTransfer | None = None
         self.latency_left_ns = 0
         self.left_nbytes = 0.0
 
@@ -153,7 +153,7 @@ class _Lane:
         """Whether bytes move now."""
         return self.current is not None and self.latency_left_ns == 0
 
-    def start(self, transfer: Transfer, latency_ns: int, now_ns: int) -> None:
+    def start(self, transfer: LinkTransfer, latency_ns: int, now_ns: int) -> None:
         self.current = transfer
         self.latency_left_ns = latency_ns
         self.left_nbytes = float(transfer.nbytes)

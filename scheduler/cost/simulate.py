@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from scheduler.cost.actions import RerunWork, StepActions, step_actions
-from scheduler.cost.links import Links, Transfer, least_busy_ns
+from scheduler.cost.links import Links, LinkTransfer, least_busy_ns
 from scheduler.plan import Discarded, Dropped, Plan, Residency, occupied_ticks
 from scheduler.trace import Trace
 
@@ -101,9 +101,9 @@ class _Run:
         self.links = Links(plan.machine)
         self.now_ns = 0
         self.period_start_ns = 0
-        self.load_of: dict[int, Transfer] = {}  # residency -> its load, this step's or the last's
-        self.write_of: dict[int, Transfer] = {}
-        self.transfers: list[Transfer] = []  # those issued in the present period
+        self.load_of: dict[int, LinkTransfer] = {}  # residency -> its load, this step's or the last's
+        self.write_of: dict[int, LinkTransfer] = {}
+        self.transfers: list[LinkTransfer] = []  # those issued in the present period
         self.op_start_ns: list[int] = []
         self.op_stall_ns: list[int] = []
         self.rerun_spans: dict[int, tuple[int, int]] = {}  # op -> start and stop of the re-run before it
@@ -168,11 +168,11 @@ class _Run:
     def _issue_write(self, r: int) -> None:
         self.write_of[r] = self._transfer(r, is_load=False, after=[])
 
-    def _transfer(self, r: int, *, is_load: bool, after: list[Transfer]) -> Transfer:
+    def _transfer(self, r: int, *, is_load: bool, after: list[LinkTransfer]) -> LinkTransfer:
         variable = self.plan.residencies[r].variable
         nbytes = self.trace.variables[variable].nbytes
         after = [write for write in after if write.stop_ns is None]
-        transfer = Transfer(variable=variable, nbytes=nbytes, is_load=is_load, after=after)
+        transfer = LinkTransfer(variable=variable, nbytes=nbytes, is_load=is_load, after=after)
         self.links.issue(transfer, self.now_ns)
         self.transfers.append(transfer)
         return transfer

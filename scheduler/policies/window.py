@@ -48,7 +48,7 @@ _SNAPSHOT_EVERY = 64
 _VARIABLES_PER_OP_BETWEEN = 80
 
 
-class State(Enum):
+class Whereabouts(Enum):
     """Where a variable is; which sum counts it."""
 
     NONE = "not allocated yet"
@@ -93,7 +93,7 @@ def tune(trace: Trace, machine: Machine, parameters: Mapping[str, Any]) -> dict[
     return {**parameters, "window_nbytes": min(ranks)[-1] if ranks else 0}
 
 
-class Act(Enum):
+class WindowAct(Enum):
     """What the walk decides, in order; the plan is read off the list of acts."""
 
     BIRTH = "allocated in op"
@@ -104,7 +104,7 @@ class Act(Enum):
     DEATH = "freed in op, or between it and the next"
 
 
-Decision: TypeAlias = tuple[Act, int, int]
+Decision: TypeAlias = tuple[WindowAct, int, int]
 """One act on one variable, at one op. A plain tuple: a walk makes tens of thousands."""
 
 
@@ -121,7 +121,7 @@ class WindowState:
         fifo: Variables written out and not waited for, in order of reservation.
     """
 
-    where: list[State]
+    where: list[Whereabouts]
     count: list[int]
     head: int = 0
     window_nbytes: int = 0
@@ -143,17 +143,17 @@ class WindowState:
 
 
 # By names of this module: the walk asks for them hundreds of thousands of times.
-_NONE: Final = State.NONE
-_HOST: Final = State.HOST
-_IN: Final = State.IN
-_OUT: Final = State.OUT
-_DEAD: Final = State.DEAD
-_BIRTH: Final = Act.BIRTH
-_LOAD: Final = Act.LOAD
-_EVICT: Final = Act.EVICT
-_WITHDRAW: Final = Act.WITHDRAW
-_RELEASE: Final = Act.RELEASE
-_DEATH: Final = Act.DEATH
+_NONE: Final = Whereabouts.NONE
+_HOST: Final = Whereabouts.HOST
+_IN: Final = Whereabouts.IN
+_OUT: Final = Whereabouts.OUT
+_DEAD: Final = Whereabouts.DEAD
+_BIRTH: Final = WindowAct.BIRTH
+_LOAD: Final = WindowAct.LOAD
+_EVICT: Final = WindowAct.EVICT
+_WITHDRAW: Final = WindowAct.WITHDRAW
+_RELEASE: Final = WindowAct.RELEASE
+_DEATH: Final = WindowAct.DEATH
 
 
 class WindowWalk:

@@ -256,8 +256,8 @@ def test_ops_on_demand_are_timed_to_their_end_and_planned_ones_are_not_waited_fo
     assert done == []
     ops.ended()
     assert done == ["first"]
-    played = ops._play(lambda: fake.launch(0, lambda: done.append("second"), name="op"))
-    assert played is None and done == ["first"]
+    replayed = ops._replay(lambda: fake.launch(0, lambda: done.append("second"), name="op"))
+    assert replayed is None and done == ["first"]
     memory.close()
     assert done == ["first", "second"]
     assert fake.races == ()

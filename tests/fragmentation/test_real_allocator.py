@@ -160,7 +160,7 @@ def test_told_the_capacity_the_model_does_the_same_by_itself(name: str, capacity
     as_recorded = replay_of(stream)
     own = make_report(stream, names=("caching",), capacity=capacity).reference_summary
     assert own is not None
-    assert own.outcome is analysis.Outcome.FITS
+    assert own.outcome is analysis.CapacityVerdict.FITS
     assert own.replay.num_device_frees == STATS[name]["num_device_free"]
     assert own.replay.num_retries == STATS[name]["num_alloc_retries"]
     assert own.replay.reserved_nbytes.tolist() == as_recorded.reserved_nbytes.tolist()

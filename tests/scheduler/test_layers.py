@@ -7,9 +7,9 @@ import pytest
 from scheduler.layers import (
     CreateMode,
     Layer,
-    Memory,
+    LayerMemory,
     Procedure,
-    Request,
+    TensorRequest,
     execution_orders,
     merged,
     placement_problem,
@@ -28,21 +28,23 @@ def floats(*shape: int) -> int:
     return count
 
 
-def one_layer_and_loss(nbytes_in: int, nbytes_out: int, weights: dict[str, int]) -> tuple[list[Layer], list[Request]]:
+def one_layer_and_loss(
+    nbytes_in: int, nbytes_out: int, weights: dict[str, int]
+) -> tuple[list[Layer], list[TensorRequest]]:
     """A layer and a mean-squared-error loss: the loss reads output and label, and writes the derivative."""
     requests = [
-        Request(name="X0", nbytes=nbytes_in, uses=((0, F), (0, CG)), mode=CreateMode.PLACEHOLDER),
-        Request(name="X1", nbytes=nbytes_out, uses=((0, F), (1, F), (1, CD))),
-        Request(name="label", nbytes=nbytes_out, uses=((1, Procedure.ITERATION),), mode=CreateMode.PLACEHOLDER),
-        Request(name="D1", nbytes=nbytes_out, uses=((1, CD), (0, CG), (0, CD))),
+        TensorRequest(name="X0", nbytes=nbytes_in, uses=((0, F), (0, CG)), mode=CreateMode.PLACEHOLDER),
+        TensorRequest(name="X1", nbytes=nbytes_out, uses=((0, F), (1, F), (1, CD))),
+        TensorRequest(name="label", nbytes=nbytes_out, uses=((1, Procedure.ITERATION),), mode=CreateMode.PLACEHOLDER),
+        TensorRequest(name="D1", nbytes=nbytes_out, uses=((1, CD), (0, CG), (0, CD))),
     ]
     for name, nbytes in weights.items():
-        requests.append(Request(name=name, nbytes=nbytes, uses=((0, Procedure.MAX),)))
-        requests.append(Request(name=f"d{name}", nbytes=nbytes, uses=((0, CG), (0, AG))))
+        requests.append(TensorRequest(name=name, nbytes=nbytes, uses=((0, Procedure.MAX),)))
+        requests.append(TensorRequest(name=f"d{name}", nbytes=nbytes, uses=((0, CG), (0, AG))))
     return [Layer(name="layer"), Layer(name="loss", is_trainable=False)], requests
 
 
-def theoretical_kib(layers: list[Layer], requests: list[Request]) -> int:
+def theoretical_kib(layers: list[Layer], requests: list[TensorRequest]) -> int:
     return theoretical_nbytes(merged(requests, layers)) // KIB
 
 
@@ -93,7 +95,7 @@ def test_table_4_conv2d() -> None:
     assert theoretical_kib(layers, requests) == 65_856
 
 
-def conv_activation_flatten(*, in_place: bool) -> tuple[list[Layer], list[Request]]:
+def conv_activation_flatten(*, in_place: bool) -> tuple[list[Layer], list[TensorRequest]]:
     """Figure 5's model: convolution, sigmoid in place, flatten as a view, loss."""
     nbytes = floats(64, 3, 112, 112)
     layers = [Layer(name="conv"), *(Layer(name=n, is_trainable=False) for n in ("sigmoid", "flatten", "loss"))]
@@ -104,16 +106,16 @@ def conv_activation_flatten(*, in_place: bool) -> tuple[list[Layer], list[Reques
         return {"target": name} if in_place else {}
 
     requests = [
-        Request(name="X0", nbytes=floats(64, 3, 224, 224), uses=((0, F), (0, CG)), mode=CreateMode.PLACEHOLDER),
-        Request(name="W", nbytes=floats(3, 3, 3, 3), uses=((0, Procedure.MAX),)),
-        Request(name="dW", nbytes=floats(3, 3, 3, 3), uses=((0, CG), (0, AG))),
-        Request(name="X1", nbytes=nbytes, uses=((0, F), (1, F))),
-        Request(name="X2", nbytes=nbytes, uses=((1, F), (1, CD), (2, F)), **view, **target("X1")),
-        Request(name="X3", nbytes=nbytes, uses=((2, F), (3, F), (3, CD)), **flat, **target("X2")),
-        Request(name="label", nbytes=nbytes, uses=((3, Procedure.ITERATION),), mode=CreateMode.PLACEHOLDER),
-        Request(name="D3", nbytes=nbytes, uses=((3, CD), (2, CD))),
-        Request(name="D2", nbytes=nbytes, uses=((2, CD), (1, CD)), **flat, **target("D3")),
-        Request(name="D1", nbytes=nbytes, uses=((1, CD), (0, CG), (0, CD)), **view, **target("D2")),
+        TensorRequest(name="X0", nbytes=floats(64, 3, 224, 224), uses=((0, F), (0, CG)), mode=CreateMode.PLACEHOLDER),
+        TensorRequest(name="W", nbytes=floats(3, 3, 3, 3), uses=((0, Procedure.MAX),)),
+        TensorRequest(name="dW", nbytes=floats(3, 3, 3, 3), uses=((0, CG), (0, AG))),
+        TensorRequest(name="X1", nbytes=nbytes, uses=((0, F), (1, F))),
+        TensorRequest(name="X2", nbytes=nbytes, uses=((1, F), (1, CD), (2, F)), **view, **target("X1")),
+        TensorRequest(name="X3", nbytes=nbytes, uses=((2, F), (3, F), (3, CD)), **flat, **target("X2")),
+        TensorRequest(name="label", nbytes=nbytes, uses=((3, Procedure.ITERATION),), mode=CreateMode.PLACEHOLDER),
+        TensorRequest(name="D3", nbytes=nbytes, uses=((3, CD), (2, CD))),
+        TensorRequest(name="D2", nbytes=nbytes, uses=((2, CD), (1, CD)), **flat, **target("D3")),
+        TensorRequest(name="D1", nbytes=nbytes, uses=((1, CD), (0, CG), (0, CD)), **view, **target("D2")),
     ]
     return layers, requests
 
@@ -131,12 +133,12 @@ def test_table_4_conv_activation_flatten_needs_the_merging() -> None:
 def test_a_view_may_not_overwrite_what_is_read_later() -> None:
     """Line 25: the largest order of the target must not be above the smallest of the view."""
     layers = [Layer(name="a"), Layer(name="b")]
-    target = Request(name="X", nbytes=8, uses=((0, F), (0, CG)))
-    view = Request(name="Y", nbytes=8, uses=((1, F),), mode=CreateMode.MODIFY_VIEW, target="X")
+    target = TensorRequest(name="X", nbytes=8, uses=((0, F), (0, CG)))
+    view = TensorRequest(name="Y", nbytes=8, uses=((1, F),), mode=CreateMode.MODIFY_VIEW, target="X")
     assert len(merged([target, view], layers)) == 2
-    read_only = Request(name="Y", nbytes=8, uses=((1, F),), mode=CreateMode.READ_ONLY_VIEW, target="X")
+    read_only = TensorRequest(name="Y", nbytes=8, uses=((1, F),), mode=CreateMode.READ_ONLY_VIEW, target="X")
     (memory,) = merged([target, read_only], layers)
-    assert memory == Memory(tensors=("X", "Y"), nbytes=8, first_order=0, last_order=5)
+    assert memory == LayerMemory(tensors=("X", "Y"), nbytes=8, first_order=0, last_order=5)
 
 
 def test_the_sorting_planner_places_merged_tensors_at_the_theoretical_memory() -> None:
@@ -149,9 +151,9 @@ def test_the_sorting_planner_places_merged_tensors_at_the_theoretical_memory() -
 
 def test_bad_requests_are_refused() -> None:
     with pytest.raises(ValueError, match="create mode MV with target None"):
-        Request(name="X", nbytes=8, uses=((0, F),), mode=CreateMode.MODIFY_VIEW)
+        TensorRequest(name="X", nbytes=8, uses=((0, F),), mode=CreateMode.MODIFY_VIEW)
     with pytest.raises(ValueError, match="0 bytes"):
-        Request(name="X", nbytes=0, uses=((0, F),))
-    lost = Request(name="X", nbytes=8, uses=((0, F),), mode=CreateMode.EXTEND, target="W")
+        TensorRequest(name="X", nbytes=0, uses=((0, F),))
+    lost = TensorRequest(name="X", nbytes=8, uses=((0, F),), mode=CreateMode.EXTEND, target="W")
     with pytest.raises(ValueError, match="view of 'W', which nobody requests"):
         merged([lost], [Layer(name="a")])

@@ -10,7 +10,7 @@ import pytest
 from scheduler.budget import BudgetTooSmall
 from scheduler.plan import Machine
 from scheduler.planning import make_plan
-from scheduler.policies.window import Act, State, WindowWalk
+from scheduler.policies.window import Whereabouts, WindowAct, WindowWalk
 from scheduler.trace import Trace
 from tests.scheduler.random_traces import random_machine, random_trace
 
@@ -23,14 +23,14 @@ class WatchedWalk(WindowWalk):
     def _swap_out(self, index: int) -> None:
         self.check_sums(index)
         fixed = self.fixed[index]
-        assert all(self.state.where[v] is State.IN or v in fixed for v in self.operands[index])  # f_i runs here
+        assert all(self.state.where[v] is Whereabouts.IN or v in fixed for v in self.operands[index])  # f_i runs here
         head = self.state.head
         super()._swap_out(index)
         assert self.state.head == head
         self.check_sums(index)
         for v, where in enumerate(self.state.where):
-            if where is not State.NONE:
-                assert (where is State.IN) == (self.state.count[v] > 0)
+            if where is not Whereabouts.NONE:
+                assert (where is Whereabouts.IN) == (self.state.count[v] > 0)
 
     def _swap_in(self, index: int) -> int | None:
         head = self.state.head
@@ -49,12 +49,12 @@ class WatchedWalk(WindowWalk):
 
     def check_sums(self, index: int) -> None:
         s = self.state
-        where = {state: [v for v, w in enumerate(s.where) if w is state] for state in State}
-        assert s.num_in == sum(self.chunks[v] for v in where[State.IN])
-        assert s.num_out == sum(self.chunks[v] for v in where[State.OUT])
-        handed_over = sum(self.chunks[v] for v in self.fixed[index] if s.where[v] in (State.IN, State.OUT))
+        where = {state: [v for v, w in enumerate(s.where) if w is state] for state in Whereabouts}
+        assert s.num_in == sum(self.chunks[v] for v in where[Whereabouts.IN])
+        assert s.num_out == sum(self.chunks[v] for v in where[Whereabouts.OUT])
+        handed_over = sum(self.chunks[v] for v in self.fixed[index] if s.where[v] in (Whereabouts.IN, Whereabouts.OUT))
         assert s.num_in + s.num_out - handed_over <= self.room[index]
-        assert sorted(s.fifo) == where[State.OUT]
+        assert sorted(s.fifo) == where[Whereabouts.OUT]
 
 
 def sums_of_operands(trace: Trace, machine: Machine) -> list[int]:
@@ -73,20 +73,20 @@ def check_decisions(walk: WatchedWalk) -> None:
     resident: set[int] = set()
     for act, variable, _ in walk.decisions:
         match act:
-            case Act.LOAD | Act.BIRTH:
+            case WindowAct.LOAD | WindowAct.BIRTH:
                 assert variable not in pending
                 assert variable not in resident
                 resident.add(variable)
-            case Act.EVICT:
+            case WindowAct.EVICT:
                 assert variable in resident
                 assert variable not in pending
                 pending.add(variable)
-            case Act.WITHDRAW:
+            case WindowAct.WITHDRAW:
                 pending.remove(variable)
-            case Act.RELEASE:
+            case WindowAct.RELEASE:
                 pending.remove(variable)
                 resident.remove(variable)
-            case Act.DEATH:
+            case WindowAct.DEATH:
                 pending.discard(variable)
                 resident.remove(variable)
     assert not pending

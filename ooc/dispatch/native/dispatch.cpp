@@ -43,7 +43,7 @@ struct Dispatcher {
   Py_ssize_t cdata_offset;  // of the TensorImpl* in the Python object; -1: ask for _cdata
   PyObject *slow, *before, *after, *finish, *failed;
   PyObject* owner;  // the mode whose __torch_dispatch__ this is; torch asks for it as `__self__`
-  // The plan being played. `funcs`, `calls` and `buffers` keep alive what the pointers point to.
+  // The plan being replayed. `funcs`, `calls` and `buffers` keep alive what the pointers point to.
   PyObject *funcs, *calls, *buffers;
   const PlanOp* ops;
   const uint32_t* uses;

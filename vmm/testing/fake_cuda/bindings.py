@@ -14,9 +14,9 @@ from typing import Any, Concatenate, ParamSpec
 from vmm.testing.fake_cuda import names
 from vmm.testing.fake_cuda.contexts import CONTEXT, Contexts, ThreadContexts
 from vmm.testing.fake_cuda.memory import FakeMemory, HostMemory
-from vmm.testing.fake_cuda.names import CUresult, Refused
-from vmm.testing.fake_cuda.races import Access, Clock, Interval, Race, RaceDetector
-from vmm.testing.fake_cuda.work import Act, Stream, Work
+from vmm.testing.fake_cuda.names import CallRefused, CUresult
+from vmm.testing.fake_cuda.races import Clock, Interval, Race, RaceDetector, TrackedAccess
+from vmm.testing.fake_cuda.work import FakeAct, FakeStream, Work
 
 __all__ = ["FakeCuda"]
 
@@ -42,9 +42,9 @@ def _call(
             self._work.progress()
             try:
                 if body.__name__ not in _WITHOUT_CONTEXT and not self._contexts.current():
-                    raise Refused(CUresult.CUDA_ERROR_INVALID_CONTEXT)
+                    raise CallRefused(CUresult.CUDA_ERROR_INVALID_CONTEXT)
                 value = body(self, *arguments, **options)
-            except Refused as refused:
+            except CallRefused as refused:
                 return (refused.result, *([None] * _NUM_VALUES.get(body.__name__, 0)))
         if value is None:
             return (CUresult.CUDA_SUCCESS,)
@@ -221,7 +221,9 @@ class FakeCuda:
             act_id, tick = self._work.host_act()
             agent = self._work.host_agent
             uses[agent] = (tick, name)
-            access = Access(act_id=act_id, name=name, agent=agent, tick=tick, is_write=is_write, interval=interval)
+            access = TrackedAccess(
+                act_id=act_id, name=name, agent=agent, tick=tick, is_write=is_write, interval=interval
+            )
             self._detector.add(access, dict(self._work.host_clock))
 
     def host_signal(self) -> Clock:
@@ -255,7 +257,7 @@ class FakeCuda:
         """The only device is number 0."""
         self._check_initialized()
         if ordinal != 0:
-            raise Refused(CUresult.CUDA_ERROR_INVALID_DEVICE)
+            raise CallRefused(CUresult.CUDA_ERROR_INVALID_DEVICE)
         return names.CUhandle(0)
 
     @_call
@@ -286,7 +288,7 @@ class FakeCuda:
     def cuCtxSetCurrent(self, context: Any) -> None:
         """Make it the calling thread's; 0: none."""
         if int(context) not in (0, CONTEXT):
-            raise Refused(CUresult.CUDA_ERROR_INVALID_CONTEXT)
+            raise CallRefused(CUresult.CUDA_ERROR_INVALID_CONTEXT)
         self._contexts.make_current(int(context))
 
     @_call
@@ -387,7 +389,7 @@ class FakeCuda:
         it = self._work.stream(stream)
         self._work.step()
         if it.queue or not all(act.is_done for act in it.awaited):
-            raise Refused(CUresult.CUDA_ERROR_NOT_READY)
+            raise CallRefused(CUresult.CUDA_ERROR_NOT_READY)
         self._work.host_learns(it.clock)
 
     @_call
@@ -426,7 +428,7 @@ class FakeCuda:
         it = self._work.event(event)
         self._work.step()
         if it.act is not None and not it.act.is_done:
-            raise Refused(CUresult.CUDA_ERROR_NOT_READY)
+            raise CallRefused(CUresult.CUDA_ERROR_NOT_READY)
         self._work.host_learns(it.clock)
 
     @_call
@@ -484,18 +486,18 @@ class FakeCuda:
             for mapping, interval in self._memory.touched(name, address, nbytes, is_write=is_write)
         ]
 
-    def _queue(self, stream: Stream, name: str, steps: Sequence[Callable[[], object]], uses: list[_Use]) -> Act:
+    def _queue(self, stream: FakeStream, name: str, steps: Sequence[Callable[[], object]], uses: list[_Use]) -> FakeAct:
         act = self._work.enqueue(stream, name, steps)
         clock = stream.clock  # a stream's clock is replaced, never changed
         for noted, interval, is_write in uses:
             noted[stream.agent] = (act.tick, name)
-            access = Access(
+            access = TrackedAccess(
                 act_id=act.id, name=name, agent=stream.agent, tick=act.tick, is_write=is_write, interval=interval
             )
             self._detector.add(access, clock)
         return act
 
-    def _observe(self, stream: Stream) -> None:
+    def _observe(self, stream: FakeStream) -> None:
         self._work.finish(self._work.enqueue(stream, "synchronise"))
         self._work.host_learns(stream.clock)
 
@@ -511,14 +513,14 @@ class FakeCuda:
 
     def _check_initialized(self) -> None:
         if not self._is_initialized:
-            raise Refused(CUresult.CUDA_ERROR_NOT_INITIALIZED)
+            raise CallRefused(CUresult.CUDA_ERROR_NOT_INITIALIZED)
 
     def _check_device(self, device: Any) -> None:
         self._check_initialized()
         if int(device) != 0:
-            raise Refused(CUresult.CUDA_ERROR_INVALID_DEVICE)
+            raise CallRefused(CUresult.CUDA_ERROR_INVALID_DEVICE)
 
 
 def _require(condition: bool) -> None:
     if not condition:
-        raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
+        raise CallRefused(CUresult.CUDA_ERROR_INVALID_VALUE)

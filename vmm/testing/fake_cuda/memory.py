@@ -14,11 +14,11 @@ from typing import Any
 from vmm.ranges import FreeRanges
 from vmm.syscalls import MAP_FIXED, MAP_NORESERVE, Syscalls
 from vmm.testing.fake_cuda.names import (
+    CallRefused,
     CUmemAccess_flags,
     CUmemAllocationType,
     CUmemLocationType,
     CUresult,
-    Refused,
     RuleBroken,
 )
 from vmm.testing.fake_cuda.races import Clock, Interval
@@ -137,10 +137,10 @@ class FakeMemory:
             or location.type != CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
             or int(location.id) != 0
         ):
-            raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
+            raise CallRefused(CUresult.CUDA_ERROR_INVALID_VALUE)
         granule = self._free.take(nbytes // self.granularity)
         if granule is None:
-            raise Refused(CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+            raise CallRefused(CUresult.CUDA_ERROR_OUT_OF_MEMORY)
         self._num_handles += 1
         handle = 0xA000 + self._num_handles
         self._allocations[handle] = _Allocation(granule * self.granularity, nbytes)
@@ -160,11 +160,11 @@ class FakeMemory:
         """cuMemAddressReserve. The wish for an address is only a hint, and not heard."""
         alignment = max(alignment, self.granularity)
         if nbytes <= 0 or nbytes % self.granularity or alignment & (alignment - 1) or flags:
-            raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
+            raise CallRefused(CUresult.CUDA_ERROR_INVALID_VALUE)
         slack = alignment if self._lent is None else alignment - self.granularity
         outer = self._take_addresses(nbytes + slack)
         if outer is None:
-            raise Refused(CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+            raise CallRefused(CUresult.CUDA_ERROR_OUT_OF_MEMORY)
         address = -(-outer // alignment) * alignment
         self._reservations[address] = nbytes
         self._outer[address] = (outer, nbytes + slack)
@@ -191,7 +191,7 @@ class FakeMemory:
         """cuMemAddressFree: exactly what was reserved, with nothing mapped."""
         is_mapped = next(self._within(address, address + nbytes), None) is not None
         if self._reservations.get(address) != nbytes or is_mapped:
-            raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
+            raise CallRefused(CUresult.CUDA_ERROR_INVALID_VALUE)
         del self._reservations[address]
         self._give_addresses_back(address)
 
@@ -208,7 +208,7 @@ class FakeMemory:
             or not self._is_reserved(address, nbytes)
             or next(self._within(address, address + nbytes), None) is not None
         ):
-            raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
+            raise CallRefused(CUresult.CUDA_ERROR_INVALID_VALUE)
         self._mmap(address, nbytes, allocation.offset)
         self._mappings[address] = Mapping(address, nbytes, handle, allocation.offset)
         insort(self._starts, address)
@@ -230,9 +230,9 @@ class FakeMemory:
         """cuMemSetAccess: whole mappings, without a hole; less access under the same rule as unmapping."""
         mappings = self._whole(address, nbytes)
         if count != 1 or len(wishes) != 1 or wishes[0].flags not in _PROTS or int(wishes[0].location.id) != 0:
-            raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
+            raise CallRefused(CUresult.CUDA_ERROR_INVALID_VALUE)
         if wishes[0].location.type != CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE:
-            raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
+            raise CallRefused(CUresult.CUDA_ERROR_INVALID_VALUE)
         access = CUmemAccess_flags(wishes[0].flags)
         for mapping in mappings:
             if access < mapping.access:
@@ -299,10 +299,10 @@ class FakeMemory:
         place = address
         for mapping in mappings:
             if mapping.address != place:
-                raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
+                raise CallRefused(CUresult.CUDA_ERROR_INVALID_VALUE)
             place += mapping.nbytes
         if not mappings or place != address + nbytes:
-            raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
+            raise CallRefused(CUresult.CUDA_ERROR_INVALID_VALUE)
         return mappings
 
 
@@ -320,7 +320,7 @@ class HostMemory:
     def allocate(self, nbytes: int) -> int:
         """cuMemHostAlloc."""
         if nbytes <= 0:
-            raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
+            raise CallRefused(CUresult.CUDA_ERROR_INVALID_VALUE)
         buffer = ctypes.create_string_buffer(nbytes + mmap.PAGESIZE)
         address = -(-ctypes.addressof(buffer) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._ours[address] = buffer
@@ -330,16 +330,16 @@ class HostMemory:
     def register(self, address: int, nbytes: int) -> None:
         """cuMemHostRegister."""
         if nbytes <= 0:
-            raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
+            raise CallRefused(CUresult.CUDA_ERROR_INVALID_VALUE)
         if any(at < address + nbytes and address < at + n for at, (n, _) in self._pinned.items()):
-            raise Refused(CUresult.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
+            raise CallRefused(CUresult.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
         self._pinned[address] = (nbytes, {})
 
     def give_back(self, address: int, clock: Clock, *, is_ours: bool) -> None:
         """cuMemFreeHost or cuMemHostUnregister, when the caller has observed the last use."""
         if address not in self._pinned or (address in self._ours) != is_ours:
             code = CUresult.CUDA_ERROR_INVALID_VALUE if is_ours else CUresult.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
-            raise Refused(code)
+            raise CallRefused(code)
         for agent, (tick, name) in self._pinned[address][1].items():
             if clock.get(agent, 0) < tick:
                 raise RuleBroken(f"host memory at {address:#x} is given back before {name} was seen to be done")

@@ -18,7 +18,7 @@ __all__ = [
     "CUmemLocationType",
     "CUresult",
     "CUstream_flags",
-    "Refused",
+    "CallRefused",
     "RuleBroken",
 ]
 
@@ -148,7 +148,7 @@ class RuleBroken(AssertionError):
     """The program did what the real driver does not forbid but answers with garbage, a lost context or worse."""
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """Inside the fake: the call answers this result."""
 
     def __init__(self, result: CUresult) -> None:

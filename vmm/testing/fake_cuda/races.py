@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Access", "Clock", "Interval", "Race", "RaceDetector", "joined"]
+__all__ = ["Clock", "Interval", "Race", "RaceDetector", "TrackedAccess", "joined"]
 
 Clock = dict[int, int]
 
@@ -40,7 +40,7 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
+class TrackedAccess:
     """One act's touch of one interval.
 
     Attributes:
@@ -73,8 +73,8 @@ class Race:
         second: The other. The same act as `first` where one launch reaches bytes through two aliases.
     """
 
-    first: Access
-    second: Access
+    first: TrackedAccess
+    second: TrackedAccess
 
     def __str__(self) -> str:
         interval = self.second.interval
@@ -107,7 +107,7 @@ class RaceDetector:
         """
         return tuple(self._found.values())
 
-    def add(self, access: Access, clock: Clock) -> None:
+    def add(self, access: TrackedAccess, clock: Clock) -> None:
         """Compare an access with all earlier ones.
 
         Args:
@@ -130,11 +130,11 @@ class RaceDetector:
 
 
 class _Known(NamedTuple):
-    access: Access
+    access: TrackedAccess
     clock: Clock
 
 
-def _is_covered(access: Access, later: Iterable[_Known]) -> bool:
+def _is_covered(access: TrackedAccess, later: Iterable[_Known]) -> bool:
     """Whether some later access is ordered after this one and meets all that this one could meet."""
     start, stop = access.interval.start, access.interval.stop
     return any(
@@ -147,13 +147,13 @@ def _is_covered(access: Access, later: Iterable[_Known]) -> bool:
     )
 
 
-def _conflict(one: Access, other: Access) -> bool:
+def _conflict(one: TrackedAccess, other: TrackedAccess) -> bool:
     if not (one.is_write or other.is_write):
         return False
     return one.interval.start < other.interval.stop and other.interval.start < one.interval.stop
 
 
-def _is_ordered(earlier: Access, later: Access, clock: Mapping[int, int]) -> bool:
+def _is_ordered(earlier: TrackedAccess, later: TrackedAccess, clock: Mapping[int, int]) -> bool:
     if earlier.act_id != later.act_id:
         return clock.get(earlier.agent, 0) >= earlier.tick
     # Within one launch the same address is the kernel's own business; two addresses of one byte are an alias.

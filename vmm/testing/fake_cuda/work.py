@@ -7,32 +7,32 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from vmm.testing.fake_cuda.names import CUresult, Refused
+from vmm.testing.fake_cuda.names import CallRefused, CUresult
 from vmm.testing.fake_cuda.races import Clock, joined
 
-__all__ = ["Act", "Event", "Stream", "Work"]
+__all__ = ["FakeAct", "FakeEvent", "FakeStream", "Work"]
 
 LEGACY_STREAM = 0
 
 
-class Act:
+class FakeAct:
     """Something queued on a stream: steps to run, after other acts."""
 
     __slots__ = ("after", "id", "is_done", "name", "steps", "stream", "tick")
 
     def __init__(
-        self, act_id: int, name: str, tick: int, steps: Sequence[Callable[[], object]], stream: Stream
+        self, act_id: int, name: str, tick: int, steps: Sequence[Callable[[], object]], stream: FakeStream
     ) -> None:
         self.id = act_id
         self.stream = stream
         self.name = name
         self.tick = tick
         self.steps = deque(steps)
-        self.after: list[Act] = []
+        self.after: list[FakeAct] = []
         self.is_done = False
 
 
-class Stream:
+class FakeStream:
     """A queue of acts. The clock is that of the last one."""
 
     __slots__ = ("agent", "awaited", "clock", "handle", "is_blocking", "last", "queue")
@@ -42,18 +42,18 @@ class Stream:
         self.agent = agent
         self.is_blocking = is_blocking
         self.clock: Clock = {}
-        self.queue: deque[Act] = deque()
-        self.last: Act | None = None
-        self.awaited: list[Act] = []  # what the next act must wait for
+        self.queue: deque[FakeAct] = deque()
+        self.last: FakeAct | None = None
+        self.awaited: list[FakeAct] = []  # what the next act must wait for
 
 
-class Event:
+class FakeEvent:
     """The last record of an event: what it stands for, and what has happened before it."""
 
     __slots__ = ("act", "clock")
 
     def __init__(self) -> None:
-        self.act: Act | None = None
+        self.act: FakeAct | None = None
         self.clock: Clock = {}
 
 
@@ -76,10 +76,10 @@ class Work:
         self._num_handles = 0
         self._thread = threading.local()
         self._host_clocks: dict[int, Clock] = {}
-        legacy = Stream(LEGACY_STREAM, self._new_agent(), is_blocking=True)
-        self.streams: dict[int, Stream] = {LEGACY_STREAM: legacy}
-        self._ending: list[Stream] = []  # destroyed, with work left
-        self.events: dict[int, Event] = {}
+        legacy = FakeStream(LEGACY_STREAM, self._new_agent(), is_blocking=True)
+        self.streams: dict[int, FakeStream] = {LEGACY_STREAM: legacy}
+        self._ending: list[FakeStream] = []  # destroyed, with work left
+        self.events: dict[int, FakeEvent] = {}
 
     def _new_handle(self) -> int:
         """A number that no handle has had."""
@@ -91,30 +91,30 @@ class Work:
         self._num_acts += 1
         return self._num_acts
 
-    def stream(self, handle: object) -> Stream:
+    def stream(self, handle: object) -> FakeStream:
         """The stream with this handle."""
         stream = self.streams.get(int(handle))  # type: ignore[call-overload]
         if stream is None:
-            raise Refused(CUresult.CUDA_ERROR_INVALID_HANDLE)
+            raise CallRefused(CUresult.CUDA_ERROR_INVALID_HANDLE)
         return stream
 
-    def event(self, handle: object) -> Event:
+    def event(self, handle: object) -> FakeEvent:
         """The event with this handle."""
         event = self.events.get(int(handle))  # type: ignore[call-overload]
         if event is None:
-            raise Refused(CUresult.CUDA_ERROR_INVALID_HANDLE)
+            raise CallRefused(CUresult.CUDA_ERROR_INVALID_HANDLE)
         return event
 
     def create_stream(self, *, is_blocking: bool) -> int:
         """A new stream."""
         handle = self._new_handle()
-        self.streams[handle] = Stream(handle, self._new_agent(), is_blocking=is_blocking)
+        self.streams[handle] = FakeStream(handle, self._new_agent(), is_blocking=is_blocking)
         return handle
 
-    def destroy_stream(self, stream: Stream) -> None:
+    def destroy_stream(self, stream: FakeStream) -> None:
         """Forget a stream; its work is still done."""
         if stream.handle == LEGACY_STREAM:
-            raise Refused(CUresult.CUDA_ERROR_INVALID_HANDLE)
+            raise CallRefused(CUresult.CUDA_ERROR_INVALID_HANDLE)
         del self.streams[stream.handle]
         if stream.queue:
             self._ending.append(stream)
@@ -122,7 +122,7 @@ class Work:
     def create_event(self) -> int:
         """A new event, never recorded: to wait for it is to wait for nothing."""
         handle = self._new_handle()
-        self.events[handle] = Event()
+        self.events[handle] = FakeEvent()
         return handle
 
     @property
@@ -149,29 +149,29 @@ class Work:
         """The calling thread has observed that this has happened."""
         self._host_clocks[self.host_agent] = joined(self.host_clock, clock)
 
-    def enqueue(self, stream: Stream, name: str, steps: Sequence[Callable[[], object]] = ()) -> Act:
+    def enqueue(self, stream: FakeStream, name: str, steps: Sequence[Callable[[], object]] = ()) -> FakeAct:
         """Queue an act behind the stream's last, and behind what the stream was told to wait for."""
         self._meet_legacy(stream)
         stream.clock = joined(stream.clock, self.host_clock)
         tick = stream.clock[stream.agent] = stream.clock.get(stream.agent, 0) + 1
-        act = Act(self._new_act_id(), name, tick, steps, stream)
+        act = FakeAct(self._new_act_id(), name, tick, steps, stream)
         act.after, stream.awaited = stream.awaited, []
         stream.queue.append(act)
         stream.last = act
         return act
 
-    def record(self, event: Event, stream: Stream) -> None:
+    def record(self, event: FakeEvent, stream: FakeStream) -> None:
         """Let the event stand for all of the stream so far."""
         event.act = self.enqueue(stream, "record")
         event.clock = stream.clock  # a stream's clock is replaced, never changed
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: FakeStream, event: FakeEvent) -> None:
         """Let what comes on the stream wait for the event's last record, if it has one."""
         if event.act is not None:
             stream.awaited.append(event.act)
             stream.clock = joined(stream.clock, event.clock)
 
-    def _meet_legacy(self, stream: Stream) -> None:
+    def _meet_legacy(self, stream: FakeStream) -> None:
         """The legacy default stream waits for every blocking stream, and each of them for it."""
         legacy = self.streams[LEGACY_STREAM]
         others = [it for it in self.streams.values() if it.is_blocking] if stream is legacy else [legacy]
@@ -193,7 +193,7 @@ class Work:
         self._advance(self._random.choice(ready))
         return True
 
-    def _advance(self, stream: Stream) -> None:
+    def _advance(self, stream: FakeStream) -> None:
         """Run one step of the stream's first act, which may run."""
         act = stream.queue[0]
         if act.steps:
@@ -204,7 +204,7 @@ class Work:
             if not stream.queue and stream in self._ending:
                 self._ending.remove(stream)
 
-    def require(self, act: Act) -> None:
+    def require(self, act: FakeAct) -> None:
         """Run `act` and what streams and events put before it, and nothing else: the rest stays late."""
         wanted = [act]
         while wanted:
@@ -218,7 +218,7 @@ class Work:
             else:
                 self._advance(first.stream)
 
-    def finish(self, act: Act | None) -> None:
+    def finish(self, act: FakeAct | None) -> None:
         """Run until `act` is done; of the rest whatever chance picks on the way."""
         while act is not None and not act.is_done:
             self.step()  # there is one: acts wait only for earlier acts
@@ -232,5 +232,5 @@ class Work:
         return self._num_agents
 
 
-def _may_run(act: Act) -> bool:
+def _may_run(act: FakeAct) -> bool:
     return all(other.is_done for other in act.after)
