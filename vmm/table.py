@@ -121,7 +121,10 @@ class AllocatorState(ctypes.Structure):
 
 
 class PlanTables(ctypes.Structure):
-    """`PlanTables` of native/allocator.h. What a plan's replay needs in native code. Whoever installs one keeps it and its arrays alive."""
+    """What a plan's replay needs in native code: `PlanTables` of native/allocator.h.
+
+    Whoever installs one keeps it and its arrays alive.
+    """
 
     _fields_ = (
         ("allocs", ctypes.c_void_p),
