@@ -1,9 +1,9 @@
-"""Which places of an arena are in which reservation: the part of a driver's books that needs no system call."""
+"""The reservation table of a driver: which places of its arena are in which reservation. Needs no system call."""
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from vmm.driver import MemoryFault
 from vmm.ranges import FreeRanges
@@ -19,13 +19,15 @@ class Places:
         chunk_nbytes: Size of one place.
         start: First place that may be handed out.
         stop: End of the places that may be handed out.
+        more_options: What else a user can do when no range is free, such as `no limit on address space`.
     """
 
-    def __init__(self, *, base: int, chunk_nbytes: int, start: int, stop: int) -> None:
+    def __init__(self, *, base: int, chunk_nbytes: int, start: int, stop: int, more_options: str = "") -> None:
         self._base = base
         self._chunk_nbytes = chunk_nbytes
         self._free = FreeRanges(start, stop)
         self._num_places = stop - start
+        self._more_options = more_options
         self._starts: list[int] = []
         self._lengths: dict[int, int] = {}
 
@@ -36,6 +38,20 @@ class Places:
     def num_reservations(self) -> int:
         """Reservations that are not released."""
         return len(self._starts)
+
+    @property
+    def num_places(self) -> int:
+        """Places that may be handed out, free or not."""
+        return self._num_places
+
+    @property
+    def num_reserved(self) -> int:
+        """Places in reservations."""
+        return sum(self._lengths.values())
+
+    def reservations(self) -> Iterable[tuple[int, int]]:
+        """Each reservation's first place, and how many places it has."""
+        return self._lengths.items()
 
     def address(self, place: int) -> int:
         """Where `place` begins."""
@@ -49,24 +65,37 @@ class Places:
                 f"reserve({num_chunks} chunks of {self._chunk_nbytes} bytes): the arena has no such range free.\n"
                 f"  largest free range {self._free.largest} chunks, free in all {self._free.total} "
                 f"of {self._num_places}\n"
-                "  Options: a larger arena_nbytes; release reservations that are no longer used."
+                "  Options: a larger arena_nbytes; release reservations that are no longer used"
+                f"{self._more_options and f'; {self._more_options}'}."
             )
         insort(self._starts, place)
         self._lengths[place] = num_chunks
         return place
 
-    def reservation(self, address: int, num_chunks: int) -> int:
-        """The first place of the reservation that is exactly this range."""
+    def occupy(self, address: int, nbytes: int) -> None:
+        """Never hand out the places that these bytes touch."""
+        first = (address - self._base) // self._chunk_nbytes
+        last = -(-(address + nbytes - self._base) // self._chunk_nbytes)
+        for place in range(first, last):  # one by one: neighbours may share a place
+            self._free.take_at(place, 1)
+
+    def reservation(self, address: int, num_chunks: int, *, verb: str = "release") -> int:
+        """The first place of the reservation that is exactly this range; `verb` is what is to be done with it."""
         place = self._place(address, num_chunks)
         if self._lengths.get(place) != num_chunks:
-            raise ValueError(f"release({address:#x}, {num_chunks} chunks): not a reservation")
+            raise ValueError(f"{verb}({address:#x}, {num_chunks} chunks): not a reservation")
         return place
 
     def release(self, place: int) -> None:
         """Give the reservation that begins at `place` back."""
-        num_chunks = self._lengths.pop(place)
-        del self._starts[bisect_right(self._starts, place) - 1]
+        num_chunks = self._lengths[place]
+        self.disown(place)
         self._free.give(place, num_chunks)
+
+    def disown(self, place: int) -> None:
+        """Forget the reservation that begins at `place`; its places are never handed out again."""
+        del self._lengths[place]
+        del self._starts[bisect_right(self._starts, place) - 1]
 
     def inside(self, address: int, num_chunks: int) -> int:
         """The first place of a range that lies in one reservation."""

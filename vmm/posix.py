@@ -11,14 +11,14 @@ import mmap
 import os
 import sys
 import weakref
-from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 from vmm import machine
 from vmm.driver import Access, MapCountExceeded, MemoryFault
+from vmm.places import Places
 from vmm.pool_file import HUGE_PAGE_NBYTES, NOTHING, PROT_NONE, PoolFile
-from vmm.ranges import FreeRanges, Layout, Piece
+from vmm.ranges import Layout, Piece
 from vmm.sizes import format_nbytes
 from vmm.syscalls import MAP_FIXED, Syscalls
 
@@ -103,7 +103,7 @@ class PosixDriver:
         self._num_guards = 0
         self._whole: tuple[int, int] | None = None  # address and length of all addresses we hold
         self._lent_arena = arena
-        self._reserved: dict[int, int] = {}
+        self._places = Places(base=0, chunk_nbytes=chunk_nbytes, start=0, stop=0)  # until addresses are held
         self._file = PoolFile(
             num_chunks,
             chunk_nbytes,
@@ -112,25 +112,28 @@ class PosixDriver:
             syscalls=self._sys,
             checkpoint=checkpoint,
         )
-        self._reserved_starts: list[int] = []
         try:
             self._hold_addresses(max(max_chunks or 0, num_chunks), arena_nbytes)
             self._file.show(self._view_address)
-            num_places = (self._arena_stop - self._arena_start) // chunk_nbytes
-            self._free_places = FreeRanges(0, num_places)
+            self._places = Places(
+                base=self._arena_start,
+                chunk_nbytes=chunk_nbytes,
+                start=0,
+                stop=(self._arena_stop - self._arena_start) // chunk_nbytes,
+                more_options="no limit on address space (ulimit -v)",
+            )
             for address, nbytes in occupied:
-                first = (address - self._arena_start) // chunk_nbytes
-                last = -(-(address + nbytes - self._arena_start) // chunk_nbytes)
-                for place in range(first, last):  # one by one: neighbours may share a place
-                    self._free_places.take_at(place, 1)
-            self._layout: Layout[_Mapped] = Layout(0, num_places, None)
+                self._places.occupy(address, nbytes)
+            self._layout: Layout[_Mapped] = Layout(0, self._places.num_places, None)
             _live_drivers.add(self)
         except BaseException:
             self.close()
             raise
 
     def __repr__(self) -> str:
-        state = "closed" if self._whole is None else f"{len(self._reserved)} reservations, {self.num_mappings} mappings"
+        state = "closed"
+        if self._whole is not None:
+            state = f"{self._places.num_reservations} reservations, {self.num_mappings} mappings"
         return f"<PosixDriver {self.num_chunks} chunks of {self._chunk_nbytes} bytes, {state}>"
 
     def __enter__(self) -> Self:
@@ -176,35 +179,20 @@ class PosixDriver:
     @property
     def num_reserved_chunks(self) -> int:
         """Places of the arena in reservations."""
-        return sum(self._reserved.values())
+        return self._places.num_reserved
 
     def reserve(self, num_chunks: int) -> int:
         """A fresh range of addresses, mapped to nothing. No system call."""
         self._check_usable()
-        place = self._free_places.take(num_chunks)
-        if place is None:
-            raise MemoryFault(
-                f"reserve({num_chunks} chunks of {self._chunk_nbytes} bytes): the arena has no such range free.\n"
-                f"  largest free range {self._free_places.largest} chunks, free in all {self._free_places.total} "
-                f"of {self._free_places.stop}\n"
-                "  Options: a larger arena_nbytes; release reservations that are no longer used; "
-                "no limit on address space (ulimit -v)."
-            )
-        insort(self._reserved_starts, place)
-        self._reserved[place] = num_chunks
-        return self._address(place)
+        return self._places.address(self._places.reserve(num_chunks))
 
     def release(self, address: int, num_chunks: int) -> None:
         """Give a reservation back. Unmaps what is mapped there."""
         self._check_usable()
-        place = self._place(address, num_chunks)
-        if self._reserved.get(place) != num_chunks:
-            raise ValueError(f"release({address:#x}, {num_chunks} chunks): not a reservation")
+        place = self._places.reservation(address, num_chunks)
         if self._layout.pieces(place, place + num_chunks) != [Piece(place, place + num_chunks, None)]:
             self.unmap(address, num_chunks)
-        del self._reserved[place]
-        del self._reserved_starts[bisect_right(self._reserved_starts, place) - 1]
-        self._free_places.give(place, num_chunks)
+        self._places.release(place)
 
     def map(self, address: int, runs: Sequence[tuple[int, int]]) -> None:
         """Map runs of chunks, one after the other, at `address`, read-write."""
@@ -227,7 +215,7 @@ class PosixDriver:
     def unmap(self, address: int, num_chunks: int) -> None:
         """Map nothing at the range: a touch faults. Frees its page tables."""
         self._check_usable()
-        place = self._place_in_reservation(address, num_chunks)
+        place = self._places.inside(address, num_chunks)
         self._make_room(2, left_to_others=0)  # the way back from too many: it may use what is kept for others
         before = self._layout.pieces(place, place + num_chunks)
         nothing: Piece[_Mapped] = Piece(place, place + num_chunks, None)
@@ -254,7 +242,7 @@ class PosixDriver:
             nbytes: Its length, at most the range's; rounded up to whole pages.
         """
         self._check_usable()
-        place = self._place_in_reservation(address, num_chunks)
+        place = self._places.inside(address, num_chunks)
         nbytes = _round_up(nbytes, self._granularity)
         if offset < 0 or offset % self._granularity or not 0 < nbytes <= num_chunks * self._chunk_nbytes:
             raise ValueError(
@@ -277,7 +265,7 @@ class PosixDriver:
     def note_file(self, address: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:
         """Note that somebody else (the fault handler) has done what `map_file` does. No system call."""
         self._check_usable()
-        place = self._place_in_reservation(address, num_chunks)
+        place = self._places.inside(address, num_chunks)
         self._layout.assign([Piece(place, place + num_chunks, _File(descriptor, offset, nbytes, place))])
 
     def note_guards(self, num_added: int, *, cuts: bool = True) -> None:
@@ -297,14 +285,13 @@ class PosixDriver:
     def protect(self, address: int, num_chunks: int, access: Access) -> None:
         """Change what a touch of a mapped range does; mapping and page tables stay."""
         self._check_usable()
-        place = self._place_in_reservation(address, num_chunks)
+        place = self._places.inside(address, num_chunks)
         before = self._layout.pieces(place, place + num_chunks)
         after: list[Piece[_Mapped]] = []
         for start, stop, value in before:
             if value is None or isinstance(value, _File):
-                raise ValueError(
-                    f"protect({address:#x}, {num_chunks} chunks): no chunk is mapped at {self._address(start):#x}"
-                )
+                hole = self._places.address(start)
+                raise ValueError(f"protect({address:#x}, {num_chunks} chunks): no chunk is mapped at {hole:#x}")
             after.append(Piece(start, stop, (value[0], access)))
         self._make_room(2)
         try:
@@ -319,11 +306,9 @@ class PosixDriver:
     def disown(self, address: int, num_chunks: int) -> None:
         """Forget a reservation of a lent arena, which keeps what is mapped there after `close`."""
         self._check_usable()
-        place = self._place(address, num_chunks)
-        if self._lent_arena is None or self._reserved.get(place) != num_chunks:
+        if self._lent_arena is None:
             raise ValueError(f"disown({address:#x}, {num_chunks} chunks): not a reservation of a lent arena")
-        del self._reserved[place]
-        del self._reserved_starts[bisect_right(self._reserved_starts, place) - 1]
+        self._places.disown(self._places.reservation(address, num_chunks, verb="disown"))
 
     def resize(self, num_chunks: int) -> None:
         """Let the pool have this many chunks: the last ones go, with what is in them, or new ones come behind them.
@@ -335,12 +320,12 @@ class PosixDriver:
         self._check_usable()
         if not 0 < num_chunks <= self._max_chunks:
             raise ValueError(f"resize({num_chunks}): the pool may have 1 to {self._max_chunks} chunks")
-        for start, stop, value in self._layout.pieces(0, self._free_places.stop):
+        for start, stop, value in self._layout.pieces(0, self._places.num_places):
             if isinstance(value, _File) or value is None:
                 continue
             if stop + value[0] > num_chunks:
                 raise ValueError(
-                    f"resize({num_chunks}): chunk {stop + value[0] - 1} is mapped at {self._address(start):#x}"
+                    f"resize({num_chunks}): chunk {stop + value[0] - 1} is mapped at {self._places.address(start):#x}"
                 )
         self._file.resize(num_chunks)
 
@@ -358,9 +343,9 @@ class PosixDriver:
 
     def _clear_lent_arena(self) -> None:
         if self._lent_arena is not None:
-            for place, num_chunks in self._reserved.items():
+            for place, num_chunks in self._places.reservations():
                 nbytes = num_chunks * self._chunk_nbytes
-                self._sys.mmap(self._address(place), nbytes, PROT_NONE, NOTHING | MAP_FIXED, -1, 0)
+                self._sys.mmap(self._places.address(place), nbytes, PROT_NONE, NOTHING | MAP_FIXED, -1, 0)
 
     def _hold_addresses(self, max_chunks: int, arena_nbytes: int | None) -> None:
         """One range for the view and, after it, the arena: as large as the machine gives."""
@@ -399,15 +384,9 @@ class PosixDriver:
 
     def _pieces_of_runs(self, address: int, runs: Sequence[tuple[int, int]]) -> tuple[list[Piece[_Mapped]], int]:
         """The pieces that `runs` make at `address`, neighbours merged, and the place where they end."""
-        if not runs:
-            raise ValueError(f"map({address:#x}): no runs")
-        place = self._place_in_reservation(address, sum(count for _, count in runs))
+        place = self._places.of_runs(address, runs, self.num_chunks)
         pieces: list[Piece[_Mapped]] = []
         for first, count in runs:
-            if first < 0 or count <= 0 or first + count > self.num_chunks:
-                raise ValueError(
-                    f"map({address:#x}): run ({first}, {count}) is not inside the pool of {self.num_chunks} chunks"
-                )
             value: _Mapped = (first - place, Access.READ_WRITE)
             if pieces and pieces[-1].value == value:
                 pieces[-1] = Piece(pieces[-1].start, place + count, value)
@@ -418,7 +397,7 @@ class PosixDriver:
 
     def _show(self, piece: Piece[_Mapped]) -> None:
         """Let the addresses of `piece` show what it says, in place of what they show now."""
-        address = self._address(piece.start)
+        address = self._places.address(piece.start)
         nbytes = (piece.stop - piece.start) * self._chunk_nbytes
         if piece.value is None:
             self._sys.mmap(address, nbytes, PROT_NONE, NOTHING | MAP_FIXED, -1, 0)
@@ -440,7 +419,7 @@ class PosixDriver:
 
     def _keep_from_children(self, start: int, stop: int) -> None:
         if self._dontfork:
-            self._sys.madvise(self._address(start), (stop - start) * self._chunk_nbytes, mmap.MADV_DONTFORK)
+            self._sys.madvise(self._places.address(start), (stop - start) * self._chunk_nbytes, mmap.MADV_DONTFORK)
 
     def _restore(self, pieces: Sequence[Piece[_Mapped]]) -> None:
         """Undo: let addresses show again what the layout says that they show."""
@@ -450,7 +429,7 @@ class PosixDriver:
                 if piece.value is not None:
                     self._keep_from_children(piece.start, piece.stop)
         except OSError as error:
-            first, last = self._address(pieces[0].start), self._address(pieces[-1].stop)
+            first, last = self._places.address(pieces[0].start), self._places.address(pieces[-1].stop)
             raise self._fault(
                 f"[{first:#x}, {last:#x}) could not be put back after a failed call; what it shows is unknown", error
             ) from error
@@ -482,23 +461,6 @@ class PosixDriver:
             raise MemoryFault("the driver is closed")
         if self._is_inherited:
             raise MemoryFault("this process was forked from the one that owns the pool; it cannot use it")
-
-    def _address(self, place: int) -> int:
-        return self._arena_start + place * self._chunk_nbytes
-
-    def _place(self, address: int, num_chunks: int) -> int:
-        place, rest = divmod(address - self._arena_start, self._chunk_nbytes)
-        if rest or num_chunks <= 0:
-            raise ValueError(f"{num_chunks} chunks at {address:#x}: not whole chunks of the arena")
-        return place
-
-    def _place_in_reservation(self, address: int, num_chunks: int) -> int:
-        place = self._place(address, num_chunks)
-        index = bisect_right(self._reserved_starts, place) - 1
-        start = self._reserved_starts[index] if index >= 0 else -1
-        if start < 0 or place + num_chunks > start + self._reserved[start]:
-            raise ValueError(f"{num_chunks} chunks at {address:#x}: not inside one reservation")
-        return place
 
     def _fault(self, what: str, error: OSError) -> MemoryFault:
         message = f"{what}: {error}."

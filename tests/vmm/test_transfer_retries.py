@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from memory_cases import Memory
 
+from tests.vmm.memory_cases import Memory
 from vmm.transfers import Direction, TransferEngine, TransferError
 
 MIB = 1 << 20
