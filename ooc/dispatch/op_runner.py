@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,11 +25,12 @@ from ooc.memory.residency import NoRoom, ResidencyManager
 from ooc.replay.executor import Executor
 from ooc.replay.op_watch import OpWatch
 from ooc.tracing import op_semantics as ops
+from ooc.tracing.collective_ops import is_collective
 from ooc.tracing.recorder import OpRecord
 from ooc.tracing.recording import Recording
 from vmm.chunks import ChunkPool
 from vmm.nvtx_ranges import marked, names_ops
-from vmm.torch_cpu import AllocatorTable
+from vmm.torch_cpu import SERVED_APART, AllocatorTable
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +42,33 @@ _SPLIT_FRACTION = 8
 """List ops and convolution_backward run in parts when their operands exceed 1/8 of the budget."""
 
 _NOTHING = contextlib.nullcontext()
+
+_FLIGHT_FRACTION = 4
+"""Planned around: operands of collectives under way, up to 1/4 of the budget. More, and the ops in between
+would not fit; whoever moves one of the rest waits for it."""
+
+
+class CollectiveRuns(Protocol):
+    """What becomes of ops that go on after they have returned: `ooc.interop.collectives.Collectives`."""
+
+    def run(
+        self,
+        run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run such an op, by `run`."""
+
+    def postpones(self, index: int) -> bool:
+        """Whether a planned op's acts after it are not to be done yet."""
+
+    def take_landed(self, op_index: int) -> Sequence[int]:
+        """Addresses that the program has waited for since the op before this one."""
+
+    def is_apart(self, nbytes: int) -> bool:
+        """Whether an allocation on this thread is none of the session's."""
+
 
 _Call = tuple[Any, Sequence[Any], Mapping[str, Any]]
 """An op, its arguments and its keyword arguments."""
@@ -55,7 +83,10 @@ class OpRunner:
         executor: Replays plans.
         recording: Of the present step, while it runs on demand.
         mode: Through which ops come here, while it is on.
+        collectives: Set by whoever makes it, before the first op.
     """
+
+    collectives: CollectiveRuns
 
     def __init__(
         self,
@@ -71,6 +102,7 @@ class OpRunner:
         self._manager = manager
         self._allocator = allocator
         self._threshold_nbytes = threshold_nbytes
+        self.recording = Recording()
         self.set_budget(budget_nbytes)
         self._is_open = is_open
         self._watch = watch
@@ -79,7 +111,6 @@ class OpRunner:
         self._pending: BaseException | None = None
         self._largest_refused_nbytes = 0
         self._has_served = False  # an allocation since somebody last looked
-        self.recording = Recording()
         self._call_sites = self.recording.call_sites
         self.dispatcher = self._dispatcher = new_dispatcher(
             allocator,
@@ -106,6 +137,12 @@ class OpRunner:
     def set_budget(self, budget_nbytes: int) -> None:
         """Ops are run in parts by this budget from now on."""
         self._split_nbytes = budget_nbytes // _SPLIT_FRACTION
+        self.recording.note_limit(budget_nbytes // _FLIGHT_FRACTION)
+
+    @property
+    def op_index(self) -> int:
+        """The op that is running, or that comes next."""
+        return self._allocator.state.op_index
 
     def start_recording(self) -> None:
         """A period begins on demand."""
@@ -124,9 +161,10 @@ class OpRunner:
 
     def after(self, index: int) -> None:
         with self._lock:
-            self._executor.after(index)
+            if not self.collectives.postpones(index):
+                self._executor.after(index)
 
-    def finish(self, _index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
+    def finish(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
         """An op that began on the plan has ended off it: note it as the on-demand way would have."""
         with self._lock:
             error = self._pending_error((func, args, kwargs or {}), self._executor.mid_op_records())
@@ -138,6 +176,7 @@ class OpRunner:
                 where=self._call_sites.of_this_op(),
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs or {})),
+                landed=self.collectives.take_landed(index),
             )
             self._complete(record, result)
         if error is not None:  # as in `_raise_if_refused`
@@ -170,6 +209,8 @@ class OpRunner:
             return ops.run_list_op(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
         if ops.is_convolution_backward(func):
             return ops.run_convolution_backward(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
+        if is_collective(func):
+            return self.collectives.run(self._run, func, args, kwargs)
         return self._run(func, args, kwargs)
 
     def run_opaque(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -224,6 +265,8 @@ class OpRunner:
     def _run_on_demand(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:
             self._executor.finish()  # another thread may have left the plan for an op that never began
+            if self._manager.flights:
+                self._manager.flights.poll()
             self.absorb()
             recorder = self.recording.recorder
             assert recorder is not None
@@ -248,6 +291,7 @@ class OpRunner:
                 where=self._call_sites.of_this_op(),
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs)),
+                landed=self.collectives.take_landed(len(recorder.ops)),
             )
             state = self._allocator.state
             state.set_inside(len(recorder.ops))
@@ -327,6 +371,8 @@ class OpRunner:
 
     def cold_allocate(self, nbytes: int) -> int:
         """An allocation that no plan serves. Called by the allocator, on any thread; never raises."""
+        if self.collectives.is_apart(nbytes):
+            return SERVED_APART
         try:
             with self._lock:
                 executor = self._executor

@@ -178,6 +178,7 @@ class ExecutablePlan:
         self.funcs = list(observed.funcs)
         self.calls = [getattr(func, "_op", func) for func in observed.funcs]
         self.occurrences = observed.occurrences
+        self.flights = observed.flights or (None,) * self.num_ops
         self.variables = [PlanVariable(index=i, trace=trace) for i in range(len(trace.variables))]
         self.before: list[Before | None] = [None] * self.num_ops
         self.after: list[After | None] = [None] * self.num_ops
@@ -430,7 +431,8 @@ class ExecutablePlan:
         What the plan does before and after it is to be done all the same.
         """
         before = self.before[op]
-        return not (self.occurrences[op] or self.trace.ops[op].uses or (before is not None and before.births))
+        births = any(not use.reads for use in self.trace.ops[op].uses)  # the others may be of collectives under way
+        return not (self.occurrences[op] or births or (before is not None and before.births))
 
     def is_written_from(self, variable: PlanVariable, op: int) -> bool:
         """Whether op `op` or a later one writes the variable."""

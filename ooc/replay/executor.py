@@ -95,6 +95,9 @@ class Executor:
             StoreFailed: A transfer failed; the step goes on on demand.
         """
         manager = self._manager
+        if not manager.flights.settle():
+            self.bailout_reason = f"not over: {', '.join(manager.flights.names())}"
+            return False
         bound = self._bindings.bind(executable)
         if bound is None:
             self.bailout_reason = self._bindings.refusal
@@ -202,6 +205,9 @@ class Executor:
         """
         executable = self.active
         assert executable is not None
+        if not self._manager.flights.settle():
+            self.bail_out(f"not over at the step's end: {', '.join(self._manager.flights.names())}")
+            return False
         for residency in executable.last_releases:
             record = residency.variable.record if executable.variable_alive[residency.variable.index] else None
             if record is not None and record.state is State.RESIDENT and not record.stored and not record.exports:
@@ -233,6 +239,8 @@ class Executor:
         assert executable is not None
         acts = executable.before[index]
         assert acts is not None
+        if self._manager.flights:
+            self._manager.flights.poll()
         alive = executable.variable_alive
         if not self._check_deaths(executable, executable.trace.ops[index].start_tick):
             return False
@@ -288,6 +296,8 @@ class Executor:
             if record.exports or shared or not (variable.evictable or record.seen):
                 self.bail_out("a variable was freed later than planned")
                 return False
+            if not self._may_move(record):
+                return False
             self._bindings.expel(executable, variable)
         return True
 
@@ -310,6 +320,8 @@ class Executor:
             record = residency.variable.record
             if record is None or not alive[residency.variable.index]:
                 continue
+            if not self._may_move(record):
+                return
             if record.stored:
                 self._manager.counters.dropped_nbytes += record.nbytes
             else:
@@ -319,6 +331,8 @@ class Executor:
             record = residency.variable.record
             if record is None or not alive[residency.variable.index]:
                 continue
+            if not self._may_move(record):
+                return
             if record.stored:
                 self._manager.counters.dropped_nbytes += record.nbytes
             else:  # the first step of a plan, where the store has no copy yet
@@ -402,6 +416,7 @@ class Executor:
         # Another thread cannot tell whether the session's is just about to run the op: as if it were.
         is_foreign = threading.get_ident() != self._thread and cursor < executable.num_ops
         inside = self._allocator.state.is_inside_op or is_foreign
+        self._manager.flights.settle()  # sends and receives stay pinned: on demand that is enough
         failure = land_transfers(self._manager, executable, writes=self._writes, loads=self._loads)
         self._writes.clear()
         self._loads.clear()
@@ -421,6 +436,22 @@ class Executor:
             raise failure
 
     # -- acts
+
+    def _may_move(self, record: VariableRecord) -> bool:
+        """Whether no collective uses the record (any more: it is waited for). False: the step has left the plan."""
+        flights = self._manager.flights
+        if not flights or flights.wait_for(record):
+            return True
+        self.bail_out(f"not over, and its operand was to be moved: {flights.name_of(record)}")
+        return False
+
+    def records_of(self, index: int) -> dict[int, VariableRecord]:
+        """By address, the records that op `index` uses or has made."""
+        executable = self.active
+        if executable is None:
+            return {}
+        records = (executable.variables[i].record for i in pinned_by(executable, index))
+        return {record.address: record for record in records if record is not None}
 
     def _start_load(self, residency: ExecutableResidency) -> None:
         record = residency.variable.record
@@ -478,6 +509,8 @@ class Executor:
             self._arrive(record)
         if record.state is not State.RESIDENT:
             return True
+        if not self._may_move(record):
+            return False
         if record.exports:
             self._manager.end_exports()
         if not (record.seen or residency.variable.evictable):
@@ -567,11 +600,13 @@ class Executor:
         self, executable: ExecutablePlan, variable: PlanVariable, record: VariableRecord, index: int
     ) -> bool:
         residency = executable.residency_at(variable, index)
-        if residency is None or record.exports or not record.seen:
+        if residency is None or record.exports or not record.seen or self._manager.flights.holds(record):
             return False
         if self._is_anyone_late(executable, executable.trace.ops[index].start_tick):
             return False
         if executable.variable_alive[variable.index]:
+            if variable.record is not None and not self._may_move(variable.record):
+                return False
             self._bindings.expel(executable, variable)
         if record.state is State.RESIDENT:
             self._manager.evict([record])
