@@ -26,6 +26,7 @@ from ooc.interop.collectives import Collectives
 from ooc.interop.cupy_pool import CupyPool
 from ooc.interop.exports import Exports
 from ooc.interop.forks import DeviceForks, Forks, HostForks
+from ooc.interop.guest_threads import GuestThreads
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.options import SessionOptions
@@ -172,8 +173,13 @@ class Engine:
         cold_allocate = functools.partial(runner.dispatcher.guarded, runner.cold_allocate)
         allocator.open(threshold_nbytes=options.threshold_nbytes, cold_allocate=cold_allocate)
         self.manager.guards.open()
+        self.guest_threads = GuestThreads(runner.dispatch_guest)
+        undo.callback(runner.guests.settle)
+        undo.callback(self.guest_threads.close)  # their ops are seen until all bytes are where they stay
         undo.callback(self._let_go)
         self.is_open = True
+        if self.memory.is_host:
+            self.guest_threads.open()
         forks = self._make_forks()
         undo.callback(forks.close)
         undo.callback(opaque_ops.set_runner, None)
@@ -232,6 +238,7 @@ class Engine:
         self.runner.dispatcher.leave()
         self.exports.close()
         self.collectives.close()
+        self.guest_threads.close()
         opaque_ops.set_runner(None)
         self.manager.guards.become_inherited()
         self._gate.remove()

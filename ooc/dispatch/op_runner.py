@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from ooc.dispatch.extension import new_dispatcher
+from ooc.dispatch.guest_ops import GuestOps, is_guest
 from ooc.dispatch.mode import SessionMode
 from ooc.dispatch.out_of_memory import budget_too_small
 from ooc.dispatch.signals import CriticalLock
@@ -95,6 +96,7 @@ class OpRunner:
         executor: Replays plans.
         recording: The recording of the present step, while it runs on demand.
         mode: The dispatch mode by which ops arrive.
+        guests: Runs the ops of other threads.
         collectives: What becomes of ops that go on after they have returned.
     """
 
@@ -142,6 +144,15 @@ class OpRunner:
             watch=watch,
         )
         self.collectives = make_collectives(self)
+        self.guests = GuestOps(
+            manager=manager,
+            executor=self.executor,
+            dispatcher=self.dispatcher,
+            lock=self.lock,
+            is_open=is_open,
+            absorb=self.absorb,
+            limit_nbytes=lambda: self._split_nbytes,
+        )
 
     def __repr__(self) -> str:
         return f"<OpRunner, {self.recording!r}>"
@@ -217,6 +228,8 @@ class OpRunner:
         kwargs = kwargs or {}
         if not self._is_open():
             return func(*args, **kwargs)
+        if threading.get_ident() != self._thread and self._manager.is_host:
+            return self.guests.run(func, args, kwargs)
         if not _is_special(func):
             return self._run(func, args, kwargs)
         if ops.is_list_op(func):
@@ -225,7 +238,15 @@ class OpRunner:
             return ops.run_convolution_backward(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
         return self.collectives.run(self._run, func, args, kwargs)
 
+    def dispatch_guest(self, func: Any, types: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Any op of a guest thread. (One that has become this session's own comes here below `dispatch`.)"""
+        if threading.get_ident() == self._thread:
+            return func(*args, **kwargs)
+        return self.dispatch(func, types, args, kwargs)
+
     def run_opaque(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread and is_guest() and self._is_open():
+            return self.guests.run(op, args, kwargs)
         if threading.get_ident() != self._thread or not self.mode.is_on:
             return op(*args, **kwargs)  # another thread, or within an op: as its other ops there
         return self._run(op, args, kwargs)
@@ -384,6 +405,8 @@ class OpRunner:
     def cold_allocate(self, nbytes: int) -> int:
         """An allocation that no plan serves. Called by the allocator, on any thread; never raises."""
         if self.collectives.is_apart(nbytes):
+            return SERVED_APART
+        if threading.get_ident() != self._thread and self.guests.takes_apart(nbytes):
             return SERVED_APART
         try:
             with self._lock:

@@ -26,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ooc.devices.protocols import Memory
+from ooc.dispatch.guest_ops import is_guest
 from ooc.dispatch.op_runner import OpRunner
 from ooc.errors import BudgetTooSmall
 from ooc.interop.uncompiled import Uncompiled
@@ -179,11 +180,46 @@ class Exports:
             if record is not None:
                 self.end(record)
 
+    def copy_for_guest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On a guest thread: a copy of one of the session's tensors."""
+        return self._runner.guests.copy_of(tensor)
+
+    def storage_for_guest(self, storage: Any) -> Any:
+        """On a guest thread a copy of a storage of the session's; else the storage itself."""
+        if not (self._is_open and is_guest() and isinstance(storage, torch.UntypedStorage)):
+            return storage
+        start, stop = self._memory.driver.arena
+        if not start <= _storage_pointer(storage) < stop:
+            return storage
+        return self._runner.guests.copy_of_storage(storage)
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """For calls that read a variable's addresses below the dispatcher: hold the session still, off any plan."""
+        with self._lock:
+            if self._is_open and self._executor.active is not None:
+                self._runner.bail_out("a tensor is moved to shared memory by another thread")
+            _local.depth += 1
+            try:
+                yield
+            finally:
+                _local.depth -= 1
+
     @contextlib.contextmanager
     def bulk(self) -> Iterator[None]:
-        """Prepare a call that reads many variables: bail out of the plan, and let the kernel serve each where it is."""
+        """Prepare a call that reads many variables: bail out of the plan, and let the kernel serve each where it is.
+
+        On a guest thread the session's may enter a plan meanwhile: there each storage is copied when it is its turn.
+        """
         if not self._memory.is_host:
             yield  # each is exported by itself: no kernel serves a touch of what is away
+            return
+        if self._is_open and is_guest():
+            _local.depth += 1
+            try:
+                yield
+            finally:
+                _local.depth -= 1
             return
         if self._is_open and not _local.depth:
             with self._lock:
@@ -281,7 +317,7 @@ def _replacements() -> list[tuple[Any, str, Callable[[Exports, Any], Any]]]:
     tensor, storage = torch.Tensor, torch.UntypedStorage
     return [
         (tensor, "numpy", _make_numpy),
-        (tensor, "tolist", _make_reading),
+        (tensor, "tolist", _make_tolist),
         (tensor, "data_ptr", _make_data_ptr),
         (tensor, "__dlpack__", _make_dlpack),
         (torch.utils.dlpack, "to_dlpack", _make_dlpack),
@@ -289,7 +325,8 @@ def _replacements() -> list[tuple[Any, str, Callable[[Exports, Any], Any]]]:
         (storage, "data_ptr", _make_storage_data_ptr),
         (storage, "__getitem__", _make_storage_reading),
         (storage, "__setitem__", _make_storage_reading),
-        (storage, "_write_file", _make_storage_reading),
+        (storage, "_write_file", _make_storage_writing_file),
+        (torch._C.PyTorchFileWriter, "write_record", _make_record_writing),
         (storage, "_share_fd_cpu_", _make_storage_sharing),
         (storage, "_share_filename_cpu_", _make_storage_sharing),
         (torch, "save", _make_bulk),
@@ -316,15 +353,17 @@ def _make_numpy(exports: Exports, original: Any) -> Any:
     return numpy
 
 
-def _make_reading(exports: Exports, original: Any) -> Any:
-    def reading(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _make_tolist(exports: Exports, original: Any) -> Any:
+    def tolist(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         address = exports.address(self)
         if not address:
             return original(self, *args, **kwargs)
+        if is_guest():
+            return original(exports.copy_for_guest(self), *args, **kwargs)
         with exports.reading(address):
             return original(self, *args, **kwargs)
 
-    return reading
+    return tolist
 
 
 def _make_data_ptr(exports: Exports, original: Any) -> Any:
@@ -413,13 +452,30 @@ def _make_storage_reading(exports: Exports, original: Any) -> Any:
     return reading
 
 
+def _make_storage_writing_file(exports: Exports, original: Any) -> Any:
+    read = _make_storage_reading(exports, original)
+
+    def writing_file(self: Any, *args: Any, **kwargs: Any) -> Any:
+        copied = exports.storage_for_guest(self)
+        return read(self, *args, **kwargs) if copied is self else original(copied, *args, **kwargs)
+
+    return writing_file
+
+
+def _make_record_writing(exports: Exports, original: Any) -> Any:
+    def write_record(self: Any, name: str, data: Any, *args: Any) -> Any:
+        return original(self, name, exports.storage_for_guest(data), *args)
+
+    return write_record
+
+
 def _make_storage_sharing(exports: Exports, original: Any) -> Any:
     """Replace a function that moves a storage to shared memory: it copies and frees it below the dispatcher."""
 
     def sharing(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not exports.owns(_storage_pointer(self)):
             return original(self, *args, **kwargs)
-        with exports.bulk():
+        with exports.still() if is_guest() else exports.bulk():
             return original(self, *args, **kwargs)
 
     return sharing

@@ -231,7 +231,8 @@ class Executor:
     def before(self, index: int) -> bool:
         """Do the releases, loads, arrivals and births of op `index`. False: the step has bailed out."""
         executable = self.active
-        assert executable is not None
+        if executable is None:  # another thread has just left the plan
+            return False
         acts = executable.before[index]
         assert acts is not None
         if self._manager.flights:
@@ -304,7 +305,8 @@ class Executor:
     def after(self, index: int) -> None:
         """Do the writes and drops after op `index`."""
         executable = self.active
-        assert executable is not None
+        if executable is None:  # another thread has just left the plan, and noted what the op wrote
+            return
         acts = executable.after[index]
         assert acts is not None
         alive = executable.variable_alive
@@ -411,6 +413,9 @@ class Executor:
         # Another thread cannot tell whether the session's is just about to run the op: as if it were.
         is_foreign = threading.get_ident() != self._thread and cursor < executable.num_ops
         inside = self._allocator.state.is_inside_op or is_foreign
+        if threading.get_ident() != self._thread and cursor > 0:  # nor whether `after` is about to come
+            for record in self._dirtied_by(executable, cursor - 1):
+                record.written()
         self._manager.flights.settle()  # sends and receives stay pinned: on demand that is enough
         failure = land_transfers(self._manager, executable, writes=self._acts.writes, loads=self._acts.loads)
         self._acts.writes.clear()
@@ -431,6 +436,11 @@ class Executor:
             raise failure
 
     # -- acts
+
+    @staticmethod
+    def _dirtied_by(executable: ExecutablePlan, index: int) -> list[VariableRecord]:
+        acts = executable.after[index]
+        return [v.record for v in acts.dirties if v.record is not None] if acts is not None else []
 
     def records_of(self, index: int) -> dict[int, VariableRecord]:
         """By address, the records that op `index` uses or has made."""
