@@ -434,6 +434,11 @@ class ExecutablePlan:
         births = any(not use.reads for use in self.trace.ops[op].uses)  # the others may be of collectives under way
         return not (self.occurrences[op] or births or (before is not None and before.births))
 
+    def dirtied_by(self, op: int) -> list[VariableRecord]:
+        """Records of which the store's copy is stale after op `op`, as far as the plan counts on copies."""
+        acts = self.after[op]
+        return [v.record for v in acts.dirties if v.record is not None] if acts is not None else []
+
     def is_written_from(self, variable: PlanVariable, op: int) -> bool:
         """Whether op `op` or a later one writes the variable."""
         return any(u.writes and u.variable == variable.index for o in self.trace.ops[op:] for u in o.uses)

@@ -414,7 +414,7 @@ class Executor:
         is_foreign = threading.get_ident() != self._thread and cursor < executable.num_ops
         inside = self._allocator.state.is_inside_op or is_foreign
         if threading.get_ident() != self._thread and cursor > 0:  # nor whether `after` is about to come
-            for record in self._dirtied_by(executable, cursor - 1):
+            for record in executable.dirtied_by(cursor - 1):
                 record.written()
         self._manager.flights.settle()  # sends and receives stay pinned: on demand that is enough
         failure = land_transfers(self._manager, executable, writes=self._acts.writes, loads=self._acts.loads)
@@ -436,11 +436,6 @@ class Executor:
             raise failure
 
     # -- acts
-
-    @staticmethod
-    def _dirtied_by(executable: ExecutablePlan, index: int) -> list[VariableRecord]:
-        acts = executable.after[index]
-        return [v.record for v in acts.dirties if v.record is not None] if acts is not None else []
 
     def records_of(self, index: int) -> dict[int, VariableRecord]:
         """By address, the records that op `index` uses or has made."""

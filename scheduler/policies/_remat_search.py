@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from scheduler.budget import BudgetTooSmall
 from scheduler.plan import Machine, Residency
-from scheduler.policies._remat_walk import H_DTR, RematFacts, RematWalk, Rule
+from scheduler.policies._remat_walk import H_DTR, FreeingRule, RematFacts, RematWalk
 from scheduler.policies._walk import Stuck
 from scheduler.trace import Trace
 
@@ -23,13 +23,13 @@ from scheduler.trace import Trace
 # the best somewhere, the first ones in more places.
 _RULES = (
     H_DTR,
-    Rule(neighbours=1, stale=0, ahead=0.5),
-    Rule(neighbours=2, stale=1, ahead=0),
-    Rule(neighbours=0.25, stale=0, ahead=0.25),
-    Rule(neighbours=2, stale=0.5, ahead=0.5),
-    Rule(neighbours=1, stale=0, ahead=1),
-    Rule(neighbours=0.1, stale=0, ahead=0),
-    Rule(neighbours=1, stale=0.5, ahead=0.5),
+    FreeingRule(neighbours=1, stale=0, ahead=0.5),
+    FreeingRule(neighbours=2, stale=1, ahead=0),
+    FreeingRule(neighbours=0.25, stale=0, ahead=0.25),
+    FreeingRule(neighbours=2, stale=0.5, ahead=0.5),
+    FreeingRule(neighbours=1, stale=0, ahead=1),
+    FreeingRule(neighbours=0.1, stale=0, ahead=0),
+    FreeingRule(neighbours=1, stale=0.5, ahead=0.5),
 )
 
 # Bounds on the search, in ops walked: about ten seconds of a core for a step of 8,000 ops, one for a few hundred.
@@ -54,7 +54,7 @@ class _Found:
         times_rerun: By op, how often it is run again.
     """
 
-    rule: Rule
+    rule: FreeingRule
     weights: Mapping[int, float] = field(default_factory=dict)
     spent_ns: int
     times_rerun: Mapping[int, int]
@@ -127,7 +127,7 @@ class _Search:
                     weights[v] = weights.get(v, 1.0) * math.exp(rng.gauss(0, 1))
             self._walk(base.rule, weights, limit_ns=best.spent_ns - 1)
 
-    def _walk(self, rule: Rule, weights: Mapping[int, float], limit_ns: int | None = None) -> None:
+    def _walk(self, rule: FreeingRule, weights: Mapping[int, float], limit_ns: int | None = None) -> None:
         walk = RematWalk(self.facts, rule, weights, limit_ns=limit_ns)
         try:
             proposal = walk.walk_once(wrap=self.wrap)

@@ -28,7 +28,7 @@ _NO_WORTH = -1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class FreeingRule:
     """How a variable's worth is counted: time to make it again / (chunks x idle time x time until it is needed).
 
     Attributes:
@@ -43,7 +43,7 @@ class Rule:
 
 
 # Dynamic tensor rematerialisation's own rule, h_DTR.
-H_DTR = Rule(neighbours=1.0, stale=1.0, ahead=0.0)
+H_DTR = FreeingRule(neighbours=1.0, stale=1.0, ahead=0.0)
 
 
 class Neighbourhoods:
@@ -159,7 +159,7 @@ class RematWalk(Walk):
     def __init__(
         self,
         facts: RematFacts,
-        rule: Rule,
+        rule: FreeingRule,
         weights: Mapping[int, float] | None = None,
         *,
         limit_ns: int | None = None,
