@@ -29,7 +29,7 @@ from benchmarks.planners import record_workload
 from benchmarks.rows import Row, markdown, row, write
 from benchmarks.squeezenet import squeezenet
 from ooc import models
-from ooc.cli.plan import machine_for
+from ooc.cli.arguments import machine_for
 from ooc.fragmentation.caching import replay_caching
 from ooc.fragmentation.planned import replay_chunked
 from ooc.fragmentation.read_trace import read_trace as read_stream

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.rows import Row, markdown, row, write
 from ooc import models
-from ooc.cli.plan import machine_for
+from ooc.cli.arguments import machine_for
 from ooc.tracing.fake_tensors import FakeRecording
 from scheduler.compare import Outcome, budgets_between, compare, sweep
 from scheduler.plan import Machine

@@ -22,6 +22,7 @@ from ooc.dispatch.op_runner import OpRunner
 from ooc.dispatch.signals import HeldSignals, SignalGate
 from ooc.errors import SessionError
 from ooc.interop import opaque_ops
+from ooc.interop.collectives import Collectives
 from ooc.interop.cupy_pool import CupyPool
 from ooc.interop.exports import Exports
 from ooc.interop.forks import DeviceForks, Forks, HostForks
@@ -112,8 +113,12 @@ class Engine:
             threshold_nbytes=options.threshold_nbytes,
             is_open=lambda: self.is_open,
             new_pool=lambda: ChunkPool(self.memory.num_chunks),
+            make_collectives=lambda runner: Collectives(
+                manager=self.manager, runner=runner, is_open=lambda: self.is_open
+            ),
             watch=self.memory.watch(self.manager),
         )
+        self.collectives = self.runner.collectives
         self.executor = self.runner.executor
         self.lock = self.runner.lock
         self.progress = Progress(options.progress)
@@ -175,6 +180,8 @@ class Engine:
         opaque_ops.set_runner(runner.run_opaque)
         undo.callback(self.exports.close)
         self.exports.open()
+        undo.callback(self.collectives.close)
+        self.collectives.open()
         self._hook: Any = None  # torch gives its handles no public type
         if options.step_boundary == "optimizer":
             self._hook = register_optimizer_step_post_hook(lambda *_: self.cycle.optimizer_stepped())
@@ -202,8 +209,9 @@ class Engine:
         """Undo the opening. Idempotent. See `ooc.Session.close`."""
         if not self.is_open:
             return
-        self._brings_back = bring_back
         with self.lock:
+            self.collectives.settle("close", is_last=not bring_back)
+            self._brings_back = bring_back
             self._undo.close()
 
     def _let_go(self) -> None:
@@ -223,6 +231,7 @@ class Engine:
         self.memory.allocator.close()
         self.runner.dispatcher.leave()
         self.exports.close()
+        self.collectives.close()
         opaque_ops.set_runner(None)
         self.manager.guards.become_inherited()
         self._gate.remove()
@@ -250,6 +259,7 @@ class Engine:
             self.memory.check_resize(num_chunks)
             if self.executor.active is not None:
                 self.runner.bail_out("the budget changes")
+            self.collectives.settle("set_budget")
             self.runner.absorb()
             self.sequences.forget_plans()
             self.cycle.give_up_retired()

@@ -40,6 +40,7 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):  # to mypy all of torch 
         budget_nbytes: int,
         operands: Sequence[tuple[str, int]] = (),
         earlier_needed_nbytes: int = 0,
+        advice: str = "",
     ) -> None:
         self.op_index = op_index
         self.op_name = op_name
@@ -60,7 +61,8 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):  # to mypy all of torch 
             + (f"  in memory together: {listed}\n" if listed else "")
             + f"  Options: budget >= {math.ceil(self.largest_needed_nbytes / MIB)}MiB ({reach}; a later one may need "
             "more); a smaller batch (operands grow with it).\n"
-            "  To know the smallest budget at once: ooc fit SCRIPT ARGS (runs a few steps in what memory there "
+            + (f"  {advice}\n" if advice else "")
+            + "  To know the smallest budget at once: ooc fit SCRIPT ARGS (runs a few steps in what memory there "
             "is); ooc fit --fake SCRIPT ARGS (without the memory, and without what ops take for themselves)."
         )
 

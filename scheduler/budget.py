@@ -22,6 +22,10 @@ from scheduler.trace import Trace
 
 IntArray = npt.NDArray[np.int64]
 
+# How many variables a refusal lists: of an op's own, and of what a policy holds.
+_MOST_OPERANDS = 12
+_MOST_HELD = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
@@ -46,7 +50,8 @@ class BudgetTooSmall(PlanError):
         op_index, op_name, where: The op with the largest need.
         needed_nbytes, budget_nbytes: What it needs at once, in whole chunks, and what there is.
         smallest_budget_nbytes: The least budget with which the policy can plan this trace.
-        operands: `(name, bytes)` of what the op needs at its worst moment, largest first.
+        operands: `(name, bytes)` of what the op needs at its worst moment, largest first; for a policy that finds
+            nothing more to release, of all that it has in memory then.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class BudgetTooSmall(PlanError):
         budget_nbytes: int,
         smallest_budget_nbytes: int,
         operands: tuple[tuple[str, int], ...],
+        is_policys: bool = False,
     ) -> None:
         self.op_index = op_index
         self.op_name = op_name
@@ -68,11 +74,15 @@ class BudgetTooSmall(PlanError):
         self.smallest_budget_nbytes = smallest_budget_nbytes
         self.operands = operands
         place = f"op {op_index} ({op_name}{', ' + where if where else ''})"
-        listed = ", ".join(f"{name} {format_mib(nbytes)}" for name, nbytes in operands[:12])
-        more = f", and {len(operands) - 12} smaller" if len(operands) > 12 else ""
+        most = _MOST_HELD if is_policys else _MOST_OPERANDS
+        listed = ", ".join(f"{name} {format_mib(nbytes)}" for name, nbytes in operands[:most])
+        more = f", and {len(operands) - most} smaller" if len(operands) > most else ""
+        what = "in memory, and not to be released by this policy" if is_policys else "operands"
+        with_what = ", with what the policy keeps and makes again" if is_policys else ""
         super().__init__(
-            f"{place} needs {format_mib(needed_nbytes)} at once; the budget is {format_mib(budget_nbytes)}.\n"
-            f"  operands: {listed}{more}\n"
+            f"{place} needs {format_mib(needed_nbytes)} at once{with_what}; "
+            f"the budget is {format_mib(budget_nbytes)}.\n"
+            f"  {what}: {listed}{more}\n"
             f"  Options: budget >= {format_mib(smallest_budget_nbytes)} ({smallest_budget_nbytes} bytes); "
             f"a smaller batch (operands grow with it)."
         )
@@ -148,9 +158,19 @@ def require_budget(trace: Trace, machine: Machine, pins: tuple[tuple[Pin, ...], 
 
 
 def budget_too_small(
-    trace: Trace, machine: Machine, *, tick: int, variables: list[int], smallest_num_chunks: int
+    trace: Trace,
+    machine: Machine,
+    *,
+    tick: int,
+    variables: list[int],
+    smallest_num_chunks: int,
+    num_missing_chunks: int | None = None,
 ) -> BudgetTooSmall:
-    """The error for an op (the one at `tick`) that needs all of `variables` at once."""
+    """The error for an op (the one at `tick`) that needs all of `variables` at once.
+
+    With `num_missing_chunks` it is a policy's: the variables are what it had in memory and could not release, and so
+    many chunks were missing for what the op makes and for what has to be made again.
+    """
     index = max(bisect_right(trace.op_starts, tick) - 1, 0)
     op = trace.ops[index] if trace.ops else None
     sizes = {v: machine.chunks_of(trace.variables[v].nbytes) for v in variables}
@@ -158,13 +178,17 @@ def budget_too_small(
         op_index=index,
         op_name=op.name if op else "no op",
         where=op.where if op else "",
-        needed_nbytes=sum(sizes.values()) * machine.chunk_nbytes,
+        needed_nbytes=(
+            sum(sizes.values()) if num_missing_chunks is None else machine.num_chunks + max(num_missing_chunks, 1)
+        )
+        * machine.chunk_nbytes,
         budget_nbytes=machine.budget_nbytes,
         smallest_budget_nbytes=smallest_num_chunks * machine.chunk_nbytes,
         operands=tuple(
             (trace.variables[v].label or f"{trace.variables[v].kind} {v}", trace.variables[v].nbytes)
             for v in sorted(variables, key=lambda v: (-sizes[v], v))
         ),
+        is_policys=num_missing_chunks is not None,
     )
 
 

@@ -58,6 +58,9 @@ class Recomputed:
     residency counts from there. What the re-run reads and does not make itself must be resident
     at that tick; what it allocates beside the residencies it makes (temporaries, results that nobody
     keeps) lives in the plan's `Scratch` for that op, at that one tick.
+
+    What the program has freed may be made again, too, for later re-runs to read: a **ghost**, recomputed after the
+    variable's death and discarded within the step.
     """
 
     before_op: int

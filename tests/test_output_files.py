@@ -165,7 +165,7 @@ def test_every_output_option_follows_links_and_keeps_devices(command: str, tmp_p
 
 
 def test_compressed_traces_are_whole(tmp_path: Path) -> None:
-    from ooc.cli.plan import write_text
+    from ooc.cli.arguments import write_text
 
     write_text(str(tmp_path / "t.json.gz"), json.dumps({"a": 1}))
     assert json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes())) == {"a": 1}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ooc.cli import doctor
+from ooc.cli.findings import Verdict
 from ooc.cli.main import _spelled_out, main, parser
 from ooc.settings import PROGRESS, SETTINGS, BadSetting, check, check_environment, resolve
 from ooc.telemetry.progress import When
@@ -88,9 +89,9 @@ def test_doctor_names_a_variable_that_run_would_refuse(monkeypatch: pytest.Monke
     monkeypatch.setenv("OOC_BUDGET", "12G")
     monkeypatch.setenv("OOC_NVTX", "maybe")
     found = {f.name: f for f in doctor._settings(resolve({}))}
-    assert found["OOC_BUDGET"].verdict is doctor.Verdict.STOP
+    assert found["OOC_BUDGET"].verdict is Verdict.STOP
     assert "'12GiB'" in found["OOC_BUDGET"].remedy
-    assert found["OOC_NVTX"].verdict is doctor.Verdict.STOP
+    assert found["OOC_NVTX"].verdict is Verdict.STOP
 
 
 @pytest.mark.parametrize(

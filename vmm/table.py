@@ -15,6 +15,9 @@ MODE_OFF: Final = 0
 MODE_DEMAND: Final = 1
 MODE_PLANNED: Final = 2
 
+SERVED_APART: Final = 1
+"""`cold_allocate`'s answer for an allocation that is not the session's: torch's own allocator serves it (CPU only)."""
+
 GRANULE_NBYTES: Final = 1 << 16
 """Arena addresses of variables are multiples of this; the smallest chunk."""
 
@@ -121,7 +124,7 @@ class AllocatorState(ctypes.Structure):
 
 
 class PlanTables(ctypes.Structure):
-    """`PlanTables` of native/allocator.h: what native code needs to replay a plan.
+    """What replaying a plan needs in native code: `PlanTables` of native/allocator.h.
 
     Whoever installs one keeps it and its arrays alive.
     """
@@ -180,7 +183,8 @@ class AllocatorTable:
         return ctypes.cast(self._library.vmm_allocator_this_thread, ctypes.c_void_p).value or 0
 
     def open(self, *, threshold_nbytes: int, cold_allocate: Callable[[int], int]) -> None:
-        """Route allocations of at least `threshold_nbytes` to `cold_allocate(nbytes) -> address` (0: no memory).
+        """Route allocations of at least `threshold_nbytes` to `cold_allocate(nbytes) -> address` (0: no memory;
+        `SERVED_APART`: none of ours).
 
         It is called on any thread, with the GIL, while the op that allocates waits. It must not raise.
         """

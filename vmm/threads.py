@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 
-__all__ = ["name_this_thread"]
+__all__ = ["is_foreign_thread", "name_this_thread"]
 
 _PR_SET_NAME = 15
 _MOST_BYTES = 15
@@ -21,3 +22,9 @@ def name_this_thread(name: str) -> None:
     if len(encoded) > _MOST_BYTES:
         raise ValueError(f"thread name {name!r}: {len(encoded)} bytes, at most {_MOST_BYTES}")
     ctypes.CDLL(None).prctl(_PR_SET_NAME, encoded, 0, 0, 0)
+
+
+def is_foreign_thread() -> bool:
+    """Whether Python did not start the calling thread: a library's own (Gloo's, say), which calls back into Python."""
+    thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
+    return thread is None or isinstance(thread, threading._DummyThread)

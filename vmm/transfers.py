@@ -428,7 +428,8 @@ def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> 
 
 @functools.cache
 def _library() -> _Library:
-    return _Library(build("transfers", [Path(__file__).parent / "native" / "transfers.cpp"]))
+    native = Path(__file__).parent / "native"
+    return _Library(build("transfers", [native / "transfers.cpp", native / "transfer_jobs.h"]))
 
 
 def _close_and_free(library: _Library, handle: int) -> None:

@@ -13,12 +13,12 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from enum import Enum
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from ooc.cli.findings import Finding, Verdict
 from ooc.settings import BadSetting, Resolved, check, check_environment, resolve
 from ooc.units import GIB, MIB, format_duration, format_nbytes, format_rate
 from vmm.files import default_directory, directory_facts
@@ -37,34 +37,13 @@ _LITTLE_DISK_NBYTES = 4 * GIB
 _TRIAL_BUDGET_NBYTES = 8 * MIB
 
 
-class Verdict(Enum):
-    """How serious a finding is."""
-
-    FINE = "fine"
-    """Nothing to do."""
-    NOTE = "note"
-    """Works, but slower or with less room than it could."""
-    STOP = "stop"
-    """No session can be opened or trusted until this is fixed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """The result of one check. `remedy` is empty when there is nothing to do."""
-
-    name: str
-    value: str
-    verdict: Verdict = Verdict.FINE
-    remedy: str = ""
-
-
 def main(*, store: str | None = None, as_json: bool = False, device: str = "cpu") -> int:
     """Print all findings and settings. Returns 1 if no session would work, else 0, and 2 for no such device."""
     found = re.fullmatch(r"cpu|cuda(?::(\d+))?|fake", device)
     if found is None:
         print(f"ooc doctor: no device is called {device!r}. Options: cpu, cuda, cuda:1.", file=sys.stderr)
         return 2
-    settings = resolve({"store": store, "device": device if device != "cpu" else None})
+    settings = resolve({"store": store, "device": device if device.startswith("cuda") else None})
     findings = [*examine(settings["store"].value, has_session=device == "cpu"), *_settings(settings)]
     if device != "cpu":
         from ooc.cli import doctor_cuda

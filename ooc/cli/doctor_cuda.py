@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ooc.cli.doctor import Finding, Verdict
+from ooc.cli.findings import Finding, Verdict
 from ooc.devices.cuda import CudaDevice, shares_host_memory
 from ooc.devices.cuda_memory import DeviceMemory
 from ooc.devices.host_memory import VARIABLE, host_memory_nbytes

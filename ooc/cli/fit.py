@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ooc.cli import plan as planning_cli
+from ooc.cli.arguments import UsageError, budget_of, machine_for, policies_of, read_trace, timed_for
 from ooc.errors import BudgetTooSmall as BudgetTooLow
 from ooc.tracing.recorder import NEED, need_nbytes
 from ooc.units import format_duration, format_nbytes
@@ -36,12 +36,12 @@ class TooSmall(Exception):
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Run the command. Raises `planning_cli.UsageError`, `PlanError` and what reading files raises."""
-    (policy,) = planning_cli.policies_of(parsed.policy) if "," not in parsed.policy else (parsed.policy,)
+    """The command. Raises `UsageError`, `PlanError` and what reading files raises."""
+    (policy,) = policies_of(parsed.policy) if "," not in parsed.policy else (parsed.policy,)
     if policy != parsed.policy or parsed.policy == "all":
-        raise planning_cli.UsageError(f"--policy {parsed.policy}: one policy")
+        raise UsageError(f"--policy {parsed.policy}: one policy")
     if parsed.slowdown is not None and not 1 <= parsed.slowdown <= 1e6:
-        raise planning_cli.UsageError(f"--slowdown {parsed.slowdown}: from 1 to 1000000")
+        raise UsageError(f"--slowdown {parsed.slowdown}: from 1 to 1000000")
     if parsed.micro_batch is not None:
         return _micro_batch(parsed)
     return _largest_batch(parsed) if parsed.budget is not None else _smallest_budget(parsed)
@@ -110,15 +110,15 @@ def largest_batch(fits: Callable[[int], bool], most: int) -> int:
 def _smallest_budget(parsed: argparse.Namespace) -> int:
     if _is_trace(parsed.target):
         if parsed.arguments:
-            raise planning_cli.UsageError(
+            raise UsageError(
                 f"{' '.join(parsed.arguments)}: a trace takes no arguments. Options: fit's own options before the "
                 "trace; a script in place of the trace."
             )
-        recorded = planning_cli.read_trace(parsed.target)
+        recorded = read_trace(parsed.target)
     else:
         recorded = _record_within_least(parsed)
-    trace, profile = planning_cli.timed_for(recorded, parsed)
-    machine = planning_cli.machine_for(profile, max(trace.peak_nbytes(), 64), parsed.chunk, trace)
+    trace, profile = timed_for(recorded, parsed)
+    machine = machine_for(profile, max(trace.peak_nbytes(), 64), parsed.chunk, trace)
     least = -(-int(trace.metadata.get(NEED, 0)) // machine.chunk_nbytes)
     plan = smallest_budget(trace, machine, parsed.policy, slowdown=parsed.slowdown, least=least)
     body = {
@@ -183,7 +183,7 @@ def _record_within_least(parsed: argparse.Namespace) -> Trace:
 
 def _require_placeholder(parsed: argparse.Namespace) -> None:
     if not any(PLACEHOLDER in argument for argument in parsed.arguments):
-        raise planning_cli.UsageError(
+        raise UsageError(
             f"the script's arguments do not contain {PLACEHOLDER}, so its batch cannot be varied. "
             f"Options: ooc fit --budget {parsed.budget} {parsed.target} --batch-size {PLACEHOLDER}; "
             "without --budget, a recorded step."
@@ -201,13 +201,13 @@ def part_sizes(batch: int) -> tuple[int, ...]:
 def _micro_batch(parsed: argparse.Namespace) -> int:
     """Find the best micro-batch size, from a step recorded at each size."""
     if parsed.budget is None:
-        raise planning_cli.UsageError("--micro-batch goes with --budget SIZE: parts are for what does not fit")
-    budget_nbytes = planning_cli.budget_of(parsed.budget)
+        raise UsageError("--micro-batch goes with --budget SIZE: parts are for what does not fit")
+    budget_nbytes = budget_of(parsed.budget)
     _require_placeholder(parsed)
     if parsed.micro_batch < 1:
-        raise planning_cli.UsageError(f"--micro-batch {parsed.micro_batch}: at least 1")
+        raise UsageError(f"--micro-batch {parsed.micro_batch}: at least 1")
     if parsed.slowdown is not None:
-        raise planning_cli.UsageError("--micro-batch asks for the fastest; leave --slowdown out")
+        raise UsageError("--micro-batch asks for the fastest; leave --slowdown out")
     traces: dict[int, Trace] = {}
     for size in part_sizes(parsed.micro_batch):
         try:
@@ -215,11 +215,11 @@ def _micro_batch(parsed: argparse.Namespace) -> int:
         except TooSmall:
             print(f"batch {size}: an op of it does not fit", file=sys.stderr)
             continue
-        traces[size], profile = planning_cli.timed_for(trace, parsed)
+        traces[size], profile = timed_for(trace, parsed)
         require_no_cross_sample_layers(trace)
     if not traces:
         raise PlanError(f"not even a batch of 1 fits {format_nbytes(budget_nbytes)}")
-    machine = planning_cli.machine_for(profile, budget_nbytes, parsed.chunk, traces[min(traces)])
+    machine = machine_for(profile, budget_nbytes, parsed.chunk, traces[min(traces)])
     best, tried = choose_micro_batch(
         traces,
         machine,
@@ -244,16 +244,16 @@ def _micro_batch(parsed: argparse.Namespace) -> int:
 
 
 def _largest_batch(parsed: argparse.Namespace) -> int:
-    budget_nbytes = planning_cli.budget_of(parsed.budget)
+    budget_nbytes = budget_of(parsed.budget)
     _require_placeholder(parsed)
     if parsed.most < 1:
-        raise planning_cli.UsageError(f"--most {parsed.most}: at least 1")
+        raise UsageError(f"--most {parsed.most}: at least 1")
     reasons: dict[int, str] = {}
 
     def fits(batch: int) -> bool:
         trace = _record(parsed, budget_nbytes, fake=True, batch=batch)
-        timed, profile = planning_cli.timed_for(trace, parsed)
-        machine = planning_cli.machine_for(profile, budget_nbytes, parsed.chunk, timed)
+        timed, profile = timed_for(trace, parsed)
+        machine = machine_for(profile, budget_nbytes, parsed.chunk, timed)
         try:
             if (need := need_of(timed)) > budget_nbytes:
                 require_budget(timed, machine, pins_of(timed))
@@ -314,7 +314,7 @@ def _record(parsed: argparse.Namespace, budget_nbytes: int | None, *, fake: bool
         except subprocess.TimeoutExpired as error:
             raise RecordingFailed(f"no step was recorded in {_TRACE_LIMIT_S} s") from error
         if done.returncode == 0 and output.exists():
-            return planning_cli.read_trace(str(output))
+            return read_trace(str(output))
     lines = done.stderr.strip().splitlines()
     if any(line.startswith(f"{BudgetTooLow.__module__}.{BudgetTooLow.__qualname__}: ") for line in lines):
         raise TooSmall(done.stderr)

@@ -7,11 +7,12 @@ allocator calls it for every large allocation that the plan's table does not ser
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,11 +26,12 @@ from ooc.memory.residency import NoRoom, ResidencyManager
 from ooc.replay.executor import Executor
 from ooc.replay.op_watch import OpWatch
 from ooc.tracing import op_semantics as ops
+from ooc.tracing.collective_ops import is_collective
 from ooc.tracing.recorder import OpRecord
 from ooc.tracing.recording import StepRecording
 from vmm.chunks import ChunkPool
 from vmm.nvtx_ranges import marked, names_ops
-from vmm.torch_cpu import AllocatorTable
+from vmm.torch_cpu import SERVED_APART, AllocatorTable
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,45 @@ _SPLIT_FRACTION = 8
 """List ops and convolution_backward run in parts when their operands exceed 1/8 of the budget."""
 
 _NOTHING = contextlib.nullcontext()
+
+_FLIGHT_FRACTION = 4
+"""Planned around: operands of collectives under way, up to 1/4 of the budget. More, and the ops in between
+would not fit; whoever moves one of the rest waits for it."""
+
+
+class CollectiveRuns(Protocol):
+    """What becomes of ops that go on after they have returned: `ooc.interop.collectives.Collectives`."""
+
+    def run(
+        self,
+        run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run such an op, by `run`."""
+
+    def postpones(self, index: int) -> bool:
+        """Whether a planned op's acts after it are not to be done yet."""
+
+    def take_landed(self, op_index: int) -> Sequence[int]:
+        """Addresses that the program has waited for since the op before this one."""
+
+    def is_apart(self, nbytes: int) -> bool:
+        """Whether an allocation on this thread is none of the session's."""
+
+    def open(self) -> None:
+        """From now on the program's own waits are seen."""
+
+    def close(self) -> None:
+        """They are seen no more. Idempotent."""
+
+    def settle(self, act: str, *, is_last: bool = False) -> None:
+        """Wait for all that is under way, before `act`. Raises `SessionError` if that cannot be waited for."""
+
+    def document(self) -> dict[str, int]:
+        """For the report."""
+
 
 _Call = tuple[Any, Sequence[Any], Mapping[str, Any]]
 """An op, its arguments and its keyword arguments."""
@@ -52,8 +93,9 @@ class OpRunner:
         dispatcher: The native dispatcher.
         lock: The session's lock.
         executor: Replays plans.
-        recording: The recording of the present step, while it runs on demand.
-        mode: The dispatch mode by which ops arrive.
+        recording: Of the present step, while it runs on demand.
+        mode: Through which ops come here, while it is on.
+        collectives: What becomes of ops that go on after they have returned.
     """
 
     def __init__(
@@ -65,11 +107,13 @@ class OpRunner:
         threshold_nbytes: int,
         is_open: Callable[[], bool],
         new_pool: Callable[[], ChunkPool],
+        make_collectives: Callable[[OpRunner], CollectiveRuns],
         watch: OpWatch | None = None,
     ) -> None:
         self._manager = manager
         self._allocator = allocator
         self._threshold_nbytes = threshold_nbytes
+        self.recording = StepRecording()
         self.set_budget(budget_nbytes)
         self._is_open = is_open
         self._watch = watch
@@ -78,7 +122,6 @@ class OpRunner:
         self._pending: BaseException | None = None
         self._largest_refused_nbytes = 0
         self._has_served = False  # an allocation since somebody last looked
-        self.recording = StepRecording()
         self._call_sites = self.recording.call_sites
         self.dispatcher = self._dispatcher = new_dispatcher(
             allocator,
@@ -98,6 +141,7 @@ class OpRunner:
             new_pool=new_pool,
             watch=watch,
         )
+        self.collectives = make_collectives(self)
 
     def __repr__(self) -> str:
         return f"<OpRunner, {self.recording!r}>"
@@ -105,6 +149,12 @@ class OpRunner:
     def set_budget(self, budget_nbytes: int) -> None:
         """Set the budget by which large ops are split into parts."""
         self._split_nbytes = budget_nbytes // _SPLIT_FRACTION
+        self.recording.note_limit(budget_nbytes // _FLIGHT_FRACTION)
+
+    @property
+    def op_index(self) -> int:
+        """The op that is running, or that comes next."""
+        return self._allocator.state.op_index
 
     def start_recording(self) -> None:
         """Begin a period on demand: record its ops."""
@@ -123,9 +173,10 @@ class OpRunner:
 
     def after(self, index: int) -> None:
         with self._lock:
-            self._executor.after(index)
+            if not self.collectives.postpones(index):
+                self._executor.after(index)
 
-    def finish(self, _index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
+    def finish(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
         """Record an op that began on the plan and ended after a bailout, as if it had run on demand."""
         with self._lock:
             error = self._pending_error((func, args, kwargs or {}), self._executor.mid_op_records())
@@ -137,6 +188,7 @@ class OpRunner:
                 where=self._call_sites.of_this_op(),
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs or {})),
+                landed=self.collectives.take_landed(index),
             )
             self._complete(record, result)
         if error is not None:  # as in `_raise_if_refused`
@@ -165,11 +217,13 @@ class OpRunner:
         kwargs = kwargs or {}
         if not self._is_open():
             return func(*args, **kwargs)
+        if not _is_special(func):
+            return self._run(func, args, kwargs)
         if ops.is_list_op(func):
             return ops.run_list_op(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
         if ops.is_convolution_backward(func):
             return ops.run_convolution_backward(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
-        return self._run(func, args, kwargs)
+        return self.collectives.run(self._run, func, args, kwargs)
 
     def run_opaque(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() != self._thread or not self.mode.is_on:
@@ -222,7 +276,9 @@ class OpRunner:
 
     def _run_on_demand(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:
-            self._executor.finish()  # another thread may have bailed out for an op that never began
+            self._executor.finish()  # another thread may have left the plan for an op that never began
+            if self._manager.flights:
+                self._manager.flights.poll()
             self.absorb()
             recorder = self.recording.recorder
             assert recorder is not None
@@ -247,6 +303,7 @@ class OpRunner:
                 where=self._call_sites.of_this_op(),
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs)),
+                landed=self.collectives.take_landed(len(recorder.ops)),
             )
             state = self._allocator.state
             state.set_inside(len(recorder.ops))
@@ -326,6 +383,8 @@ class OpRunner:
 
     def cold_allocate(self, nbytes: int) -> int:
         """Serve an allocation that no plan covers. Called by the allocator, on any thread; never raises."""
+        if self.collectives.is_apart(nbytes):
+            return SERVED_APART
         try:
             with self._lock:
                 executor = self._executor
@@ -412,6 +471,12 @@ class OpRunner:
         self._largest_refused_nbytes = error.largest_needed_nbytes
         self._pending = None  # to find the sizes of results, it may have run the op once more
         return error
+
+
+@functools.cache
+def _is_special(func: Any) -> bool:
+    """Whether an op is run in parts, or goes on after it has returned. One look, instead of three an op."""
+    return ops.is_list_op(func) or ops.is_convolution_backward(func) or is_collective(func)
 
 
 class _Failure(OocError):

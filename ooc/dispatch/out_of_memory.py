@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -78,7 +81,43 @@ def budget_too_small(
         budget_nbytes=manager.pool.num_chunks * manager.chunk_nbytes,
         operands=listed,
         earlier_needed_nbytes=earlier_needed_nbytes,
+        advice=_advice(str(func)),
     )
+
+
+_DATA_PARALLEL = os.path.join("torch", "nn", "parallel", "distributed.py")
+
+
+def _advice(op_name: str) -> str:
+    """What avoids an allocation of DistributedDataParallel's own, where it is one: it does not grow with the batch."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_DATA_PARALLEL):
+            if frame.f_code.co_name == "_sync_final_model":
+                return (
+                    "This is the broadcast at the end of DistributedDataParallel.join(), which copies the model "
+                    "together (250 MiB at a time). Options: batches of equal number on all ranks, without join()."
+                )
+            if frame.f_code.co_name == "__init__" and "cat" in op_name:
+                return (
+                    "This is the broadcast in DistributedDataParallel's constructor, which copies the model together "
+                    "(250 MiB at a time). Options: init_sync=False, with equal weights on all ranks (a seed, a "
+                    "checkpoint)."
+                )
+            if frame.f_code.co_name in ("__init__", "_ddp_init_helper"):
+                return (
+                    "This is DistributedDataParallel's first bucket: all gradients together, whatever bucket_cap_mb "
+                    "says, until it sorts them anew after the first step. Options: bucket_cap_mb_list=[1, 25], or "
+                    "find_unused_parameters=True, which make small ones from the start."
+                )
+            if frame.f_code.co_name in ("_pre_forward", "_rebuild_buckets", "_sync_buffers"):
+                return (
+                    "This is memory of DistributedDataParallel's own: its buckets, or its broadcast of buffers. "
+                    "Options: a smaller bucket_cap_mb; gradient_as_bucket_view=True; broadcast_buffers=False, where "
+                    "they are equal on all ranks."
+                )
+        frame = frame.f_back
+    return ""
 
 
 def _operand_tensors(

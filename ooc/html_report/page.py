@@ -16,6 +16,7 @@ from ooc.reporting.report import versions
 from ooc.units import format_duration, format_nbytes
 
 _ASSETS = Path(__file__).parent / "assets"
+_SCRIPTS = ("chart.js", "page.js")
 _SYMBOLS = {"yes": "\u2713", "no": "\u2717", "unknown": "?"}
 
 _CHARTS = (
@@ -61,8 +62,13 @@ def make_page(documents: Sequence[Document], *, endurance_nbytes: int = DEFAULT_
         + "\n".join(sections)
         + f"\n</main>\n<footer>{escape(footer)}</footer>\n"
         f'<script type="application/json" id="data">{_embedded(data)}</script>\n'
-        f"<script>\n{_asset('page.js')}</script>\n</body>\n</html>\n"
+        f"<script>\n{_script()}</script>\n</body>\n</html>\n"
     )
+
+
+def _script() -> str:
+    """The page's script: its files one after the other, in a scope of their own."""
+    return '"use strict";\n(() => {\n' + "\n".join(_asset(name) for name in _SCRIPTS) + "})();\n"
 
 
 def _asset(name: str) -> str:
@@ -210,7 +216,7 @@ _COMPARED: tuple[tuple[str, Callable[[Metrics], float | None], Callable[[float],
 )
 
 
-# -- charts: page.js fills the canvases
+# -- charts: the script fills the canvases
 
 
 def _charts(documents: Sequence[Document]) -> str:

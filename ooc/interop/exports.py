@@ -88,7 +88,7 @@ class Exports:
         self._executor.finish()
         self._manager.end_exports()
         self._manager.fork_readers.forget_gone()
-        self._executor.guards_releases = False
+        self._executor.step_begins()
         if self._manager.debug:
             self._manager.guards.serve(False)
             self._executor.unserve()
@@ -96,7 +96,6 @@ class Exports:
     def step_ends(self) -> None:
         """A step ends: serve stray touches from now on."""
         self._executor.guard_away()
-        self._executor.guards_releases = True
         self._manager.guards.serve(True)
 
     # -- what the replaced functions call

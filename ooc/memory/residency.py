@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ooc.errors import HiddenWrite, StoreFailed
+from ooc.memory.flights import Flights
 from ooc.memory.fork_readers import ForkReaders
 from ooc.memory.record import Runs, Segments, State, VariableRecord
 from ooc.units import format_nbytes
@@ -103,8 +104,9 @@ class ResidencyManager:
         self.records: dict[int, VariableRecord] = {}
         self.counters = Counters()
         self.guards = guards
-        self._is_host = is_host
+        self.is_host = is_host
         self.fork_readers = ForkReaders(store)
+        self.flights = Flights()
         self.ended_exports: deque[VariableRecord] = deque()
         self.moves: deque[Move] = deque(maxlen=_NUM_MOVES_KEPT)
         self.stalls: deque[tuple[int, int]] = deque(maxlen=_NUM_MOVES_KEPT)
@@ -233,7 +235,7 @@ class ResidencyManager:
 
     def may_be_evicted(self, record: VariableRecord) -> bool:
         """Whether nothing that is known to use a resident record keeps it in memory."""
-        return not record.pins and record.seen and (self._is_host or not record.exports)
+        return not record.pins and record.seen and (self.is_host or not record.exports)
 
     def make_room(self, num_chunks: int) -> None:
         """Evict least recently used variables until so many chunks are free. Raises `NoRoom`, `StoreFailed`."""
@@ -249,6 +251,9 @@ class ResidencyManager:
             if missing <= 0:
                 break
         else:
+            if self.flights.wait_any():
+                self.make_room(num_chunks)
+                return
             movable_chunks = sum(self.chunks_of(r.nbytes) for r in movable)
             pinned = sum(self.chunks_of(r.nbytes) for r in self._by_use.values()) - movable_chunks
             raise NoRoom(num_needed=num_chunks, num_free=self._pool.num_free, num_pinned=pinned)
@@ -361,6 +366,7 @@ class ResidencyManager:
 
     def start_write(self, record: VariableRecord, segments: Segments | None = None) -> Transfer:
         """Start writing a resident record to the store. It stays resident; `settle` waits for the write."""
+        self.flights.wait_for(record)  # or the bytes of a collective half done would be taken to be current
         if record.slot is None or self.fork_readers.hold(record.slot):
             slot = self.store.allocate(record.nbytes)
             if record.slot is not None:
@@ -371,7 +377,7 @@ class ResidencyManager:
         transfer: Transfer = self.store.write(record.slot, segments)
         record.write_started(transfer)
         self.moves.append((transfer.ticket, record.address, record.nbytes))
-        if self.debug and self._is_host:
+        if self.debug and self.is_host:
             record.checksum = self._checksum(record)
         self.counters.evicted_nbytes += record.nbytes
         return transfer
@@ -390,7 +396,7 @@ class ResidencyManager:
         if segments is None:
             segments = self.segments(runs, record.nbytes)
         transfer: Any = self.store.read(record.slot, segments, after=after)
-        if not self._is_host:
+        if not self.is_host:
             self.space.note_unused(record.reservation, transfer.fence)
         record.load_started(runs, transfer)
         self.moves.append((transfer.ticket, record.address, record.nbytes))

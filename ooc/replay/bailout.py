@@ -61,6 +61,7 @@ def recorder_so_far(
     for index in range(num_ops):
         op = executable.trace.ops[index]
         written = {u.variable for u in op.uses if u.writes and u.reads}
+        launched, is_held, landed = executable.flights[index] or ((), False, ())
         births = [u.variable for u in op.uses if not u.reads and executable.variables[u.variable].evictable]
         recorder.ops.append(
             OpRecord(
@@ -70,6 +71,9 @@ def recorder_so_far(
                 written=[int(address[r]) for r in written],
                 results=[int(address[r]) for r in births],
                 duration_ns=int(executable.op_stop_ns[index] - executable.op_start_ns[index]),
+                in_flight=[int(address[r]) for r in launched],
+                is_held=is_held,
+                landed=[int(address[r]) for r in landed],
             )
         )
     recorder.events = events

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left, bisect_right
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -178,6 +178,7 @@ class ExecutablePlan:
         self.funcs = list(observed.funcs)
         self.calls = [getattr(func, "_op", func) for func in observed.funcs]
         self.occurrences = observed.occurrences
+        self.flights = observed.flights or (None,) * self.num_ops
         self.variables = [PlanVariable(index=i, trace=trace) for i in range(len(trace.variables))]
         self.before: list[Before | None] = [None] * self.num_ops
         self.after: list[After | None] = [None] * self.num_ops
@@ -430,11 +431,34 @@ class ExecutablePlan:
         What the plan does before and after it is to be done all the same.
         """
         before = self.before[op]
-        return not (self.occurrences[op] or self.trace.ops[op].uses or (before is not None and before.births))
+        births = any(not use.reads for use in self.trace.ops[op].uses)  # the others may be of collectives under way
+        return not (self.occurrences[op] or births or (before is not None and before.births))
 
     def is_written_from(self, variable: PlanVariable, op: int) -> bool:
         """Whether op `op` or a later one writes the variable."""
         return any(u.writes and u.variable == variable.index for o in self.trace.ops[op:] for u in o.uses)
+
+    def late_bindings(
+        self, op: int, addresses: Sequence[int], records: Mapping[int, VariableRecord]
+    ) -> list[tuple[PlanVariable, VariableRecord]]:
+        """Which variables op `op` would bind to which of `records` if its operands are at these addresses.
+
+        Empty if they are bound so already, or cannot be: only what comes into the step from outside is bound late.
+        """
+        expected = self.occurrences[op]
+        if len(expected) != len(addresses):
+            return []
+        changes: dict[int, VariableRecord] = {}
+        for index, address in zip(expected, addresses, strict=True):
+            if int(self.variable_address[index]) == address:
+                continue
+            variable, record = self.variables[index], records.get(address)
+            if record is None or variable.is_born or variable.is_persistent or record.nbytes != variable.nbytes:
+                return []
+            changes[index] = record
+        if len({record.address for record in changes.values()}) != len(changes):
+            return []  # one record cannot be bound to two variables
+        return [(self.variables[index], record) for index, record in changes.items()]
 
     def residency_at(self, variable: PlanVariable, op: int) -> ExecutableResidency | None:
         """The residency of a variable that covers op `op`, if any."""

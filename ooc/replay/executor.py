@@ -15,7 +15,6 @@ chunks that the plan does not use. Ordering rules (DESIGN.md section 10):
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
@@ -23,18 +22,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ooc.errors import StoreFailed
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
-from ooc.replay.bailout import has_landed, land_transfers, pinned_by, recorder_so_far, return_records
+from ooc.replay.acts import ResidencyActs
+from ooc.replay.bailout import land_transfers, pinned_by, recorder_so_far, return_records
 from ooc.replay.bindings import Bindings
 from ooc.replay.dispatcher import Dispatcher
-from ooc.replay.executable_plan import ExecutablePlan, ExecutableResidency, PlanVariable
+from ooc.replay.executable_plan import ExecutablePlan, PlanVariable
 from ooc.replay.op_watch import OpWatch, named_calls
 from ooc.tracing.recording import StepRecording
 from scheduler.plan import Loaded, occupied_ticks
 from vmm.chunks import ChunkPool
-from vmm.driver import MemoryFault
 from vmm.nvtx_ranges import names_ops
 from vmm.store import StoreFull
 from vmm.torch_cpu import MODE_DEMAND, MODE_PLANNED, AllocatorTable, Event
@@ -71,10 +69,7 @@ class Executor:
         self._thread = threading.get_ident()
         self._start_successors: list[tuple[PlanVariable, VariableRecord]] = []
         self._start_foreign: dict[int, VariableRecord] = {}
-        self._writes: list[ExecutableResidency] = []  # under way, or failed
-        self._loads: list[ExecutableResidency] = []
-        self.guards_releases = False
-        """Whether code that no op tells us of may touch variables now: between steps."""
+        self._acts = ResidencyActs(manager, bail_out=self.bail_out)
 
     def __repr__(self) -> str:
         return f"<Executor of {self.active!r}>"
@@ -95,6 +90,9 @@ class Executor:
             StoreFailed: A transfer failed; the step goes on on demand.
         """
         manager = self._manager
+        if not manager.flights.settle():
+            self.bailout_reason = f"not over: {', '.join(manager.flights.names())}"
+            return False
         bound = self._bindings.bind(executable)
         if bound is None:
             self.bailout_reason = self._bindings.refusal
@@ -140,7 +138,7 @@ class Executor:
             for variable, r in bound
             if variable.index in targets and r.address not in in_place
         ]
-        failure = self._bindings.start_loads(missing, self._loads)
+        failure = self._bindings.start_loads(missing, self._acts.loads)
         for variable, record in bound:
             self._bindings.set_alive(executable, variable, record)
         for variable in executable.variables:
@@ -158,7 +156,7 @@ class Executor:
             raise failure
         for _, record in bound:
             if record.state is State.LOADING:
-                self._arrive(record)
+                self._acts.arrive(record)
         _log.debug("entered %r with %d variables bound", executable, len(bound))
         return True
 
@@ -202,20 +200,23 @@ class Executor:
         """
         executable = self.active
         assert executable is not None
+        if not self._manager.flights.settle():
+            self.bail_out(f"not over at the step's end: {', '.join(self._manager.flights.names())}")
+            return False
         for residency in executable.last_releases:
             record = residency.variable.record if executable.variable_alive[residency.variable.index] else None
             if record is not None and record.state is State.RESIDENT and not record.stored and not record.exports:
                 # Allocated after the last op: no op's end was there to start the write.
                 residency.transfer, residency.moved = self._manager.start_write(record, residency.segments), record
-                self._writes.append(residency)
-            if not self._release(executable, residency):
+                self._acts.writes.append(residency)
+            if not self._acts.release(executable, residency):
                 return False
         self.absorb_events()
         if not self._bindings.can_pass_on(executable):
             self.bail_out("a variable that must stay where it is outlived its role in the plan")
             return False
         self._bindings.pass_on(executable)
-        self._prune()
+        self._acts.prune()
         self._start_period(executable)
         return True
 
@@ -233,20 +234,22 @@ class Executor:
         assert executable is not None
         acts = executable.before[index]
         assert acts is not None
+        if self._manager.flights:
+            self._manager.flights.poll()
         alive = executable.variable_alive
         if not self._check_deaths(executable, executable.trace.ops[index].start_tick):
             return False
         for residency in acts.releases:
-            if not self._release(executable, residency):
+            if not self._acts.release(executable, residency):
                 return False
         for residency in acts.loads:
             variable = residency.variable
             if alive[variable.index]:
-                self._start_load(residency)
+                self._acts.start_load(residency)
                 continue
             for other in residency.waits:  # the next residency of these chunks looks no further back than to this one
                 if other.transfer is not None:
-                    self._await(other)
+                    self._acts.await_transfer(other)
         started = 0
         for residency in acts.arrivals:
             variable = residency.variable
@@ -255,7 +258,7 @@ class Executor:
                 continue
             if record.state is State.LOADING:
                 started = started or time.monotonic_ns()
-                self._arrive(record)
+                self._acts.arrive(record)
             elif record.state is State.AWAY:
                 self.bail_out("a variable was not where the plan expects it")
                 return False
@@ -268,8 +271,8 @@ class Executor:
                 if other.transfer is not None:
                     if not other.transfer.done():
                         started = started or time.monotonic_ns()
-                    self._await(other)  # also when it has ended: after a failed write nothing may be put there
-            self._prepare_birth(residency)
+                    self._acts.await_transfer(other)  # ended, too: after a failed write nothing may be put there
+            self._acts.prepare_birth(residency)
         if started:
             self._manager.note_stall(started)
         return True
@@ -287,6 +290,8 @@ class Executor:
             shared = variable.predecessor is not None and variable.predecessor.record is record
             if record.exports or shared or not (variable.evictable or record.seen):
                 self.bail_out("a variable was freed later than planned")
+                return False
+            if not self._acts.may_move(record):
                 return False
             self._bindings.expel(executable, variable)
         return True
@@ -310,21 +315,25 @@ class Executor:
             record = residency.variable.record
             if record is None or not alive[residency.variable.index]:
                 continue
+            if not self._acts.may_move(record):
+                return
             if record.stored:
                 self._manager.counters.dropped_nbytes += record.nbytes
             else:
                 residency.transfer, residency.moved = self._manager.start_write(record, residency.segments), record
-                self._writes.append(residency)
+                self._acts.writes.append(residency)
         for residency in acts.drops:
             record = residency.variable.record
             if record is None or not alive[residency.variable.index]:
                 continue
+            if not self._acts.may_move(record):
+                return
             if record.stored:
                 self._manager.counters.dropped_nbytes += record.nbytes
             else:  # the first step of a plan, where the store has no copy yet
                 residency.transfer, residency.moved = self._manager.start_write(record, residency.segments), record
-                self._writes.append(residency)
-            if not self._release(executable, residency):
+                self._acts.writes.append(residency)
+            if not self._acts.release(executable, residency):
                 return
 
     def fail(self, index: int) -> None:
@@ -365,8 +374,8 @@ class Executor:
                 return 0
             for other in residency.waits:
                 if other.transfer is not None:
-                    self._await(other)
-            self._prepare_birth(residency)
+                    self._acts.await_transfer(other)
+            self._acts.prepare_birth(residency)
             self._bindings.set_alive(executable, variable, variable.record, is_born=True)
             return variable.record.address
         return 0
@@ -402,9 +411,10 @@ class Executor:
         # Another thread cannot tell whether the session's is just about to run the op: as if it were.
         is_foreign = threading.get_ident() != self._thread and cursor < executable.num_ops
         inside = self._allocator.state.is_inside_op or is_foreign
-        failure = land_transfers(self._manager, executable, writes=self._writes, loads=self._loads)
-        self._writes.clear()
-        self._loads.clear()
+        self._manager.flights.settle()  # sends and receives stay pinned: on demand that is enough
+        failure = land_transfers(self._manager, executable, writes=self._acts.writes, loads=self._acts.loads)
+        self._acts.writes.clear()
+        self._acts.loads.clear()
         self.absorb_events()
         start = {**self._start_foreign, **{record.address: record for _, record in self._start_successors}}
         recorder = recorder_so_far(executable, cursor, start_records=start, events=self.events)
@@ -422,92 +432,13 @@ class Executor:
 
     # -- acts
 
-    def _start_load(self, residency: ExecutableResidency) -> None:
-        record = residency.variable.record
-        assert record is not None
-        if record.state is not State.AWAY:
-            return
-        after = []
-        for other in residency.waits:
-            if other.transfer is None:
-                continue
-            if other.transfer.done():
-                self._await(other)
-            else:
-                after.append(other.transfer)
-        # Its addresses show what they showed until it has arrived: a guarded variable stays guarded.
-        self._manager.start_load(record, residency.runs, after, residency.segments)
-        residency.transfer, residency.moved = record.transfer, record
-        self._loads.append(residency)
-
-    def _arrive(self, record: VariableRecord) -> None:
-        try:
-            self._manager.settle(record, for_ops=True)
-            if self._manager.guards.lift(record):
-                # Touched on its way in: what was read may be older than what the store's file holds now.
-                runs = record.runs
-                record.load_undone()
-                self._manager.settle_load(record, runs)
-        except StoreFailed as error:
-            self._abandon(error)
-        self._space.map(record.reservation, record.runs)
-
-    def _await(self, residency: ExecutableResidency) -> None:
-        """Let ops wait for the residency's transfer. One that has ended may have failed: it is seen only here."""
-        assert residency.transfer is not None
-        try:
-            residency.transfer.order()
-        except OSError as error:
-            failure = StoreFailed(f"a transfer failed: {error}", errno=error.errno)
-            failure.__cause__ = error
-            self._abandon(failure)
-        residency.transfer = None
-
-    def _abandon(self, error: StoreFailed) -> None:
-        """Bail out since a transfer failed in mid-step, then fail the step."""
-        with contextlib.suppress(StoreFailed):
-            self.bail_out("a transfer failed")
-        raise error
-
-    def _release(self, executable: ExecutablePlan, residency: ExecutableResidency) -> bool:
-        """End a residency whose bytes the store has. False: it must not end, and the step has bailed out."""
-        record = residency.variable.record
-        if record is None or not executable.variable_alive[residency.variable.index]:
-            return True
-        if record.state is State.LOADING:  # loaded, but freed or not used after all
-            self._arrive(record)
-        if record.state is not State.RESIDENT:
-            return True
-        if record.exports:
-            self._manager.end_exports()
-        if not (record.seen or residency.variable.evictable):
-            self.bail_out("a variable that may be in use unseen cannot be evicted")
-            return False
-        if record.exports or not record.stored:
-            self.bail_out("a variable whose memory was given out cannot be evicted")
-            return False
-        if residency.transfer is not None and residency.transfer.done():
-            self._await(residency)
-        self._manager.check_clean(record)
-        record.released(residency.transfer)
-        if self._manager.debug or (self.guards_releases and not residency.variable.dies_within):
-            try:
-                self._manager.guards.guard_away([record])
-            except (MemoryFault, OSError) as fault:
-                self.bail_out(str(fault))
-                return False
-        return True
-
-    def _prepare_birth(self, residency: ExecutableResidency) -> None:
-        record = residency.variable.record
-        assert record is not None
-        if residency.transfer is not None and not residency.transfer.done():
-            # Its record of the step before was freed while it was written out. Nothing needs those bytes, well or not.
-            with contextlib.suppress(OSError):
-                residency.transfer.order()
-        self._manager.guards.lift(record)
-        record.born(residency.runs)
-        self._space.map(record.reservation, residency.runs)
+    def records_of(self, index: int) -> dict[int, VariableRecord]:
+        """By address, the records that op `index` uses or has made."""
+        executable = self.active
+        if executable is None:
+            return {}
+        records = (executable.variables[i].record for i in pinned_by(executable, index))
+        return {record.address: record for record in records if record is not None}
 
     # -- steps that differ harmlessly, and what is alive
 
@@ -545,33 +476,22 @@ class Executor:
         executable = self.active
         assert executable is not None
         index = self._dispatcher.cursor
-        expected = executable.occurrences[index]
-        if len(expected) != len(addresses):
-            return False
-        changes: dict[int, VariableRecord] = {}
-        for variable_index, address in zip(expected, addresses, strict=True):
-            if int(executable.variable_address[variable_index]) == address:
-                continue
-            variable, record = executable.variables[variable_index], self._manager.records.get(address)
-            if record is None or variable.is_born or variable.is_persistent or record.nbytes != variable.nbytes:
-                return False
-            changes[variable_index] = record
-        if len({record.address for record in changes.values()}) != len(changes):
-            return False  # one record cannot be bound to two variables
-        for variable_index, record in changes.items():
-            if not self._bind_late(executable, executable.variables[variable_index], record, index):
-                return False
-        return bool(changes)
+        changes = executable.late_bindings(index, addresses, self._manager.records)
+        return bool(changes) and all(
+            self._bind_late(executable, variable, record, index) for variable, record in changes
+        )
 
     def _bind_late(
         self, executable: ExecutablePlan, variable: PlanVariable, record: VariableRecord, index: int
     ) -> bool:
         residency = executable.residency_at(variable, index)
-        if residency is None or record.exports or not record.seen:
+        if residency is None or record.exports or not record.seen or self._manager.flights.holds(record):
             return False
         if self._is_anyone_late(executable, executable.trace.ops[index].start_tick):
             return False
         if executable.variable_alive[variable.index]:
+            if variable.record is not None and not self._acts.may_move(variable.record):
+                return False
             self._bindings.expel(executable, variable)
         if record.state is State.RESIDENT:
             self._manager.evict([record])
@@ -582,8 +502,8 @@ class Executor:
         start = residency.planned.start
         started = time.monotonic_ns()
         if not (isinstance(start, Loaded) and start.before_op == index):
-            self._start_load(residency)
-            self._arrive(record)
+            self._acts.start_load(residency)
+            self._acts.arrive(record)
         # Else `before` loads it, after it has released the variable that has the chunks until this very op.
         if executable.is_written_from(variable, index):
             record.written()  # the op that was to note the first write may have been another's
@@ -593,8 +513,9 @@ class Executor:
     def guard_away(self) -> None:
         """Guard what is away at the step's end: stray touches are served until it is next loaded.
 
-        Until the next step begins (`guards_releases`) the same holds for what goes away meanwhile.
+        Until `step_begins` the same holds for what goes away meanwhile.
         """
+        self._acts.guards_releases = True
         executable = self.active
         if executable is None:
             return
@@ -604,6 +525,10 @@ class Executor:
             for variable in executable.outlasting
             if variable.record is not None and alive[variable.index] and variable.record.state is not State.RESIDENT
         )
+
+    def step_begins(self) -> None:
+        """From now on nothing but ops touches variables."""
+        self._acts.guards_releases = False
 
     def unserve(self) -> None:
         """At the start of a step in debug mode: what was served between steps shows nothing again."""
@@ -622,8 +547,3 @@ class Executor:
     def record_at(self, address: int) -> VariableRecord | None:
         """The record at this address, if it is bound to a live plan variable."""
         return next((record for record in self.live_records() if record.address == address), None)
-
-    def _prune(self) -> None:
-        """Forget transfers that have ended well. A failed one stays, and fails the action that needs it."""
-        self._writes = [residency for residency in dict.fromkeys(self._writes) if not has_landed(residency)]
-        self._loads = [residency for residency in dict.fromkeys(self._loads) if not has_landed(residency)]

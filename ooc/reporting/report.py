@@ -47,6 +47,7 @@ def make_report(engine: Engine) -> dict[str, Any]:
             "machine": asdict(plan.machine),
         },
         **engine.learned(),
+        "collectives": engine.collectives.document(),
         "ended_by": None,
         "versions": versions(),
     }

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ooc.tracing.collective_ops import is_collective
 from ooc.tracing.list_routes import same_route
 
 _HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
@@ -158,7 +159,10 @@ def run_convolution_backward(
 
 
 class Intercepts:
-    """The ops that Python looks at before they are replayed, as a container: those that may run in parts."""
+    """The ops that Python looks at before they are replayed, as a container.
+
+    Those that may run in parts, and collectives, which go on after they have returned.
+    """
 
     def __contains__(self, func: object) -> bool:
-        return hasattr(func, "_schema") and (is_list_op(func) or is_convolution_backward(func))
+        return hasattr(func, "_schema") and (is_list_op(func) or is_convolution_backward(func) or is_collective(func))

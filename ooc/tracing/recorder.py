@@ -9,7 +9,7 @@ during that merge, in order, since one address may belong to several variables i
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,9 @@ class OpRecord:
         occurrences: One address per operand, repeats included, in order.
         written: Addresses of operands that the op changes.
         results: Addresses of what it returned.
+        in_flight: Addresses that it goes on using after it has returned: a collective's operands.
+        is_held: Whether that ends only when the program says so (a send or receive).
+        landed: Addresses no more in use so, since the program has waited between the op before and this one.
     """
 
     func: Any
@@ -38,6 +41,9 @@ class OpRecord:
     written: Sequence[int]
     results: Sequence[int] = ()
     duration_ns: int = 0
+    in_flight: Sequence[int] = ()
+    is_held: bool = False
+    landed: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,7 @@ class Observed:
         occurrences: Per op, the variable of each operand, repeats included.
         start_serials, end_serials: Per variable, the serial of its record where it exists at the
             step's start, or is alive at its end; else None.
+        flights: Per op, `OpRecord.in_flight`, `is_held` and `landed`, of variables; empty where there is no collective.
         start_ranks: Per variable that exists at the step's start, its record's rank (`ranks_by_age`).
     """
 
@@ -59,6 +66,7 @@ class Observed:
     start_serials: tuple[int | None, ...]
     start_ranks: tuple[int | None, ...]
     end_serials: tuple[int | None, ...]
+    flights: tuple[tuple[tuple[int, ...], bool, tuple[int, ...]] | None, ...] = ()
 
 
 NEED = "largest_need_nbytes"
@@ -103,11 +111,14 @@ class StepRecorder:
 
     Attributes:
         is_cut: Recording began in mid-step: no sequence to learn.
+        flight_nbytes: In the trace so many bytes at once stay in use by collectives under way. Of what is beyond,
+            whoever moves it waits.
     """
 
     def __init__(self, start_records: Mapping[int, VariableRecord], *, is_cut: bool = False) -> None:
         self.start_records = dict(start_records)
         self.is_cut = is_cut
+        self.flight_nbytes = 0
         self.ops: list[OpRecord] = []
         self.events: list[Event] = []
 
@@ -116,12 +127,58 @@ class StepRecorder:
 
     def build(self, end_records: Mapping[int, VariableRecord]) -> Observed:
         """Build the step's trace. `end_records` are the variables alive now, by address."""
-        return _Builder(dict(self.start_records)).build(self.ops, self.events, end_records)
+        builder = _Builder(dict(self.start_records), _InFlight(self.flight_nbytes))
+        return builder.build(self.ops, self.events, end_records)
+
+
+class _InFlight:
+    """Variables that collectives under way use, while the trace is being built; those launched first come first."""
+
+    def __init__(self, limit_nbytes: int) -> None:
+        self._limit_nbytes = limit_nbytes
+        self._writes: dict[int, bool] = {}
+        self._held: set[int] = set()
+
+    def launch(
+        self, variables: Iterable[int], written: Container[int | None], drafts: Sequence[_Draft], is_held: bool
+    ) -> None:
+        """A collective uses these from now on."""
+        for index in variables:
+            self._writes[index] = index in written
+            if is_held:
+                self._held.add(index)
+        excess = sum(drafts[index].nbytes for index in self._writes) - self._limit_nbytes
+        for index in [i for i in self._writes if i not in self._held]:
+            if excess <= 0:
+                break
+            excess -= drafts[index].nbytes
+            self.end([index])
+
+    def end(self, variables: Iterable[int]) -> None:
+        """They are in use no more: named by an op, waited for, or freed."""
+        for index in variables:
+            self._writes.pop(index, None)
+            self._held.discard(index)
+
+    @property
+    def written(self) -> set[int]:
+        """Those that are written until they are in use no more."""
+        return {index for index, writes in self._writes.items() if writes}
+
+    def uses(self, drafts: Sequence[_Draft], *, besides: Container[int]) -> list[Use]:
+        """Uses of these during an op that names only `besides`."""
+        self.end([index for index in self._writes if drafts[index].death_tick is not None])
+        return [
+            Use(variable=index, reads=True, writes=writes)
+            for index, writes in self._writes.items()
+            if index not in besides
+        ]
 
 
 @dataclass(slots=True)
 class _Builder:
     start_records: dict[int, VariableRecord]
+    in_flight: _InFlight
     tick: int = 1  # tick 0 is the start itself: what is freed first of all has lived until then
     drafts: list[_Draft] = field(default_factory=list)
     live: dict[int, int] = field(default_factory=dict)  # address -> draft index
@@ -133,6 +190,7 @@ class _Builder:
         self.ranks = ranks_by_age(self.start_records.values())
         made: list[Op] = []
         occurrences: list[tuple[int, ...]] = []
+        flights: list[tuple[tuple[int, ...], bool, tuple[int, ...]] | None] = []
         next_event = 0
 
         def consume(limit: int, label: str) -> list[int]:
@@ -151,14 +209,23 @@ class _Builder:
             start_tick = self.tick
             self.tick += 1
             operands = tuple(v for v in map(self._operand, op.occurrences) if v is not None)
+            landed = self._known(op.landed)
             written = {self._operand(address) for address in op.written}
             name = str(op.func)
             born = consume(between_ops(index + 1), f"{name}, {op.where}" if op.where else name)
             for address in op.results:
                 if address in self.live:
                     self.drafts[self.live[address]].seen = True
-            uses = [Use(variable=v, reads=True, writes=v in written) for v in dict.fromkeys(operands)]
+            changing = written | self.in_flight.written
+            uses = [Use(variable=v, reads=True, writes=v in changing) for v in dict.fromkeys(operands)]
             uses += [Use(variable=v, reads=False, writes=True) for v in born]
+            # What ends before this op is used and changed in it, too: written out right after the op before, it would
+            # be written out before the program's wait.
+            uses += self.in_flight.uses(self.drafts, besides=operands)
+            self.in_flight.end((*landed, *operands))
+            launched = self._known(op.in_flight)
+            self.in_flight.launch(launched, written, self.drafts, op.is_held)
+            flights.append((launched, op.is_held, landed) if launched or landed else None)
             made.append(
                 Op(
                     name=name,
@@ -171,7 +238,11 @@ class _Builder:
             )
             occurrences.append(operands)
         consume(between_ops(len(ops) + 1), "")
-        return self._finish(made, occurrences, ops, end_records)
+        return self._finish(made, occurrences, flights, ops, end_records)
+
+    def _known(self, addresses: Iterable[int]) -> tuple[int, ...]:
+        """The variables alive at these addresses."""
+        return tuple(self.live[address] for address in addresses if address in self.live)
 
     def _apply(self, event: Event, label: str) -> int | None:
         if event.kind == ALLOC:
@@ -213,6 +284,7 @@ class _Builder:
         self,
         made: list[Op],
         occurrences: list[tuple[int, ...]],
+        flights: list[tuple[tuple[int, ...], bool, tuple[int, ...]] | None],
         ops: Sequence[OpRecord],
         end_records: Mapping[int, VariableRecord],
     ) -> Observed:
@@ -237,6 +309,7 @@ class _Builder:
             start_serials=tuple(d.start_serial for d in self.drafts),
             start_ranks=tuple(self.ranks.get(d.start_serial) for d in self.drafts),
             end_serials=tuple(ends.get(i) for i in range(len(self.drafts))),
+            flights=tuple(flights),
         )
 
 

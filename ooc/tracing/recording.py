@@ -19,10 +19,17 @@ class StepRecording:
 
     def __init__(self) -> None:
         self.recorder: StepRecorder | None = StepRecorder({})
+        self._flight_nbytes = 0
         self.call_sites = CallSites()
 
     def __repr__(self) -> str:
         return f"<StepRecording {self.recorder!r}>"
+
+    def note_limit(self, flight_nbytes: int) -> None:
+        """So many bytes of operands of collectives under way are kept in use in traces (`StepRecorder`)."""
+        self._flight_nbytes = flight_nbytes
+        if self.recorder is not None:
+            self.recorder.flight_nbytes = flight_nbytes
 
     def begin(self, start_records: Mapping[int, VariableRecord], *, is_cut: bool = False) -> None:
         """A step begins on demand, with these variables."""
@@ -31,6 +38,7 @@ class StepRecording:
     def resume(self, recorder: StepRecorder) -> None:
         """A step goes on on demand, after what `recorder` has."""
         self.recorder = recorder
+        recorder.flight_nbytes = self._flight_nbytes
         self.call_sites.clear()
 
     def stop(self) -> None:

@@ -24,6 +24,7 @@ from scheduler.milp.program import Request
 from scheduler.plan import Evicted, Kept, Loaded, Machine, Residency
 from scheduler.policies import capuchin, dtr, melon
 from scheduler.policies._program import plan_by_program
+from scheduler.policies._remat_walk import RematFacts
 from scheduler.policies._rerun_policies import AsChosen
 from scheduler.policies._slack import use_slack
 from scheduler.policies._walk import Advice, Facts, Stuck, Walk
@@ -163,7 +164,7 @@ def _played(facts: Facts, choice: GapChoice, request: GapRequest, *, wrap: bool)
 def _incumbents(facts: Facts, request: GapRequest, *, wrap: bool) -> Iterator[tuple[str, Callable[[], Proposal]]]:
     yield "capuchin's rule, paging only", lambda: capuchin.propose(facts, wrap=wrap, recompute=False)
     yield "capuchin's rule", lambda: capuchin.propose(facts, wrap=wrap, recompute=True)
-    yield "dtr's rule", lambda: dtr.propose(facts, wrap=wrap)
+    yield "dtr's rule", lambda: dtr.propose(RematFacts(facts.trace, facts.machine), wrap=wrap)
     yield "melon's rule", lambda: melon.propose(facts, wrap=wrap)
     yield "the program over nodes, without paging", lambda: _without_paging(facts, request, wrap=wrap)
     yield "paging by next use", lambda: Walk(facts, Advice()).schedule(wrap=wrap)

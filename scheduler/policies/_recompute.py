@@ -16,6 +16,7 @@ from scheduler.colouring.colouring import Shortage
 from scheduler.cost.evaluate import Evaluation, evaluate
 from scheduler.plan import Discarded, Dropped, Evicted, Loaded, Machine, Recomputed, Residency, occupied_ticks
 from scheduler.policies import capuchin, dtr, melon
+from scheduler.policies._remat_search import fewest_reruns
 from scheduler.reruns import ReplayGraph, reruns_of
 from scheduler.residency_builder import ordered
 from scheduler.trace import Trace
@@ -30,8 +31,9 @@ _MOST_TRIED = 24
 # Stalls below this share of the step are not worth a search.
 _NO_STALL = 0.00002
 
-# The most ops of a step for which the plans of the recomputing policies are looked at, too.
+# The most ops of a step for which the plans of the recomputing policies are looked at, too; and that of fewest re-runs.
 _MOST_OPS_FOR_OTHERS = 2_000
+_MOST_OPS_FOR_FEWEST = 10_000
 
 
 def with_reruns(
@@ -42,7 +44,10 @@ def with_reruns(
     if isinstance(best, Shortage) or not any(op.replayable for op in trace.ops) or _is_perfect(best, trace):
         return proposal
     best = exchanged(best, trace)
-    for other in _others(trace, machine, wrap=wrap) if len(trace.ops) <= _MOST_OPS_FOR_OTHERS else ():
+    others = fewest_reruns(trace, machine, wrap=wrap) if len(trace.ops) <= _MOST_OPS_FOR_FEWEST else []
+    if len(trace.ops) <= _MOST_OPS_FOR_OTHERS:
+        others.extend(_others(trace, machine, wrap=wrap))
+    for other in others:
         outcome = evaluate(other, trace, machine)
         if not isinstance(outcome, Shortage) and outcome.rank < best.rank:
             best = outcome

@@ -40,6 +40,7 @@ def or_too_small(
             tick=trace.ops[stuck.op_index].start_tick,
             variables=list(stuck.held),
             smallest_num_chunks=_smallest(attempt, probe or attempt, trace, machine),
+            num_missing_chunks=stuck.num_missing_chunks,
         ) from stuck
 
 

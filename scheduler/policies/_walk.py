@@ -47,12 +47,16 @@ class Stuck(Exception):
         op_index: The op.
         held: Variables in memory.
         remade: Variables that were to be made again there.
+        num_missing_chunks: Chunks over the budget, with what must stay and what is made again.
     """
 
-    def __init__(self, op_index: int, held: Iterable[int], remade: Iterable[int]) -> None:
+    def __init__(
+        self, op_index: int, held: Iterable[int], remade: Iterable[int], *, num_missing_chunks: int = 0
+    ) -> None:
         self.op_index = op_index
         self.held = tuple(held)
         self.remade = tuple(remade)
+        self.num_missing_chunks = num_missing_chunks
         super().__init__(f"op {op_index}: nothing left to release beside {len(self.held)} variables")
 
 
@@ -86,7 +90,9 @@ class Facts:
         require_budget(trace, machine, self.pins)
         self.pin_ops = [[pin.op_index for pin in own] for own in self.pins]
         self.chunks = [machine.chunks_of(v.nbytes) for v in trace.variables]
-        self.peaks = zone_maxima(trace, pinned_chunks(trace, machine, self.pins))
+        pinned = pinned_chunks(trace, machine, self.pins)
+        self.peaks = zone_maxima(trace, pinned)
+        self.at_start = [int(pinned[tick]) for tick in trace.op_starts]  # pinned when the op starts, and a re-run is on
         self.zones = pins_by_zone(trace, self.pins)
         self.deaths = deaths_by_zone(trace)
         self.graph = ReplayGraph(trace)
@@ -121,6 +127,8 @@ class Walk:
         stored: Variables with a current copy in the store.
         banned: Variables that must not be discarded.
     """
+
+    max_restarts = _MAX_RESTARTS
 
     def __init__(self, facts: Facts, advice: Advice) -> None:
         self.facts = facts
@@ -178,35 +186,23 @@ class Walk:
         freed_ns = self.facts.start_ns[last] - self.facts.start_ns[op_index]
         return self.facts.chunks[variable] * max(freed_ns, 1) / max(self.remake_ns(variable, op_index), 1)
 
-    def dependents_ns(self, variable: int) -> float:
-        """Time of the ops that would make the discarded variables which need this one, directly or through others."""
-        graph = self.facts.graph
-        ops: set[int] = set()
-        reached, waiting = {variable}, [variable]
-        while waiting:
-            for v in self.facts.made_from[waiting.pop()]:
-                if v in self.discarded and v not in reached:
-                    reached.add(v)
-                    waiting.append(v)
-                    ops.update(graph.writers[v])
-        return float(sum(self.trace.ops[op].duration_ns for op in ops))
-
     # -- the walk ------------------------------------------------------------------------------
 
     def schedule(self, *, wrap: bool) -> tuple[Residency, ...]:
         """Residencies for the step. Raises `Stuck`."""
-        for _ in range(_MAX_RESTARTS):
+        for _ in range(self.max_restarts):
             try:
-                return self._schedule(wrap=wrap)
+                return self.walk_once(wrap=wrap)
             except Stuck as stuck:
                 worth = {v for v in stuck.remade if v not in self.banned}
                 if not worth:
                     raise
                 self.banned |= worth
         self.banned.update(range(len(self.trace.variables)))
-        return self._schedule(wrap=wrap)
+        return self.walk_once(wrap=wrap)
 
-    def _schedule(self, *, wrap: bool) -> tuple[Residency, ...]:
+    def walk_once(self, *, wrap: bool) -> tuple[Residency, ...]:
+        """As `schedule`, without restarts."""
         forced = self.facts.forced
         start = (self._fitting_start() | forced) if wrap else set(forced)
         for _ in range(_MAX_ROUNDS):
@@ -249,7 +245,7 @@ class Walk:
         self._reset()
         for v in sorted(start):
             self.book.keep_from_last_step(v, dirty=v not in clean)
-            self.recent[v] = None
+            self._enter(v)
             if v not in clean:
                 self.stored.discard(v)
         for zone, pinned in enumerate(self.facts.zones):
@@ -257,12 +253,25 @@ class Walk:
             for v, pin in pinned.items():
                 self._touch(v, pin, zone)
             for v in self.facts.deaths[zone]:
-                if v in self.recent:
-                    self.book.die(v)
-                    del self.recent[v]
-                self.discarded.discard(v)
-                self.stored.discard(v)
+                self._die(v)
         return {self.facts.heirs[v] for v in self.recent if v in self.facts.heirs}
+
+    def _enter(self, variable: int) -> None:
+        """The variable is in memory from here on, and the last to be used."""
+        self.recent.pop(variable, None)
+        self.recent[variable] = None
+
+    def _leave(self, variable: int) -> None:
+        """The variable, which was in memory, is not any more."""
+        del self.recent[variable]
+
+    def _die(self, variable: int) -> None:
+        """Freed by the program."""
+        if variable in self.recent:
+            self.book.die(variable)
+            self._leave(variable)
+        self.discarded.discard(variable)
+        self.stored.discard(variable)
 
     def _close(self, start: set[int]) -> list[Residency]:
         """End the step as it began: keep what becomes `start`, evict the rest."""
@@ -285,12 +294,12 @@ class Walk:
         self._make_room(zone, pinned, guarded, rerun, lost)
         for v in sorted(loads, key=lambda v: (v not in pinned, v)):
             self.book.load(v, zone)
-            self.recent[v] = None
+            self._enter(v)
         for v in kept:
             assert rerun is not None
             self.book.recompute(v, zone, rerun.ops, dirty=v not in self.stored)
             self.discarded.discard(v)
-            self.recent[v] = None
+            self._enter(v)
 
     def _plan_rerun(self, zone: int, lost: Sequence[int], pinned: dict[int, Pin]) -> tuple[Rerun, list[int]]:
         """The re-run that brings `lost` back, with as many companions as fit; and what it makes."""
@@ -316,9 +325,7 @@ class Walk:
         chunks = self.facts.chunks
         need = self.facts.peaks[zone]
         if rerun is not None:
-            tick = self.trace.ops[zone].start_tick
-            at_start = sum(chunks[v] for v, pin in pinned.items() if pin.start_tick <= tick < pin.stop_tick)
-            need = max(need, at_start + rerun.num_scratch_chunks)
+            need = max(need, self.facts.at_start[zone] + rerun.num_scratch_chunks)
         beside = guarded | {v for v in held if v not in pinned}
         beside = {v for v in beside if self.trace.variables[v].evictable}  # what never is away is pinned throughout
         return need + sum(chunks[v] for v in beside) - self.facts.machine.num_chunks
@@ -339,7 +346,7 @@ class Walk:
                 if released >= excess:
                     break
             if not released:
-                raise Stuck(zone, self.recent, lost)
+                raise Stuck(zone, self.recent, lost, num_missing_chunks=excess)
             excess -= released
 
     def _candidates(self, pinned: dict[int, Pin], guarded: set[int]) -> list[int]:
@@ -355,12 +362,11 @@ class Walk:
         else:
             self.book.release(v, zone)
             self.stored.add(v)
-        del self.recent[v]
+        self._leave(v)
 
     def _touch(self, v: int, pin: Pin, zone: int) -> None:
         self.book.use(v, pin)
-        self.recent.pop(v, None)
-        self.recent[v] = None
+        self._enter(v)
         self.last_used_ns[v] = self.facts.start_ns[zone + 1]
         if pin.writes:
             self.stored.discard(v)

@@ -49,6 +49,7 @@ from scheduler.policies import (
 )
 from scheduler.policies._placement import Placement
 from scheduler.policies._recompute import exchanged, with_reruns
+from scheduler.policies._remat_search import fewest_reruns
 from scheduler.selection import Selection
 from scheduler.trace import Trace
 
@@ -84,6 +85,13 @@ _RECOMPUTING = (
     (sublinear, 2_000),
     (checkmate, 2_500),
 )
+
+# Those of them that move nothing and take longest: a third of the time of the whole search. Where the programs need not
+# be solved, and the search for the fewest re-runs has found something, they are not asked.
+_ONLY_RECOMPUTING = (sublinear, checkmate)
+
+# The most ops of a step for which the fewest re-runs are looked for: about ten seconds of a core for 8,000.
+_MOST_OPS_FOR_FEWEST = 10_000
 
 # Of so many of the fastest candidates the choice of gaps is taken over, and placed in time by our own rules.
 _MOST_ADOPTED = 6
@@ -168,7 +176,13 @@ def schedule(
             search.consider(smaller.best.proposal)
     search.try_others(_OTHERS, {"wrap": wrap, "recompute": False})
     if recompute:
-        search.try_others(_RECOMPUTING, {"wrap": wrap, "exact": exact})
+        fewest: list[tuple[Residency, ...]] = []
+        if len(trace.ops) <= _MOST_OPS_FOR_FEWEST and not search.is_perfect:
+            fewest = fewest_reruns(trace, machine, wrap=wrap)
+        coloured = [proposal for proposal in fewest if search.consider(proposal) is not None]
+        in_haste = coloured and not exact
+        others = [own for own in _RECOMPUTING if not in_haste or own[0] not in _ONLY_RECOMPUTING]
+        search.try_others(others, {"wrap": wrap, "exact": exact})
     search.adopt_choices()
     if recompute:
         search.exchange()

@@ -3,21 +3,21 @@
 DTR decides online: when an allocation does not fit, it evicts the resident tensor with the least
 h_DTR = cost / (size x staleness) (section 3 and appendix C.5), where the cost counts the tensor's own computation and
 that of its *evicted neighbourhood*: the evicted tensors that would have to be made for it, and those that
-would then need it. It does not know the future, and nothing is swapped. Evicted tensors are made again when
-an op needs them, recursively.
+would then need it. The neighbourhood is that of the paper's h_DTR^eq: classes by union-find, from which a tensor
+that is made again takes its own cost. It does not know the future, and nothing is swapped. Evicted tensors are made
+again when an op needs them, recursively, and what is made on the way stays as long as there is room. What the
+program frees goes at once (eager eviction), and may be made again.
 
-Two things differ from a run of DTR's: the neighbourhood is worked out exactly, not by union-find (its h_DTR with
-exact e*); and a tensor is only evicted if it can surely be made again when it is needed, which DTR can
+Two things differ from a run of DTR's: all that is made again for an op is made by one re-run, whose sources stay until
+the op has run; and a tensor is only evicted if it can surely be made again when it is needed, which DTR can
 take for granted because it keeps alive what is needed for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 from scheduler.plan import Machine, Residency
+from scheduler.policies._remat_walk import H_DTR, RematFacts, RematWalk
 from scheduler.policies._rerun_policies import or_too_small
-from scheduler.policies._walk import Advice, Facts, Victim, Walk
 from scheduler.trace import Trace
 
 
@@ -34,24 +34,11 @@ def schedule(trace: Trace, machine: Machine, *, wrap: bool = True) -> tuple[Resi
     """
 
     def attempt(within: Machine) -> tuple[Residency, ...]:
-        return propose(Facts(trace, within), wrap=wrap)
+        return propose(RematFacts(trace, within), wrap=wrap)
 
     return or_too_small(attempt, trace, machine)
 
 
-def propose(facts: Facts, *, wrap: bool) -> tuple[Residency, ...]:
+def propose(facts: RematFacts, *, wrap: bool) -> tuple[Residency, ...]:
     """What the rule makes of the step. Raises `Stuck` where it does not fit."""
-    return Walk(facts, _Heuristic()).schedule(wrap=wrap)
-
-
-class _Heuristic(Advice):
-    def victims(self, walk: Walk, op_index: int, candidates: Sequence[int]) -> Iterable[Victim]:
-        """One victim, the one of least h_DTR: each eviction changes the neighbourhood of the others."""
-        scores = [(self._score(walk, op_index, v), v) for v in candidates if walk.may_discard(v, op_index)]
-        return [Victim(min(scores)[1], True)] if scores else []
-
-    def _score(self, walk: Walk, op_index: int, variable: int) -> float:
-        now_ns = walk.facts.start_ns[op_index]
-        staleness = max(now_ns - walk.last_used_ns.get(variable, 0), 1)
-        cost = walk.remake_ns(variable, op_index) + walk.dependents_ns(variable)
-        return cost / (walk.facts.chunks[variable] * staleness)
+    return RematWalk(facts, H_DTR).schedule(wrap=wrap)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ooc.cli import doctor
-from ooc.cli.doctor import Verdict
+from ooc.cli.findings import Verdict
 from ooc.settings import SETTINGS
 
 

@@ -51,7 +51,7 @@ class CudaSession(ooc.Session):
         super().__init__(budget=budget, chunk_nbytes=CHUNK_NBYTES, device=device, plan_cache=False, **options)
 
     def close(self, *, bring_back: bool = True) -> None:
-        was_open = self._is_open
+        was_open = self.engine.is_open
         super().close(bring_back=bring_back)
         if was_open:
             assert_clean(self.fake_device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ooc.cli import main
+from ooc.cli.main import main
 
 
 def test_the_demo_tells_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:

@@ -299,5 +299,5 @@ def test_the_command_line_passes_the_host_budget_on(
     assert main([*run, str(script)]) == 2
     assert "host_budget='5MiB': only for device='cuda'" in capsys.readouterr().err
     assert main([*run, "--device", "cuda", "--host-budget", "3G", str(script)]) == 2
-    assert "ooc run: size '3G' could mean two sizes" in capsys.readouterr().err
+    assert "ooc run: --host-budget: host budget '3G' could mean two sizes" in capsys.readouterr().err
     assert given == [3 << 20, 5 << 20]

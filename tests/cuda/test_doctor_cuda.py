@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ooc.cli import doctor, doctor_cuda
-from ooc.cli.doctor import Finding, Verdict
 from ooc.cli.doctor_cuda import Probe, examine, fake_probe
+from ooc.cli.findings import Finding, Verdict
 from vmm.cuda_calls import load_bindings
 from vmm.testing.fake_cuda import CUresult, FakeCuda
 

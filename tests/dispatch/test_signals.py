@@ -16,6 +16,7 @@ import pytest
 import ooc
 from ooc.dispatch.op_runner import OpRunner
 from ooc.memory.residency import ResidencyManager
+from ooc.replay.acts import ResidencyActs
 from ooc.replay.executor import Executor
 from ooc.replay.sequences import Sequences
 from ooc.tracing.recorder import StepRecorder
@@ -72,7 +73,7 @@ def assert_goes_on(session: ooc.Session, trainer: Trainer, indices: range) -> No
         (Executor, "before", NUM_LEARNING + 1),
         (Executor, "after", NUM_LEARNING + 1),
         (Executor, "rotate", NUM_LEARNING + 1),
-        (Executor, "_release", NUM_LEARNING + 1),
+        (ResidencyActs, "release", NUM_LEARNING + 1),
     ],
 )
 def test_signal_inside_the_bookkeeping_waits_for_its_end(

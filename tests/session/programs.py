@@ -29,6 +29,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ooc
+import tests.session.program_ops
+import tests.session.program_training  # noqa: F401 (as above: it registers kinds of statement)
 from ooc.errors import OocError, StoreFailed
 from tests.session.program_statements import KINDS, RETRYABLE, WEIGHTS, Interrupted, State, Statement
 from vmm.store import FileStore, StoreSpeed

@@ -108,7 +108,9 @@ def test_no_growth_over_a_thousand_steps() -> None:
         assert plan is not None
         assert session.engine.memory.allocator.state.num_events < 1000  # those since the last boundary
         # Transfers of the last step at most: how many are under way at its end is a matter of timing.
-        assert len(session.engine.executor._writes) + len(session.engine.executor._loads) <= 2 * len(plan.residencies)
+        assert len(session.engine.executor._acts.writes) + len(session.engine.executor._acts.loads) <= 2 * len(
+            plan.residencies
+        )
     assert after == before
     assert abs(objects_after - objects_before) < 100
     # 1,000 rows take 0.5 MB; malloc needs some slack.

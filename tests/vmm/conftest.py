@@ -1,4 +1,4 @@
-"""Fixtures of the memory tests: each driver in turn."""
+"""Fixtures of the memory tests: each driver in turn, and the fake CUDA driver alone."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.vmm.fake_cases import GRANULE, OK
 from tests.vmm.memory_cases import CASES, DriverCase
 from vmm.driver import Driver
+from vmm.testing.fake_cuda import FakeCuda
 
 
 @pytest.fixture(params=CASES, ids=lambda case: case.name)
@@ -20,5 +22,13 @@ def case(request: pytest.FixtureRequest) -> Iterator[DriverCase]:
 @pytest.fixture
 def driver(case: DriverCase) -> Iterator[Driver]:
     made = case.make()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    made = FakeCuda(total_nbytes=32 * GRANULE)
+    assert made.cuInit(0) == (OK,)
     yield made
     made.close()

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -196,6 +197,13 @@ class Memory:
         self._mmap.close()
 
 
+def fill(memory: Memory, nbytes: int, seed: int) -> bytes:
+    """Write noise at the start, and return it."""
+    noise = random.Random(seed).randbytes(nbytes)
+    memory[:nbytes] = noise
+    return noise
+
+
 def stamp(case: DriverCase, driver: Driver) -> None:
     """Write into each chunk, at its start and end, which one it is."""
     for chunk in range(driver.num_chunks):
@@ -218,6 +226,19 @@ def shown(case: DriverCase, driver: Driver, address: int, num_chunks: int) -> li
         assert first == last
         found.append(int.from_bytes(first, "little"))
     return found
+
+
+def smaps_nbytes(address: int, key: str = "Rss") -> int:
+    """A line of what the kernel says of the mapping at `address`."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            start, stop = (int(word, 16) for word in head.split("-"))
+            inside = start <= address < stop
+        elif inside and head == f"{key}:":
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"no mapping at {address:#x}")
 
 
 def num_open_files() -> int:

@@ -35,7 +35,9 @@ class TableAllocator final : public c10::Allocator {
     if (mode == kOff || nbytes < g_state.threshold.load(std::memory_order_relaxed)) {
       return g_previous->allocate(nbytes);
     }
-    void* pointer = reinterpret_cast<void*>(serve(nbytes, mode));
+    const uint64_t address = serve(nbytes, mode);
+    if (address == kServedApart) return g_previous->allocate(nbytes);
+    void* pointer = reinterpret_cast<void*>(address);
     return {pointer, pointer, &release, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }

@@ -47,7 +47,10 @@ struct Event {
   uint32_t position; // State::position when it happened
 };
 
-// Called without any lock held when the table cannot serve. Returns an address, or 0: no memory.
+// What a cold path returns for an allocation that is not the session's: it goes to the allocator that was there before.
+constexpr uint64_t kServedApart = 1;
+
+// Called without any lock held when the table cannot serve. Returns an address, kServedApart, or 0: no memory.
 using ColdAllocate = uint64_t (*)(uint64_t nbytes);
 
 struct State {

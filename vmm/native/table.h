@@ -139,7 +139,8 @@ uint64_t serve_cold(uint64_t nbytes) {
   return address;
 }
 
-// A large allocation, from the plan or from the cold path, noted in the log. Throws where there is no room.
+// A large allocation, from the plan or from the cold path, noted in the log; or kServedApart. Throws where there is
+// no room.
 uint64_t serve(uint64_t nbytes, int32_t mode) {
   uint64_t address = 0;
   if (mode == kPlanned && (g_state.position.load(std::memory_order_relaxed) & 1) != 0 &&
@@ -148,6 +149,7 @@ uint64_t serve(uint64_t nbytes, int32_t mode) {
     if (address != 0) g_state.num_planned.fetch_add(1, std::memory_order_relaxed);
   }
   if (address == 0) address = serve_cold(nbytes);
+  if (address == kServedApart) return address;
   TORCH_CHECK_WITH(
       OutOfMemoryError, address != 0,
       "ooc: cannot allocate ", nbytes, " bytes within the session's budget");

@@ -9,13 +9,13 @@
 // One mutex guards all books. No I/O, no sleep and no call into Python happens under it.
 // Spoken to from vmm/transfers.py through ctypes; knows neither Python nor torch.
 
+#include "transfer_jobs.h"
+
 #include <errno.h>
-#include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
-#include <string.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
@@ -33,89 +33,11 @@
 
 namespace {
 
-enum Kind : int { kWrite = 0, kRead = 1, kNumKinds = 2 };
-
-constexpr int kDropCache = 1;              // flag of a job: leave nothing of it in the page cache
 constexpr int kMostRefusals = 40;          // EAGAIN in a row before a transfer gives up: about four seconds
 constexpr int64_t kFirstPauseNs = 1000000, kLongestPauseNs = 128000000;  // between them, doubled each time
 constexpr size_t kNumFailuresKept = 4096;  // failed tickets that can still be asked about
 constexpr size_t kNumFinished = 8192;      // tickets in the ring of finished ones; more are never under way
 constexpr size_t kNumRecordsKept = 16384;  // finished tickets in the timeline, oldest dropped first
-
-// What Python sees; the layouts are repeated in vmm/transfers.py.
-struct Failure {
-  int32_t error;  // errno; 0: none
-  int32_t kind;
-  int64_t ticket;  // of the job that failed first; a dependent carries its predecessor's failure
-  int64_t offset;  // in the file, of the call that failed
-  int64_t nbytes;  // of that call
-};
-
-struct Record {
-  int64_t ticket, kind, nbytes, submit_ns, start_ns, stop_ns, error;
-};
-
-struct Statistics {
-  int64_t num_jobs[kNumKinds], nbytes[kNumKinds], num_calls[kNumKinds];
-  int64_t busy_ns[kNumKinds];  // at least one call was under way
-  int64_t call_ns[kNumKinds];  // summed over calls
-  int64_t num_pending, num_records_lost;
-};
-
-struct Faults {  // for tests
-  int64_t calls_until_failure;  // 1: the next call fails; 0: none will
-  int32_t error;
-  int32_t kind;          // kWrite, kRead, or kNumKinds for either
-  int64_t delay_ns;      // before each call
-  int64_t call_nbytes;   // a call moves at most this many bytes; 0: no limit
-  int64_t num_failures;  // calls in a row that fail
-};
-
-struct Job {
-  int64_t ticket = 0;
-  Kind kind = kWrite;
-  int fd = -1;
-  int flags = 0;
-  int64_t offset = 0;  // in the file, of the next piece
-  std::vector<iovec> segments;
-  size_t segment = 0, within = 0;  // where the next piece starts
-  int64_t left_nbytes = 0;         // not yet handed out in pieces
-  int64_t nbytes = 0;
-  int num_pieces = 0;   // handed out and not finished
-  int num_waiting = 0;  // predecessors not finished
-  std::vector<int64_t> dependents;
-  Failure failure{};
-  int64_t submit_ns = 0, start_ns = 0;
-};
-
-struct Piece {
-  int64_t offset = 0;
-  size_t nbytes = 0;
-  std::vector<iovec> segments;
-};
-
-int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
-}
-
-void sleep_ns(int64_t ns) {
-  timespec t{time_t(ns / 1000000000), long(ns % 1000000000)};
-  while (nanosleep(&t, &t) && errno == EINTR) {
-  }
-}
-
-class Lock {
- public:
-  explicit Lock(pthread_mutex_t& mutex) : mutex_(mutex) { pthread_mutex_lock(&mutex_); }
-  ~Lock() { pthread_mutex_unlock(&mutex_); }
-  Lock(const Lock&) = delete;
-  Lock& operator=(const Lock&) = delete;
-
- private:
-  pthread_mutex_t& mutex_;
-};
 
 class Engine {
  public:
@@ -288,11 +210,6 @@ class Engine {
   static void* run_writer(void* engine) { return static_cast<Engine*>(engine)->work(kWrite); }
   static void* run_reader(void* engine) { return static_cast<Engine*>(engine)->work(kRead); }
 
-  static timespec deadline_after(int64_t ns) {
-    int64_t at = now_ns() + ns;
-    return {time_t(at / 1000000000), long(at % 1000000000)};
-  }
-
   void* work(Kind kind) {
     Piece piece;
     piece.segments.reserve(IOV_MAX);
@@ -304,7 +221,7 @@ class Engine {
         while (ready_[kind].empty() && !is_closing_) pthread_cond_wait(&has_work_[kind], &mutex_);
         if (ready_[kind].empty()) return nullptr;
         job = jobs_.at(*ready_[kind].begin()).get();
-        cut_piece(*job, piece);
+        cut_piece(*job, piece, piece_nbytes_);
         fd = job->fd;
         flags = job->flags;
         if (job->left_nbytes == 0) ready_[kind].erase(job->ticket);
@@ -322,28 +239,6 @@ class Engine {
         if (job->num_pieces == 0 && job->left_nbytes == 0) finish(*job);
       }
     }
-  }
-
-  // Moves the start of what is left of `job` into `piece`.
-  void cut_piece(Job& job, Piece& piece) {
-    if (job.start_ns == 0) job.start_ns = now_ns();
-    piece.offset = job.offset;
-    piece.segments.clear();
-    piece.nbytes = 0;
-    while (job.left_nbytes > 0 && piece.nbytes < size_t(piece_nbytes_) && piece.segments.size() < IOV_MAX) {
-      const iovec& segment = job.segments[job.segment];
-      size_t nbytes = std::min(segment.iov_len - job.within, size_t(piece_nbytes_) - piece.nbytes);
-      if (nbytes > 0) piece.segments.push_back({static_cast<char*>(segment.iov_base) + job.within, nbytes});
-      piece.nbytes += nbytes;
-      job.within += nbytes;
-      job.left_nbytes -= int64_t(nbytes);
-      if (job.within == segment.iov_len) {
-        ++job.segment;
-        job.within = 0;
-      }
-    }
-    job.offset += int64_t(piece.nbytes);
-    ++job.num_pieces;
   }
 
   // Does the I/O of one piece, in as many calls as it takes. A call that a signal cut short, or that the device
@@ -424,20 +319,6 @@ class Engine {
     }
     errno = error;
     return moved;
-  }
-
-  // Without O_DIRECT: have the bytes on the device and their pages out of the cache.
-  static Failure drop_cache(Kind kind, int fd, const Piece& piece) {
-    int64_t nbytes = int64_t(piece.nbytes);
-    if (kind == kWrite) {
-      constexpr unsigned kAll = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
-      while (sync_file_range(fd, piece.offset, nbytes, kAll)) {
-        if (errno == EINTR) continue;
-        return {errno, kind, 0, piece.offset, nbytes};
-      }
-    }
-    posix_fadvise(fd, piece.offset, nbytes, POSIX_FADV_DONTNEED);  // advice: its failure loses nothing
-    return {};
   }
 
   // Takes `job` out of the books, and lets go, or fails, what waited for it.

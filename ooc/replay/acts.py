@@ -1,0 +1,144 @@
+"""Acts on single residencies while a plan is replayed: loads, arrivals, releases, births."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from ooc.errors import StoreFailed
+from ooc.memory.record import State, VariableRecord
+from ooc.memory.residency import ResidencyManager
+from ooc.replay.bailout import has_landed
+from ooc.replay.executable_plan import ExecutablePlan, ExecutableResidency
+from vmm.driver import MemoryFault
+
+
+class ResidencyActs:
+    """Begins and ends residencies as the executor says, in the order that DESIGN.md section 10 demands.
+
+    Where an act cannot be done as planned, it bails out of the plan and says so.
+
+    Args:
+        manager: Whose records they are.
+        bail_out: Leaves the plan, for the reason given.
+
+    Attributes:
+        writes, loads: Residencies whose transfer is under way, or has failed.
+        guards_releases: Whether code that no op tells us of may touch variables now: between steps.
+    """
+
+    def __init__(self, manager: ResidencyManager, *, bail_out: Callable[[str], None]) -> None:
+        self._manager = manager
+        self._space = manager.space
+        self._bail_out = bail_out
+        self.writes: list[ExecutableResidency] = []
+        self.loads: list[ExecutableResidency] = []
+        self.guards_releases = False
+
+    def __repr__(self) -> str:
+        return f"<ResidencyActs, {len(self.writes)} writes and {len(self.loads)} loads noted>"
+
+    def may_move(self, record: VariableRecord) -> bool:
+        """Whether no collective uses the record (any more: it is waited for). False: the step has left the plan."""
+        flights = self._manager.flights
+        if not flights or flights.wait_for(record):
+            return True
+        self._bail_out(f"not over, and its operand was to be moved: {flights.name_of(record)}")
+        return False
+
+    def start_load(self, residency: ExecutableResidency) -> None:
+        """Start a planned load, after the transfers that still use its chunks."""
+        record = residency.variable.record
+        assert record is not None
+        if record.state is not State.AWAY:
+            return
+        after = []
+        for other in residency.waits:
+            if other.transfer is None:
+                continue
+            if other.transfer.done():
+                self.await_transfer(other)
+            else:
+                after.append(other.transfer)
+        # Its addresses show what they showed until it has arrived: a guarded variable stays guarded.
+        self._manager.start_load(record, residency.runs, after, residency.segments)
+        residency.transfer, residency.moved = record.transfer, record
+        self.loads.append(residency)
+
+    def arrive(self, record: VariableRecord) -> None:
+        """Let ops wait for a load, and show its chunks. Raises `StoreFailed`, with the plan left."""
+        try:
+            self._manager.settle(record, for_ops=True)
+            if self._manager.guards.lift(record):
+                # Touched on its way in: what was read may be older than what the store's file holds now.
+                runs = record.runs
+                record.load_undone()
+                self._manager.settle_load(record, runs)
+        except StoreFailed as error:
+            self._abandon(error)
+        self._space.map(record.reservation, record.runs)
+
+    def await_transfer(self, residency: ExecutableResidency) -> None:
+        """Let ops wait for the residency's transfer. One that has ended may have failed: it is seen only here."""
+        assert residency.transfer is not None
+        try:
+            residency.transfer.order()
+        except OSError as error:
+            failure = StoreFailed(f"a transfer failed: {error}", errno=error.errno)
+            failure.__cause__ = error
+            self._abandon(failure)
+        residency.transfer = None
+
+    def _abandon(self, error: StoreFailed) -> None:
+        """Bail out since a transfer failed in mid-step, then fail the step."""
+        with contextlib.suppress(StoreFailed):
+            self._bail_out("a transfer failed")
+        raise error
+
+    def release(self, executable: ExecutablePlan, residency: ExecutableResidency) -> bool:
+        """End a residency whose bytes the store has. False: it must not end, and the step has bailed out."""
+        record = residency.variable.record
+        if record is None or not executable.variable_alive[residency.variable.index]:
+            return True
+        if record.state is State.LOADING:  # loaded, but freed or not used after all
+            self.arrive(record)
+        if record.state is not State.RESIDENT:
+            return True
+        if not self.may_move(record):
+            return False
+        if record.exports:
+            self._manager.end_exports()
+        if not (record.seen or residency.variable.evictable):
+            self._bail_out("a variable that may be in use unseen cannot be evicted")
+            return False
+        if record.exports or not record.stored:
+            self._bail_out("a variable whose memory was given out cannot be evicted")
+            return False
+        if residency.transfer is not None and residency.transfer.done():
+            self.await_transfer(residency)
+        self._manager.check_clean(record)
+        record.released(residency.transfer)
+        if self._manager.debug or (self.guards_releases and not residency.variable.dies_within):
+            try:
+                self._manager.guards.guard_away([record])
+            except (MemoryFault, OSError) as fault:
+                self._bail_out(str(fault))
+                return False
+        return True
+
+    def prepare_birth(self, residency: ExecutableResidency) -> None:
+        """Show the chunks in which a variable is about to be allocated."""
+        record = residency.variable.record
+        assert record is not None
+        if residency.transfer is not None and not residency.transfer.done():
+            # Its record of the step before was freed while it was written out. Nothing needs those bytes, well or not.
+            with contextlib.suppress(OSError):
+                residency.transfer.order()
+        self._manager.guards.lift(record)
+        record.born(residency.runs)
+        self._space.map(record.reservation, residency.runs)
+
+    def prune(self) -> None:
+        """Forget transfers that have ended well. A failed one stays, and fails the action that needs it."""
+        self.writes = [residency for residency in dict.fromkeys(self.writes) if not has_landed(residency)]
+        self.loads = [residency for residency in dict.fromkeys(self.loads) if not has_landed(residency)]

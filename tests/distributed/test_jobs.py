@@ -1,0 +1,90 @@
+"""Jobs of two and three processes over gloo: bit for bit as without a session, on demand and on plans.
+
+The processes are started once for each world size and run all of its cases (`tests.distributed.cases`); the tests here
+look at what they wrote.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.cases import CASES
+
+_TIMEOUT_S = 850
+_ROOT = Path(__file__).parents[2]
+
+Job = Callable[[int], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """What each rank of a job of so many processes found, by case. Run once, whoever asks first."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # of all of pytest's processes
+
+    def results(size: int) -> list[dict[str, Any]]:
+        folder = shared / f"job{size}"
+        folder.mkdir(exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "done").exists():
+                _run(size, folder)
+                (folder / "done").touch()
+        return [json.loads((folder / f"rank{index}.json").read_text()) for index in range(size)]
+
+    return results
+
+
+def environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OOC_PLAN_CACHE": "0",
+        "PYTHONPATH": str(_ROOT),
+    }
+
+
+def _run(size: int, folder: Path) -> None:
+    ranks = []
+    for index in range(size):
+        (folder / f"rank{index}.json").write_text("{}")
+        with open(folder / f"rank{index}.log", "w") as log:
+            command = [sys.executable, "-m", "tests.distributed.worker", str(index), str(size), str(folder)]
+            ranks.append(subprocess.Popen(command, cwd=_ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT))
+    try:
+        for rank in ranks:
+            rank.wait(timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        pass  # what is missing from the results says where
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, name) for name, case in CASES.items() for size in case.sizes])
+def test_bits_are_those_of_a_run_without_a_session(job: Job, size: int, name: str) -> None:
+    case = CASES[name]
+    for index, results in enumerate(job(size)):
+        assert name in results, f"rank {index} did not come so far"
+        result = results[name]
+        assert "error" not in result, f"rank {index}: {result['error']}"
+        assert result["num_compared"] > 0
+        assert not result["wrong"], (
+            f"rank {index}: {len(result['wrong'])} of {result['num_compared']}: {result['wrong']}"
+        )
+        assert result["evicted_nbytes"] > 0 or not case.evicts
+        planned = result["modes"].count("planned")
+        assert planned >= case.num_planned, f"rank {index}: {result['modes']}, {result['unplannable']}"

@@ -1,0 +1,82 @@
+"""In a trace, a collective uses its operands until an op names them, they are freed, or the program has waited."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from ooc.memory.record import VariableRecord
+from ooc.tracing.recorder import Observed, OpRecord, StepRecorder
+from vmm.table import ALLOC, FREE, Event
+
+_A, _B, _C = 1 << 16, 2 << 16, 3 << 16
+_NBYTES = 100
+
+
+def observe(ops: list[OpRecord], *, events: tuple[Event, ...] = (), limit_nbytes: int = 1000) -> Observed:
+    records = {}
+    for serial, address in enumerate((_A, _B, _C)):
+        reservation: Any = SimpleNamespace(address=address)
+        records[address] = VariableRecord(nbytes=_NBYTES, reservation=reservation, serial=serial)
+    recorder = StepRecorder(records)
+    recorder.flight_nbytes = limit_nbytes
+    recorder.ops, recorder.events = ops, list(events)
+    return recorder.build(records)
+
+
+def op(*operands: int, launches: tuple[int, ...] = (), landed: tuple[int, ...] = (), is_held: bool = False) -> OpRecord:
+    return OpRecord(
+        func="op", where="", occurrences=operands, written=launches, in_flight=launches, is_held=is_held, landed=landed
+    )
+
+
+def uses(observed: Observed) -> list[set[int]]:
+    """By op, the variables in use, in the order in which ops name them."""
+    return [{use.variable for use in op.uses} for op in observed.trace.ops]
+
+
+def test_until_an_op_names_it() -> None:
+    observed = observe([op(_A, launches=(_A,)), op(_B), op(_B), op(_A), op(_B)])
+    assert uses(observed) == [{0}, {1, 0}, {1, 0}, {0}, {1}]
+
+
+def test_it_is_written_all_the_while_but_matched_by_no_operand() -> None:
+    observed = observe([op(_A, launches=(_A,)), op(_B), op(_A)])
+    assert [use.writes for use in observed.trace.ops[1].uses if use.variable == 0] == [True]
+    assert observed.occurrences[1] == (1,)
+
+
+def test_until_the_program_has_waited() -> None:
+    """And through the next op: what is written out after the op before it would be written out before the wait."""
+    observed = observe([op(_A, launches=(_A,)), op(_B), op(_B, landed=(_A,)), op(_B), op(_A)])
+    assert uses(observed) == [{0}, {1, 0}, {1, 0}, {1}, {0}]
+
+
+def test_the_op_that_names_it_first_counts_as_writing_it() -> None:
+    """The collective has written until just before: what was written out earlier is old."""
+    observed = observe([op(_A, launches=(_A,)), op(_B), op(_A), op(_A)])
+    assert [use.writes for step in observed.trace.ops for use in step.uses if use.variable == 0] == [True] * 3 + [False]
+
+
+def test_until_it_is_freed() -> None:
+    freed = Event(_A, 0, FREE, 4)
+    observed = observe([op(_A, launches=(_A,)), op(_B), op(_B)], events=(freed,))
+    assert uses(observed) == [{0}, {1, 0}, {1}]
+
+
+def test_to_the_end_of_the_step() -> None:
+    observed = observe([op(_A, launches=(_A,)), op(_B), op(_B)])
+    assert uses(observed) == [{0}, {1, 0}, {1, 0}]
+
+
+def test_the_oldest_give_way_beyond_the_limit_but_never_a_send() -> None:
+    ops = [op(_A, launches=(_A,)), op(_B, launches=(_B,)), op(_C)]
+    assert uses(observe(ops, limit_nbytes=_NBYTES)) == [{0}, {1, 0}, {2, 1}]
+    ops[0] = op(_A, launches=(_A,), is_held=True)
+    assert uses(observe(ops, limit_nbytes=_NBYTES)) == [{0}, {1, 0}, {2, 0}]
+
+
+def test_what_a_collective_makes_is_in_use_too() -> None:
+    made = Event(9 << 16, _NBYTES, ALLOC, 1)
+    observed = observe([op(_A, launches=(_A, 9 << 16)), op(_B)], events=(made,))
+    assert uses(observed)[1] == {0, 1, 2}
