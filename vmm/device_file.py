@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from vmm.device_store import DeviceSlot, Ranges, paired
-from vmm.device_streams import DeviceEvent, DeviceStreams, Rule
+from vmm.device_streams import DeviceEvent, DeviceStreams, WaitRule
 from vmm.files import BLOCK_NBYTES, anonymous_memory
 from vmm.host_blocks import HostBlocks
 from vmm.store import FileStore, Slot, StoreSpeed
@@ -82,7 +82,7 @@ class _Write:
     def order(self) -> None:
         """Let ops come after its copies."""
         streams = self._file.streams
-        streams.wait(Rule.OP_AFTER_WRITE, streams.follow(), self.event)
+        streams.wait(WaitRule.OP_AFTER_WRITE, streams.follow(), self.event)
 
     def wait(self) -> None:
         """Let the host wait until the file has it."""
@@ -120,11 +120,11 @@ class _Read:
     def order(self) -> None:
         """Let ops come after it. The host waits for the file, and then goes on."""
         streams = self._file.streams
-        streams.wait(Rule.OP_AFTER_LOAD, streams.follow(), self.event)
+        streams.wait(WaitRule.OP_AFTER_LOAD, streams.follow(), self.event)
 
     def wait(self) -> None:
         """Let the host wait until it is over."""
-        self._file.streams.observe(Rule.HOST_AFTER_TRANSFER, self.event)
+        self._file.streams.observe(WaitRule.HOST_AFTER_TRANSFER, self.event)
 
 
 class DeviceFile:
@@ -293,7 +293,7 @@ class DeviceFile:
         if piece.ticket is not None:
             return
         assert piece.event is not None
-        self.streams.observe(Rule.FILE_AFTER_COPY, piece.event)
+        self.streams.observe(WaitRule.FILE_AFTER_COPY, piece.event)
         slot = self._slots_of.pop(id(piece))
         self._outgoing.remove(piece)
         piece.ticket = self._store.engine.submit_write(
@@ -324,7 +324,7 @@ class DeviceFile:
         if piece.event is None:
             self._wait_for_read(piece)
             for event in read.after:
-                streams.wait(Rule.LOAD_AFTER_USE, streams.inward, event)
+                streams.wait(WaitRule.LOAD_AFTER_USE, streams.inward, event)
             read.after = ()
             for host, device, length in paired(
                 [(piece.buffer.address, piece.nbytes)], _cut(read.ranges, piece.offset, piece.nbytes)
@@ -332,7 +332,7 @@ class DeviceFile:
                 streams.calls.copy_to_device(device, host, length, streams.inward)
             piece.event = streams.record(streams.inward)
         if frees:
-            streams.observe(Rule.STAGING_AFTER_COPY, piece.event)
+            streams.observe(WaitRule.STAGING_AFTER_COPY, piece.event)
 
     def _wait_for_read(self, piece: _Piece) -> None:
         assert piece.ticket is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vmm.addresses import AddressSpace, Reservation
-from vmm.device_streams import DeviceEvent, DeviceStreams, Rule
+from vmm.device_streams import DeviceEvent, DeviceStreams, WaitRule
 from vmm.driver import Driver, MemoryFault
 
 __all__ = ["DeviceSpace"]
@@ -58,7 +58,7 @@ class DeviceSpace(AddressSpace):
                 self._observe()
             else:
                 self.num_stops += 1
-                self._streams.observe(Rule.HOST_AFTER_USE, unused)
+                self._streams.observe(WaitRule.HOST_AFTER_USE, unused)
         try:
             return super().map(reservation, runs)
         except MemoryFault:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from vmm.cuda_calls import CudaFault
-from vmm.device_streams import DeviceEvent, DeviceStreams, Rule, events_of
+from vmm.device_streams import DeviceEvent, DeviceStreams, WaitRule, events_of
 from vmm.host_blocks import HostBlocks
 from vmm.nvtx_ranges import marked
 from vmm.ranges import Run
@@ -67,12 +67,12 @@ class DeviceTransfer:
 
     def order(self) -> None:
         """Let all ops from now on come after it. The host goes on."""
-        rule = Rule.OP_AFTER_LOAD if self.is_load else Rule.OP_AFTER_WRITE
+        rule = WaitRule.OP_AFTER_LOAD if self.is_load else WaitRule.OP_AFTER_WRITE
         self._streams.wait(rule, self._streams.follow(), self.event)
 
     def wait(self) -> None:
         """Let the host wait until it is over."""
-        self._streams.observe(Rule.HOST_AFTER_TRANSFER, self.event)
+        self._streams.observe(WaitRule.HOST_AFTER_TRANSFER, self.event)
 
 
 class DeviceSlot:
@@ -224,13 +224,13 @@ class DeviceStore:
         ticket = next(self._tickets)
         self._count("write", slot)
         streams = self._streams
-        streams.wait(Rule.WRITE_AFTER_USE, streams.outward, streams.fence())
+        streams.wait(WaitRule.WRITE_AFTER_USE, streams.outward, streams.fence())
         if slot.in_file is not None:
             assert self._file is not None
             slot.last_write = self._file.write(slot, segments, ticket)
             return slot.last_write
         for event in slot.predecessors:
-            streams.wait(Rule.WRITE_AFTER_READ_OF_BLOCKS, streams.outward, event)
+            streams.wait(WaitRule.WRITE_AFTER_READ_OF_BLOCKS, streams.outward, event)
         slot.predecessors = ()
         with marked("evict"), self._all_or_nothing():
             for host, device, nbytes in self._pairs(slot, segments):
@@ -262,10 +262,10 @@ class DeviceStore:
             assert self._file is not None
             slot.last_read = self._file.read(slot, segments, (fence, *holders), ticket)
             return slot.last_read
-        streams.wait(Rule.LOAD_AFTER_USE, streams.inward, fence)
-        streams.wait(Rule.LOAD_AFTER_OWN_WRITE, streams.inward, slot.last_write.event)
+        streams.wait(WaitRule.LOAD_AFTER_USE, streams.inward, fence)
+        streams.wait(WaitRule.LOAD_AFTER_OWN_WRITE, streams.inward, slot.last_write.event)
         for event in holders:
-            streams.wait(Rule.LOAD_AFTER_HOLDER, streams.inward, event)
+            streams.wait(WaitRule.LOAD_AFTER_HOLDER, streams.inward, event)
         with marked("load"), self._all_or_nothing():
             for host, device, nbytes in self._pairs(slot, segments):
                 streams.calls.copy_to_device(device, host, nbytes, streams.inward)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable
 from vmm.cuda_calls import CudaCalls, CudaFault
 from vmm.nvtx_ranges import marked, name_stream
 
-__all__ = ["DeviceEvent", "DeviceStreams", "Rule"]
+__all__ = ["DeviceEvent", "DeviceStreams", "WaitRule"]
 
 
-class Rule(enum.Enum):
+class WaitRule(enum.Enum):
     """Why something waits. Each member is a wait whose removal a test notices."""
 
     OP_AFTER_LOAD = "an op waits for the load of what it uses"
@@ -97,17 +97,17 @@ class DeviceStreams:
         """The program's next op comes on its current stream: behind all compute work so far. That stream."""
         stream = self._current()
         if stream != self._tail:
-            self.wait(Rule.OP_AFTER_OTHER_STREAM, stream, self.record(self._tail))
+            self.wait(WaitRule.OP_AFTER_OTHER_STREAM, stream, self.record(self._tail))
             self._tail = stream
         return stream
 
     def lend(self, stream: int) -> None:
         """Memory is about to be given to another library's work on `stream`: that comes after all ops so far."""
-        self.wait(Rule.OTHER_AFTER_OPS, stream, self.fence())
+        self.wait(WaitRule.OTHER_AFTER_OPS, stream, self.fence())
 
     def take_back(self, stream: int) -> None:
         """Memory that another library's work on `stream` has used is free again: ops from now on come after it."""
-        self.wait(Rule.OP_AFTER_OTHER, self._tail, self.record(stream))
+        self.wait(WaitRule.OP_AFTER_OTHER, self._tail, self.record(stream))
 
     def fence(self) -> DeviceEvent:
         """An event behind all compute work so far."""
@@ -123,7 +123,7 @@ class DeviceStreams:
         self._calls.record(event.handle, stream)
         return event
 
-    def wait(self, rule: Rule, stream: int, event: DeviceEvent) -> None:
+    def wait(self, rule: WaitRule, stream: int, event: DeviceEvent) -> None:
         """Let what comes on `stream` from now on wait for `event`. The host goes on.
 
         If the driver refuses, the host waits in the stream's place: the order holds all the same.
@@ -135,7 +135,7 @@ class DeviceStreams:
         except CudaFault:
             self.observe(rule, event)
 
-    def observe(self, rule: Rule, event: DeviceEvent) -> None:  # noqa: ARG002 - tests tell rules apart
+    def observe(self, rule: WaitRule, event: DeviceEvent) -> None:  # noqa: ARG002 - tests tell rules apart
         """Let the host wait until `event` has happened."""
         if not event.is_observed:
             self.num_host_waits += 1
@@ -157,12 +157,12 @@ class DeviceStreams:
 
     def observe_use(self) -> None:
         """Let the host see the end of all compute work so far: from now on mappings may be taken away."""
-        self.observe(Rule.HOST_AFTER_USE, self.fence())
+        self.observe(WaitRule.HOST_AFTER_USE, self.fence())
 
     def observe_all(self) -> None:
         """Let the host see the end of everything, transfers too."""
         for stream in (self._tail, self.inward, self.outward):
-            self.observe(Rule.HOST_AFTER_TRANSFER, self.record(stream))
+            self.observe(WaitRule.HOST_AFTER_TRANSFER, self.record(stream))
 
     def close(self) -> None:
         """Give streams and events back; what is queued is still done. Idempotent.

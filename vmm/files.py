@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 
 __all__ = [
     "BLOCK_NBYTES",
-    "DirectoryFacts",
     "FULL_ERRORS",
+    "DirectoryFacts",
     "StoreError",
     "StoreUnavailable",
     "allocate_space",

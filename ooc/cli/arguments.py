@@ -25,11 +25,11 @@ _TIME_UNITS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9,
 
 
 class UsageError(ValueError):
-    """What was typed, or a file that was named, is wrong."""
+    """Raised for a wrong argument, or a wrong file."""
 
 
 def add_machine_arguments(command: argparse.ArgumentParser) -> None:
-    """What a plan is made for."""
+    """Add the arguments that describe the machine that a plan is made for."""
     command.add_argument(
         "--profile",
         metavar="NAME",
@@ -146,7 +146,7 @@ def _size(text: str, what: str) -> int:
 
 
 def budget_of(text: str) -> int:
-    """A budget as typed, in bytes. Raises `UsageError`."""
+    """Parse a budget, into bytes. Raises `UsageError`."""
     nbytes = _size(text, "budget")
     if nbytes > 1024 * TIB:
         raise UsageError(f"budget {text!r} is {nbytes // TIB} TiB; no machine has that. Options: at most 1024TiB.")
@@ -154,7 +154,7 @@ def budget_of(text: str) -> int:
 
 
 def deadline_ns(text: str, trace: Trace) -> int:
-    """A deadline as typed: a time, or a multiple of the ops' own time (`1.2x`). Raises `UsageError`."""
+    """Parse a deadline: a time, or a multiple of the ops' own time (`1.2x`). Raises `UsageError`."""
     match = _TIME.fullmatch(text.strip().lower())
     if match is None:
         raise UsageError(f"deadline {text!r} is not a time. Options: 1.5s, 200ms, 1.2x (times the ops' own time).")
@@ -166,7 +166,7 @@ def deadline_ns(text: str, trace: Trace) -> int:
 
 
 def policies_of(text: str) -> tuple[str, ...]:
-    """`all`, or names with commas. Raises `UsageError` for one that does not exist."""
+    """Parse policies: `all`, or names with commas. Raises `UsageError` for one that does not exist."""
     names = tuple(sorted(POLICIES)) if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in POLICIES:

@@ -7,19 +7,19 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """What a finding means."""
+    """How serious a finding is."""
 
     FINE = "fine"
     """Nothing to do."""
     NOTE = "note"
     """Works, but slower or with less room than it could."""
     STOP = "stop"
-    """No session can be opened or trusted until this is mended."""
+    """No session can be opened or trusted until this is fixed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing looked at. `remedy` is empty when there is nothing to do."""
+    """The result of one check. `remedy` is empty when there is nothing to do."""
 
     name: str
     value: str

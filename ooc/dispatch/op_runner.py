@@ -188,7 +188,7 @@ class OpRunner:
                 self._executor.after(index)
 
     def finish(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
-        """An op that began on the plan has ended off it: note it as the on-demand way would have."""
+        """Record an op that began on the plan and ended after a bailout, as if it had run on demand."""
         with self._lock:
             error = self._pending_error((func, args, kwargs or {}), self._executor.mid_op_records())
             self._executor.finish()
@@ -403,7 +403,7 @@ class OpRunner:
     # -- memory
 
     def cold_allocate(self, nbytes: int) -> int:
-        """An allocation that no plan serves. Called by the allocator, on any thread; never raises."""
+        """Serve an allocation that no plan covers. Called by the allocator, on any thread; never raises."""
         if self.collectives.is_apart(nbytes):
             return SERVED_APART
         if threading.get_ident() != self._thread and self.guests.takes_apart(nbytes):

@@ -1,11 +1,9 @@
 """Executor: replays a plan, op by op and step by step, and bails out when a step differs from it.
 
-The executor decides nothing. It does what `ExecutablePlan` says and checks what the plan took for granted (what should
-be dead was freed; what is dropped is clean). The moment something is not as planned it returns all records to the
-residency manager, and the step goes on on demand (DESIGN.md sections 6, 8).
-
-During replay the records bound to plan variables are the executor's; the residency manager has only the others, in
-chunks that the plan does not use. Ordering rules (DESIGN.md section 10):
+The executor decides nothing. It checks what the plan took for granted (what should be dead was freed; what is dropped
+is clean), and where something is not as planned it returns all records to the residency manager: the step goes on on
+demand. During replay the records bound to plan variables are the executor's; the manager has only the others, in chunks
+that the plan does not use. Ordering rules (DESIGN.md section 10):
 
 * a load starts after its own variable's write, and after the writes of the residencies that held its chunks before;
 * an allocation waits for the writes of the residencies that held its chunks before;
@@ -411,9 +409,9 @@ class Executor:
         self.active = None
         cursor = self._allocator.state.op_index
         # Another thread cannot tell whether the session's is just about to run the op: as if it were.
-        is_foreign = threading.get_ident() != self._thread and cursor < executable.num_ops
-        inside = self._allocator.state.is_inside_op or is_foreign
-        if threading.get_ident() != self._thread and cursor > 0:  # nor whether `after` is about to come
+        is_foreign = threading.get_ident() != self._thread
+        inside = self._allocator.state.is_inside_op or (is_foreign and cursor < executable.num_ops)
+        if is_foreign and cursor > 0:  # nor whether `after` is about to come
             for record in executable.dirtied_by(cursor - 1):
                 record.written()
         self._manager.flights.settle()  # sends and receives stay pinned: on demand that is enough
@@ -516,10 +514,7 @@ class Executor:
         return True
 
     def guard_away(self) -> None:
-        """Guard what is away at the step's end: stray touches are served until it is next loaded.
-
-        Until `step_begins` the same holds for what goes away meanwhile.
-        """
+        """Guard what is away at the step's end, or goes away until `step_begins`: stray touches of it are served."""
         self._acts.guards_releases = True
         executable = self.active
         if executable is None:

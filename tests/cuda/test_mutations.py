@@ -1,6 +1,6 @@
 """Every wait is needed: with any one of them left out, the fake reports a race, a broken rule or other bytes.
 
-`Rule` names the waits. Each is disabled in turn, on a training run or on a small scene of its own.
+`WaitRule` names the waits. Each is disabled in turn, on a training run or on a small scene of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ooc.testing.fake_device import FakeCudaDevice, FakeDeviceMemory
 from tests.cuda.cases import CHUNK_NBYTES, CudaSession, fixed_speed
 from tests.harness import Recipe, assert_equal, run_in_core, run_out_of_core
 from tests.session.test_bitwise import budget_nbytes_of
-from vmm.device_streams import DeviceEvent, DeviceStreams, Rule
+from vmm.device_streams import DeviceEvent, DeviceStreams, WaitRule
 from vmm.ranges import Run
 from vmm.testing.fake_cuda import RuleBroken
 
@@ -24,17 +24,17 @@ MIB = 1 << 20
 
 
 @contextmanager
-def without(rule: Rule | None) -> Iterator[list[Rule]]:
+def without(rule: WaitRule | None) -> Iterator[list[WaitRule]]:
     """Leave the waits of one rule out. Yields the rules whose waits were asked for."""
-    asked: list[Rule] = []
+    asked: list[WaitRule] = []
     wait, observe = DeviceStreams.wait, DeviceStreams.observe
 
-    def quiet_wait(self: DeviceStreams, why: Rule, stream: int, event: DeviceEvent) -> None:
+    def quiet_wait(self: DeviceStreams, why: WaitRule, stream: int, event: DeviceEvent) -> None:
         asked.append(why)
         if why is not rule:
             wait(self, why, stream, event)
 
-    def quiet_observe(self: DeviceStreams, why: Rule, event: DeviceEvent) -> None:
+    def quiet_observe(self: DeviceStreams, why: WaitRule, event: DeviceEvent) -> None:
         asked.append(why)
         if why is not rule:
             observe(self, why, event)
@@ -58,24 +58,24 @@ def train(seed: int, model: str, budget: str, *, debug: bool = False) -> None:
 def test_training_asks_for_the_waits_that_are_disabled_below() -> None:
     with without(None) as asked:
         train(0, "conv_stack", "quarter")
-    assert set(asked) >= {*IN_TRAINING, Rule.HOST_AFTER_TRANSFER}
+    assert set(asked) >= {*IN_TRAINING, WaitRule.HOST_AFTER_TRANSFER}
 
 
 IN_TRAINING = [
-    Rule.OP_AFTER_LOAD,
-    Rule.OP_AFTER_WRITE,
-    Rule.LOAD_AFTER_USE,
-    Rule.LOAD_AFTER_HOLDER,
-    Rule.WRITE_AFTER_USE,
-    Rule.HOST_AFTER_USE,
-    Rule.HOST_AFTER_TRANSFER,
+    WaitRule.OP_AFTER_LOAD,
+    WaitRule.OP_AFTER_WRITE,
+    WaitRule.LOAD_AFTER_USE,
+    WaitRule.LOAD_AFTER_HOLDER,
+    WaitRule.WRITE_AFTER_USE,
+    WaitRule.HOST_AFTER_USE,
+    WaitRule.HOST_AFTER_TRANSFER,
 ]
 
 
 @pytest.mark.parametrize("rule", IN_TRAINING, ids=lambda rule: rule.name)
-def test_training_needs_each_wait(rule: Rule) -> None:
+def test_training_needs_each_wait(rule: WaitRule) -> None:
     # In the convolutions every load finds its chunks left long ago.
-    model = "tied_frozen" if rule is Rule.LOAD_AFTER_HOLDER else "conv_stack"
+    model = "tied_frozen" if rule is WaitRule.LOAD_AFTER_HOLDER else "conv_stack"
     with without(rule), pytest.raises((AssertionError, RuleBroken)):
         train(0, model, "quarter")
 
@@ -197,24 +197,24 @@ def through_the_file(scene: Scene) -> None:
         scene.expect(chunk, index + 1, num_chunks)
 
 
-SCENES: list[tuple[Rule, Callable[[Scene], None], int]] = [
-    (Rule.LOAD_AFTER_OWN_WRITE, out_and_in, 1),
-    (Rule.LOAD_AFTER_HOLDER, one_goes_one_comes, 2),
-    (Rule.OP_AFTER_OTHER_STREAM, switch_streams, 1),
-    (Rule.OTHER_AFTER_OPS, lend_to_another_library, 1),
-    (Rule.OP_AFTER_OTHER, take_back_from_another_library, 1),
-    (Rule.WRITE_AFTER_READ_OF_BLOCKS, reuse_host_blocks, 1),
-    (Rule.FILE_AFTER_COPY, through_the_file, 0),
-    (Rule.STAGING_AFTER_COPY, through_the_file, 0),
+SCENES: list[tuple[WaitRule, Callable[[Scene], None], int]] = [
+    (WaitRule.LOAD_AFTER_OWN_WRITE, out_and_in, 1),
+    (WaitRule.LOAD_AFTER_HOLDER, one_goes_one_comes, 2),
+    (WaitRule.OP_AFTER_OTHER_STREAM, switch_streams, 1),
+    (WaitRule.OTHER_AFTER_OPS, lend_to_another_library, 1),
+    (WaitRule.OP_AFTER_OTHER, take_back_from_another_library, 1),
+    (WaitRule.WRITE_AFTER_READ_OF_BLOCKS, reuse_host_blocks, 1),
+    (WaitRule.FILE_AFTER_COPY, through_the_file, 0),
+    (WaitRule.STAGING_AFTER_COPY, through_the_file, 0),
 ]
 """The rule, what shows that it is needed, and the host chunks there; with none, all goes to the file."""
 
 
 @pytest.mark.parametrize(("rule", "play", "num_host_chunks"), SCENES, ids=lambda it: getattr(it, "name", ""))
 def test_each_scene_needs_its_wait(
-    rule: Rule, play: Callable[[Scene], None], num_host_chunks: int, tmp_path: Path
+    rule: WaitRule, play: Callable[[Scene], None], num_host_chunks: int, tmp_path: Path
 ) -> None:
-    def run(disabled: Rule | None) -> list[Rule]:
+    def run(disabled: WaitRule | None) -> list[WaitRule]:
         with ExitStack() as stack:
             scene = Scene(stack, num_host_chunks=num_host_chunks, uses_file=not num_host_chunks, store=tmp_path)
             asked = stack.enter_context(without(disabled))
@@ -227,7 +227,7 @@ def test_each_scene_needs_its_wait(
 
 
 def test_every_rule_is_disabled_somewhere() -> None:
-    assert set(Rule) == {*IN_TRAINING, *(rule for rule, _, _ in SCENES)}
+    assert set(WaitRule) == {*IN_TRAINING, *(rule for rule, _, _ in SCENES)}
 
 
 def test_an_event_that_is_never_recorded_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

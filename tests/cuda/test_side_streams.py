@@ -10,7 +10,7 @@ import torch
 
 from ooc.testing.fake_device import FakeCudaDevice
 from tests.cuda.cases import CudaSession, fixed_speed
-from vmm.device_streams import DeviceStreams, Rule
+from vmm.device_streams import DeviceStreams, WaitRule
 
 BUDGET_NBYTES = 3 << 20
 NUM_LAYERS = 12
@@ -56,8 +56,8 @@ def test_streams_that_the_program_orders_itself(seed: int) -> None:
 def test_without_the_order_between_streams_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     wait = DeviceStreams.wait
 
-    def deaf(self: DeviceStreams, rule: Rule, stream: int, event: object) -> None:
-        if rule is not Rule.OP_AFTER_OTHER_STREAM:
+    def deaf(self: DeviceStreams, rule: WaitRule, stream: int, event: object) -> None:
+        if rule is not WaitRule.OP_AFTER_OTHER_STREAM:
             wait(self, rule, stream, event)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DeviceStreams, "wait", deaf)
