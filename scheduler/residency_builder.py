@@ -1,9 +1,7 @@
-"""Building residencies: the one place where planners turn decisions into the plan's acts.
+"""Builds a plan's residencies while a planner goes through the ops: decisions become loads, evictions and drops.
 
-Planners think in **stays**: "variable v, from its birth until it is evicted for op 12". A
-`StayBook` keeps the open stays while a planner walks through the ops, knows which of them are
-dirty, and closes each with the cheapest legal act: a drop if the store's copy is current, an
-eviction if not.
+A `ResidencyBuilder` keeps the residencies that are open ("variable v, from its birth on"), knows which of them are
+dirty, and closes each with the cheapest legal act: a drop if the store's copy is current, an eviction if not.
 """
 
 from __future__ import annotations
@@ -36,13 +34,13 @@ def may_wrap(trace: Trace, variable: int) -> bool:
     return trace.variables[variable].becomes is not None and not is_double_buffered(trace, variable)
 
 
-class StayBook:
-    """The open stays of a planner that walks through the ops in order.
+class ResidencyBuilder:
+    """The open residencies of a planner that goes through the ops in order.
 
     Attributes:
-        open: Start of each variable's present stay.
-        dirty: Variables whose present stay holds bytes that the store lacks.
-        residencies: The closed stays.
+        open: Start of each variable's present residency.
+        dirty: Variables whose present residency holds bytes that the store lacks.
+        residencies: The closed ones.
     """
 
     def __init__(self, trace: Trace) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 from scheduler.budget import IntArray
 from scheduler.colouring.arcs import Arc, arcs_of, from_the_cut, written_ticks
 from scheduler.colouring.boundary_evictions import not_kept
-from scheduler.colouring.exchange import Holder, retouch
+from scheduler.colouring.exchange import Holder, exchange_chunks
 from scheduler.colouring.runs import NO_CHUNKS, BoolArray, all_runs, best_runs, least, run_starts
 from scheduler.plan import Machine, Residency, occupied_ticks
 from scheduler.trace import Trace
@@ -42,7 +42,7 @@ MANY_TO_COLOUR = 2000
 # From this many on, the first walk is the one that cuts at the step boundary and gives way; no exchanges are tried.
 # On a transformer of 10,000 ops that walk leaves fewer remaps and shorter waits than the other one does with exchanges,
 # at two tenths of the peak and more; at one tenth up to 13 % more remaps. Exchanges leave it as it is.
-MANY_TO_RETOUCH = 8_000
+MANY_TO_EXCHANGE = 8_000
 
 # Waiting for a write costs the step more than any number of remaps, which happen off the critical path.
 _LATE = 1000
@@ -79,7 +79,7 @@ def colour(
     machine: Machine,
     *,
     quick: bool = False,
-    retouches: bool = True,
+    exchanges: bool = True,
 ) -> Colouring | Shortage:
     """Assign chunks to `residencies`, which must fit the budget at each tick.
 
@@ -91,14 +91,14 @@ def colour(
     Each walk is tried in two ways, best fit by the next claim on a chunk and longest runs, since
     neither always has the fewer remaps; with `quick`, in the second way only, which takes half the time and has
     up to a tenth more remaps. Then it is improved by exchanges, which takes up to a few seconds and leaves about a
-    third of the remaps; without `retouches` it is not: enough to compare candidates by.
+    third of the remaps; without `exchanges` it is not: enough to compare candidates by.
 
     Returns:
         A colouring; or a `Shortage`, where variables that can never be away block.
     """
     written = written_ticks(residencies, trace, machine)
     best: tuple[tuple[int, int], _Painter] | None = None
-    is_long = len(residencies) > MANY_TO_RETOUCH
+    is_long = len(residencies) > MANY_TO_EXCHANGE
     walks = (False, True) if not is_long else (True, False)
     for give_way in walks if trace.cyclic else (False,):
         for best_fit in (False,) if quick or len(residencies) > MANY_TO_COLOUR else (True, False):
@@ -113,7 +113,7 @@ def colour(
             if rank[0] == 0:
                 break
         if best is not None:
-            return best[1].result(retouches=retouches and not is_long)
+            return best[1].result(exchanges=exchanges and not is_long)
     assert shortage is not None
     return shortage
 
@@ -189,7 +189,7 @@ class _Painter:
             self._assign(index, chunks)
         return None
 
-    def _retouch(self) -> None:
+    def _exchange(self) -> None:
         """Exchange chunks for fewer remaps; a chunk that is not late stays so."""
         num_ticks = self.trace.num_ticks
         holders = []
@@ -197,7 +197,7 @@ class _Painter:
             assert arc.chunks is not None
             stop = max(arc.stop, min(arc.written, arc.start + num_ticks))
             holders.append(Holder(start=arc.start, stop=stop, family=arc.family, chunks=arc.chunks))
-        for arc, chunks in zip(self.arcs, retouch(holders, num_ticks, cyclic=self.trace.cyclic), strict=True):
+        for arc, chunks in zip(self.arcs, exchange_chunks(holders, num_ticks, cyclic=self.trace.cyclic), strict=True):
             arc.chunks = chunks
 
     def _paint_crossing(self) -> Shortage | None:
@@ -442,10 +442,10 @@ class _Painter:
         found: IntArray = claims[overlap]
         return found
 
-    def result(self, *, retouches: bool) -> Colouring:
+    def result(self, *, exchanges: bool) -> Colouring:
         """The colouring, improved by exchanges or as it was painted."""
-        if retouches and self.num_remapped_chunks():
-            self._retouch()
+        if exchanges and self.num_remapped_chunks():
+            self._exchange()
         chunks: list[IntArray] = [np.empty(0, dtype=np.int64)] * len(self.residencies)
         for arc in self.arcs:
             assert arc.chunks is not None

@@ -43,7 +43,7 @@ class Holder:
     chunks: npt.NDArray[np.int64]
 
 
-def retouch(holders: Sequence[Holder], num_ticks: int, *, cyclic: bool) -> list[npt.NDArray[np.int64]]:
+def exchange_chunks(holders: Sequence[Holder], num_ticks: int, *, cyclic: bool) -> list[npt.NDArray[np.int64]]:
     """Chunks for the same holders with as many remaps or fewer, and the same sharing rules kept.
 
     Args:

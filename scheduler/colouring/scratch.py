@@ -32,18 +32,18 @@ def colour_with_scratch(
     machine: Machine,
     *,
     quick: bool = False,
-    retouches: bool = True,
+    exchanges: bool = True,
 ) -> ScratchColouring | Shortage:
     """Assign chunks to `residencies` and to the re-runs among them (options as in `colouring.colour`)."""
     reruns = [rerun for rerun in reruns_of(residencies, trace, machine) if rerun.num_scratch_chunks]
     if not reruns:
-        outcome = colour(residencies, trace, machine, quick=quick, retouches=retouches)
+        outcome = colour(residencies, trace, machine, quick=quick, exchanges=exchanges)
         return outcome if isinstance(outcome, Shortage) else ScratchColouring(colouring=outcome, scratch=())
     num_variables = len(trace.variables)
     rooms = tuple(_room(rerun, trace, machine) for rerun in reruns)
     extended = replace(trace, variables=(*trace.variables, *rooms))
     stays = [Residency(variable=num_variables + i, start=Born(), stop=Dies()) for i in range(len(rooms))]
-    outcome = colour(ordered([*residencies, *stays], extended), extended, machine, quick=quick, retouches=retouches)
+    outcome = colour(ordered([*residencies, *stays], extended), extended, machine, quick=quick, exchanges=exchanges)
     if isinstance(outcome, Shortage):
         return outcome
     scratch = tuple(

@@ -23,11 +23,11 @@ from scheduler.milp.gaps import GapChoice, GapRequest, choose_gaps
 from scheduler.milp.program import Request
 from scheduler.plan import Evicted, Kept, Loaded, Machine, Residency
 from scheduler.policies import capuchin, dtr, melon
+from scheduler.policies._greedy import Advice, Facts, Stuck, Walk
 from scheduler.policies._program import plan_by_program
 from scheduler.policies._remat_walk import RematFacts
 from scheduler.policies._rerun_policies import AsChosen
 from scheduler.policies._slack import use_slack
-from scheduler.policies._walk import Advice, Facts, Stuck, Walk
 from scheduler.reruns import reruns_of
 from scheduler.trace import Trace
 

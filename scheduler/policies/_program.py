@@ -9,8 +9,8 @@ from scheduler.milp.from_trace import Power, TraceGraph, graph_of
 from scheduler.milp.program import Request, Schedule, Solution, Status, solve
 from scheduler.milp.rounding import solve_by_rounding
 from scheduler.plan import Machine, Residency
+from scheduler.policies._greedy import Advice, Facts, Stuck, Victim, Walk
 from scheduler.policies._slack import use_slack
-from scheduler.policies._walk import Advice, Facts, Stuck, Victim, Walk
 from scheduler.trace import Trace
 
 # Nodes times stages up to which the program is solved exactly; beyond, the relaxation is rounded. With

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from scheduler.budget import BudgetTooSmall
 from scheduler.plan import Machine, Residency
+from scheduler.policies._greedy import Stuck
 from scheduler.policies._remat_walk import H_DTR, FreeingRule, RematFacts, RematWalk
-from scheduler.policies._walk import Stuck
 from scheduler.trace import Trace
 
 # Found on the recordings that the DTR paper's authors publish with their simulator, at 30 to 90 % of the peak: each was

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from scheduler.budget import Pin
 from scheduler.plan import Machine
-from scheduler.policies._walk import Advice, Facts, Stuck, Victim, Walk
+from scheduler.policies._greedy import Advice, Facts, Stuck, Victim, Walk
 from scheduler.reruns import Rerun
 from scheduler.trace import Trace
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from scheduler.budget import BudgetTooSmall, budget_too_small
 from scheduler.cost.bounds import lower_bounds
 from scheduler.plan import Machine, Residency
-from scheduler.policies._walk import Advice, Stuck, Victim, Walk
+from scheduler.policies._greedy import Advice, Stuck, Victim, Walk
 from scheduler.trace import Trace
 
 # The smallest budget that works is looked for to this share of the budget in core.

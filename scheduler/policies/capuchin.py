@@ -18,9 +18,9 @@ import numpy as np
 
 from scheduler.chains import Gap, chains_of
 from scheduler.plan import Machine, Residency
+from scheduler.policies._greedy import Advice, Facts, Walk
 from scheduler.policies._rerun_policies import AsChosen, or_too_small
 from scheduler.policies._slack import use_slack
-from scheduler.policies._walk import Advice, Facts, Walk
 from scheduler.selection import Selection
 from scheduler.trace import Trace
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from scheduler.plan import Machine, Residency
+from scheduler.policies._greedy import Advice, Facts, Victim, Walk
 from scheduler.policies._rerun_policies import or_too_small
-from scheduler.policies._walk import Advice, Facts, Victim, Walk
 from scheduler.trace import Trace
 
 

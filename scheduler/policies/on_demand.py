@@ -11,7 +11,7 @@ from bisect import bisect_right
 
 from scheduler.budget import Pin, pinned_chunks, pins_of, require_budget, zone_maxima
 from scheduler.plan import Machine, Residency
-from scheduler.residency_builder import StayBook, may_wrap, ordered
+from scheduler.residency_builder import ResidencyBuilder, may_wrap, ordered
 from scheduler.trace import Trace
 
 # Rounds of the search for a step that ends as it starts. Each round only removes variables from the
@@ -59,7 +59,7 @@ class _Walk:
         self.heirs = {i: heir for i, heir in self.heirs.items() if may_wrap(trace, i)}
         self.zones = pins_by_zone(trace, pins)
         self.deaths = deaths_by_zone(trace)
-        self.book = StayBook(trace)
+        self.book = ResidencyBuilder(trace)
         self.recent: dict[int, None] = {}  # resident variables, least recently used first
 
     def fitting_start(self) -> set[int]:
@@ -77,7 +77,7 @@ class _Walk:
 
     def run(self, start: set[int]) -> set[int]:
         """Walk the step. Returns what could start the next step in memory: heirs of what is left."""
-        self.book = StayBook(self.trace)
+        self.book = ResidencyBuilder(self.trace)
         self.recent = {}
         last = {self.heirs[v]: self.pins[v][-1].op_index for v in self.heirs if self.pins[v]}
         for v in sorted(start, key=lambda v: (last.get(v, -1), v)):

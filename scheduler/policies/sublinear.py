@@ -18,8 +18,8 @@ from typing import Any
 from scheduler.colouring.colouring import Shortage
 from scheduler.cost.evaluate import evaluate
 from scheduler.plan import Machine, Residency
+from scheduler.policies._greedy import Advice, Facts, Stuck, Victim, Walk
 from scheduler.policies._rerun_policies import or_too_small
-from scheduler.policies._walk import Advice, Facts, Stuck, Victim, Walk
 from scheduler.trace import Trace
 
 # Segment lengths tried, in square roots of the number of forward ops.

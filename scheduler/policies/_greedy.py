@@ -1,4 +1,4 @@
-"""A walk through the step with swapping and recomputation: the common engine of the recomputing policies.
+"""Greedy paging and rematerialisation, op by op: the common engine of the recomputing policies.
 
 Right before each op the walk brings back what the op needs: what has a copy in the store is loaded, what
 was discarded is run again, with whatever is missing of *its* sources, recursively. Where memory is
@@ -19,7 +19,7 @@ from scheduler.budget import Pin, pinned_chunks, pins_of, require_budget, zone_m
 from scheduler.plan import Discarded, Machine, Recomputed, Residency
 from scheduler.policies.on_demand import deaths_by_zone, pins_by_zone
 from scheduler.reruns import ReplayGraph, Rerun
-from scheduler.residency_builder import StayBook, may_wrap, ordered
+from scheduler.residency_builder import ResidencyBuilder, may_wrap, ordered
 from scheduler.trace import Trace
 
 # Rounds of the search for a step that ends as it starts; see `on_demand`.
@@ -372,7 +372,7 @@ class Walk:
             self.stored.discard(v)
 
 
-class _Book(StayBook):
+class _Book(ResidencyBuilder):
     """Stays that may also begin with a re-run, and stop without a copy."""
 
     def recompute(self, variable: int, before_op: int, ops: tuple[int, ...], *, dirty: bool) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.colouring.exchange import Holder, _Table, retouch
+from scheduler.colouring.exchange import Holder, _Table, exchange_chunks
 
 NUM_TICKS = 40
 
@@ -65,10 +65,10 @@ def assert_valid(holders: list[Holder], chunks: list[np.ndarray]) -> None:
 def test_never_worse_never_shared(holders: list[Holder]) -> None:
     before = [h.chunks for h in holders]
     assert_valid(holders, before)
-    after = retouch(holders, NUM_TICKS, cyclic=True)
+    after = exchange_chunks(holders, NUM_TICKS, cyclic=True)
     assert_valid(holders, after)
     assert num_remaps(holders, after) <= num_remaps(holders, before)
-    again = retouch(holders, NUM_TICKS, cyclic=True)
+    again = exchange_chunks(holders, NUM_TICKS, cyclic=True)
     assert all(np.array_equal(a, b) for a, b in zip(after, again, strict=True))
 
 
@@ -81,7 +81,7 @@ def test_an_exchange_that_joins() -> None:
         Holder(start=20, stop=30, family=0, chunks=two),
     ]
     assert num_remaps(holders, [h.chunks for h in holders]) == 2
-    after = retouch(holders, NUM_TICKS, cyclic=True)
+    after = exchange_chunks(holders, NUM_TICKS, cyclic=True)
     assert num_remaps(holders, after) == 0
 
 
