@@ -281,13 +281,13 @@ def test_allocations_between_ops_and_by_other_threads() -> None:
     torch.manual_seed(0)
     expected = program(contextlib.nullcontext)
     torch.manual_seed(0)
-    thread.start()  # before the session, so that it is no guest thread, whose allocations are none of the session's
-    try:
-        with ooc.Session("4MiB") as session:
+    with ooc.Session("4MiB") as session:
+        thread.start()
+        try:
             assert program(session.step) == expected
-    finally:
-        stop.set()
-        thread.join()
+        finally:
+            stop.set()
+            thread.join()
 
 
 def test_compiled_code_does_not_become_eager_unannounced() -> None:
