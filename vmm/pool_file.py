@@ -73,9 +73,11 @@ class PoolFile:
         try:
             self.descriptor = self._open()
             self._sys.ftruncate(self.descriptor, num_chunks * chunk_nbytes)
-        except OSError as error:
+        except BaseException as error:
             self.close()
-            raise MemoryFault(f"{self._what(num_chunks)}: {error}.") from error
+            if isinstance(error, OSError):
+                raise MemoryFault(f"{self._what(num_chunks)}: {error}.") from error
+            raise
 
     def __repr__(self) -> str:
         return f"<PoolFile {self.num_chunks} chunks of {self._chunk_nbytes} bytes>"

@@ -76,12 +76,14 @@ class Ending:
 
 def interrupt(moment: Moment, seed: int, directory: Path) -> Ending:
     """Start a run in its own process group, interrupt the group as a terminal does, and look at what is left."""
-    for name in ("store", "temporary", "cache"):
+    for name in ("store", "cache"):
         (directory / name).mkdir(exist_ok=True)
+    # Not in `directory`: DataLoader's workers make sockets there, whose paths have at most 107 bytes.
+    temporary = Path(tempfile.mkdtemp(prefix="ooc-", dir="/tmp"))
     report = directory / "report.json"
     environment = {
         **os.environ,
-        "TMPDIR": str(directory / "temporary"),
+        "TMPDIR": str(temporary),
         "OOC_CACHE_DIR": str(directory / "cache" / "ooc"),
         "TORCHINDUCTOR_CACHE_DIR": str(directory / "cache" / "inductor"),  # torch's own, and it stays
         "PYTHONPATH": str(ROOT),
@@ -123,7 +125,8 @@ def interrupt(moment: Moment, seed: int, directory: Path) -> Ending:
         _signal_group(process.pid, signal.SIGKILL)
         process.communicate()
     left += [str(path) for path in (directory / "store").iterdir()]
-    left += [str(path) for path in (directory / "temporary").iterdir()]
+    left += [str(path) for path in temporary.iterdir()]
+    shutil.rmtree(temporary, ignore_errors=True)
     left += [str(path) for path in directory.rglob("*.partial")]
     left += [str(path) for path in directory.rglob(".plan-*")]
     if report.exists():

@@ -420,7 +420,7 @@ def test_a_load_under_way_when_the_step_ends_is_waited_for(monkeypatch: pytest.M
         results = []
         for index in range(8):
             if sessions and index == 4:
-                sessions[0].store.engine.inject_faults(delay_ns=20_000_000)
+                sessions[0].engine.memory.store.engine.inject_faults(delay_ns=20_000_000)
             with step():
                 x = torch.full((32, 256), 1.0 + index)
                 for weight in weights:

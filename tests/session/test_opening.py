@@ -24,7 +24,7 @@ from tests.harness import Recipe, assert_equal, run_in_core, run_out_of_core
 from vmm.torch_cpu import MODE_OFF, cpu_allocator
 
 BUDGET = "2MiB"
-BUDGET_NBYTES = 2 << 20
+BUDGET_NBYTES = 8 << 20
 RECIPE = Recipe(workload="tied_frozen", num_steps=4)
 OURS = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("ooc", "vmm", "scheduler"))
 PATCHED = [
