@@ -65,7 +65,7 @@ def _storage(state: State, s: Statement) -> None:
     n = size(s.p)
     if s.q % 3 == 0:
         storage = torch.UntypedStorage(4 * n)  # torch gives it memory without asking its allocator
-        state.exports.add(storage.data_ptr())
+        state.outside.add(storage.data_ptr())
     else:
         storage = torch.empty(4 * n, dtype=torch.uint8).untyped_storage()
     x = torch.empty(0)

@@ -57,7 +57,7 @@ class State:
     modules: list[torch.nn.Module] = field(default_factory=list)
     cycles: list[Any] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
-    exports: set[int] = field(default_factory=set)
+    outside: set[int] = field(default_factory=set)
 
     def get(self, index: int) -> Tensor:
         """The tensor in a register; a constant where there is none."""

@@ -173,11 +173,12 @@ def _item(state: State, s: Statement) -> None:
 
 @kind(0.5)
 def _thread(state: State, s: Statement) -> None:
-    """Another thread allocates and fills; this one uses it."""
+    """Another thread allocates and fills, outside the budget; this one uses it."""
     made: list[Tensor] = []
     thread = threading.Thread(target=lambda: made.append(torch.full((size(s.p),), s.q / 4)))
     thread.start()
     thread.join()
+    state.outside.add(made[0].data_ptr())
     state.put(s.dst, made[0])
 
 

@@ -192,7 +192,7 @@ class Mismatch(AssertionError):
     """The session's bytes are not the in-core run's."""
 
 
-class Exports(AssertionError):
+class OutsidePool(AssertionError):
     """A large storage is not in the pool."""
 
 
@@ -221,7 +221,7 @@ class _Runner:
             state.step = index
             body = program.bodies[step.body]
             inside = body[: program.num_inside[step.body]]
-            exports = body[program.num_inside[step.body] :]
+            outside = body[program.num_inside[step.body] :]
             due = program.check_every and index % program.check_every == 0
             with contextlib.suppress(Interrupted), self._step():
                 self._inject_faults()
@@ -230,7 +230,7 @@ class _Runner:
                     raise Interrupted
                 if due and program.check_inside:
                     self._check(f"in step {index}")
-            self._execute(exports if step.stop is None else ())
+            self._execute(outside if step.stop is None else ())
             if due and not program.check_inside:
                 self._check(f"after step {index}")
         self._check("at the end")
@@ -317,8 +317,8 @@ class _Runner:
         known = address in session.engine.manager.records
         if not known and active is not None:
             known = any(r.record is not None and r.record.address == address for r in active.variables)
-        if not known and (address or whole.data_ptr() not in self.state.exports):
-            raise Exports(f"a storage of {whole.numel()} bytes at {whole.data_ptr():#x} is outside the pool")
+        if not known and (address or whole.data_ptr() not in self.state.outside):
+            raise OutsidePool(f"a storage of {whole.numel()} bytes at {whole.data_ptr():#x} is outside the pool")
 
 
 def _set_up(program: Program, state: State) -> None:
