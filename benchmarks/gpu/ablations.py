@@ -25,7 +25,7 @@ from scheduler.trace import Trace
 from scheduler.verify import verify
 from vmm.addresses import AddressSpace, Reservation
 from vmm.device_space import DeviceSpace
-from vmm.device_streams import DeviceEvent, Rule
+from vmm.device_streams import DeviceEvent, WaitRule
 
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 """Of the pool, for which plans are tried in turn."""
@@ -51,7 +51,7 @@ class RemappingSpace(DeviceSpace):
                 self._observe()
             else:
                 self.num_stops += 1
-                self._streams.observe(Rule.HOST_AFTER_USE, unused)
+                self._streams.observe(WaitRule.HOST_AFTER_USE, unused)
             AddressSpace.unmap(self, reservation)
         return AddressSpace.map(self, reservation, runs)
 
