@@ -1,6 +1,6 @@
 """Ctrl-C to a whole `ooc run`, at any moment of its life: it ends as `python` would, soon, and leaves nothing behind.
 
-`python -m tests.test_interrupted_runs [NUM]` interrupts NUM runs (50) and prints how long each took to end.
+`python -m tests.cli.test_interrupted_runs [NUM]` interrupts NUM runs (50) and prints how long each took to end.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ NUM_STEPS = 9
 SCRIPT = """
 import faulthandler, signal, sys
 import ooc
-from tests.continuation import BUDGET, Trainer
+from tests.session.continuation import BUDGET, Trainer
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 with ooc.Session(BUDGET, debug=sys.argv[1] == "debug", plan_cache=False) as session:
     trainer = Trainer()
