@@ -302,7 +302,7 @@ device = HostedDevice(num_chunks=96, host_budget_nbytes=None, is_integrated=True
 with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
     assert train(7, session) == expected
     assert session.steps.rows[-1].evicted_nbytes > 0
-    assert session.engine.memory.store.used_host_nbytes == 0 and session.store.file is not None
+    assert session.engine.memory.store.used_host_nbytes == 0 and session.engine.memory.store.file is not None
     pinned = [int(it.split()[0]) for it in device.fake.left() if "pinned" in it]
     assert 0 < sum(pinned) <= 64 << 20, pinned
 assert device.fake.races == ()

@@ -169,18 +169,24 @@ def test_session_goes_on_after_a_budget_too_small() -> None:
 
 
 def test_allocation_on_another_thread() -> None:
-    """It raises torch's own error there, and leaves no trace in the error of an op here."""
+    """It raises torch's own error there, and leaves no trace in the error of an op here.
+
+    The thread is older than the session: what threads that start during it allocate is not the session's.
+    """
     errors: list[Exception] = []
+    is_open = threading.Event()
 
     def allocate() -> None:
+        is_open.wait()
         try:
             torch.empty(4 * MIB)
         except torch.OutOfMemoryError as error:
             errors.append(error)
 
+    thread = threading.Thread(target=allocate)
+    thread.start()
     with ooc.Session("1MiB"):
-        thread = threading.Thread(target=allocate)
-        thread.start()
+        is_open.set()
         thread.join()
         (error,) = errors
         assert f"cannot allocate {16 * MIB} bytes within the session's budget" in str(error)

@@ -158,7 +158,7 @@ def test_a_fresh_profile_replays_exactly(tmp_path: Path) -> None:
         assert stream.recorded.end_live_nbytes == int(stream.live_nbytes[-1])
         product = int(np.flatnonzero(stream.nbytes == 200 * 300 * 4)[0])
         assert any(
-            "test_fragmentation_files.py" in text
+            "fragmentation/test_files.py" in text
             for buffer in range(product, stream.num_buffers)
             for text in stream.stack(buffer)
         )
