@@ -27,7 +27,12 @@ class CpuMemory:
     is_host = True
 
     def __init__(
-        self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None, checkpoint: Callable[[], None]
+        self,
+        *,
+        num_chunks: int,
+        chunk_nbytes: int,
+        store: str | Path | None,
+        checkpoint: Callable[[], None] = lambda: None,
     ) -> None:
         with contextlib.ExitStack() as undo:
             self.store = FileStore(store)
@@ -97,7 +102,12 @@ class CpuDevice:
         return "<CpuDevice>"
 
     def open(
-        self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None, checkpoint: Callable[[], None]
+        self,
+        *,
+        num_chunks: int,
+        chunk_nbytes: int,
+        store: str | Path | None,
+        checkpoint: Callable[[], None] = lambda: None,
     ) -> CpuMemory:
         """As `Device.open`."""
         return CpuMemory(num_chunks=num_chunks, chunk_nbytes=chunk_nbytes, store=store, checkpoint=checkpoint)

@@ -73,7 +73,12 @@ class CudaDevice:
         return f"<CudaDevice {self._index}>"
 
     def open(
-        self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None, checkpoint: Callable[[], None]
+        self,
+        *,
+        num_chunks: int,
+        chunk_nbytes: int,
+        store: str | Path | None,
+        checkpoint: Callable[[], None] = lambda: None,
     ) -> CudaMemory:
         """As `Device.open`. One chunk in sixteen is for small blocks, at least one.
 

@@ -86,7 +86,12 @@ class Device(Protocol):
     threshold_nbytes: int
 
     def open(
-        self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None, checkpoint: Callable[[], None]
+        self,
+        *,
+        num_chunks: int,
+        chunk_nbytes: int,
+        store: str | Path | None,
+        checkpoint: Callable[[], None] = lambda: None,
     ) -> Memory:
         """Open memory of so many chunks that evicts to the directory `store`. The caller closes it.
 

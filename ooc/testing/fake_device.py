@@ -69,7 +69,12 @@ class FakeCudaDevice:
         return f"<FakeCudaDevice seed={self._seed}>"
 
     def open(
-        self, *, num_chunks: int, chunk_nbytes: int, store: str | Path | None, checkpoint: Callable[[], None]
+        self,
+        *,
+        num_chunks: int,
+        chunk_nbytes: int,
+        store: str | Path | None,
+        checkpoint: Callable[[], None] = lambda: None,
     ) -> FakeDeviceMemory:
         """As `Device.open`; the device has exactly the pool's memory."""
         allocator = cpu_allocator()
