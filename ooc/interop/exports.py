@@ -199,11 +199,8 @@ class Exports:
         with self._lock:
             if self._is_open and self._executor.active is not None:
                 self._runner.bail_out("a tensor is moved to shared memory by another thread")
-            _local.depth += 1
-            try:
+            with within_op():
                 yield
-            finally:
-                _local.depth -= 1
 
     @contextlib.contextmanager
     def bulk(self) -> Iterator[None]:
@@ -214,22 +211,12 @@ class Exports:
         if not self._memory.is_host:
             yield  # each is exported by itself: no kernel serves a touch of what is away
             return
-        if self._is_open and is_guest():
-            _local.depth += 1
-            try:
-                yield
-            finally:
-                _local.depth -= 1
-            return
-        if self._is_open and not _local.depth:
+        if self._is_open and not _local.depth and not is_guest():
             with self._lock:
                 if self._executor.active is not None:
                     self._runner.bail_out("many variables are read at once (torch.save or the like)")
-        _local.depth += 1
-        try:
+        with within_op():
             yield
-        finally:
-            _local.depth -= 1
 
     @contextlib.contextmanager
     def resident(self, tensors: tuple[torch.Tensor, ...]) -> Iterator[None]:
