@@ -2,6 +2,7 @@
 #
 #   make demo    set up, then train in core and out of core, and compare
 #   make test    set up, then run the tests
+#   make test-frameworks   install Hugging Face's libraries, Lightning and timm, and train with them
 #   make check   format, lint, types, layers
 #   make bench   one interleaved benchmark run: JSON rows and a table
 #   make gpu-gate [SHARD=1]   on a machine with a GPU, with the Python at hand: correctness, then figures
@@ -11,7 +12,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench gpu-gate format clean
+.PHONY: demo test test-frameworks check bench gpu-gate format clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -20,8 +21,14 @@ demo: $(READY)
 # A worker takes over what another has not come to yet, so neighbours stay together and share what they have made.
 # Compiled modules are kept, whatever the environment says: the tests start a few hundred interpreters.
 test: $(READY)
-	@echo "The whole suite takes 12 to 20 minutes on two cores; ARGS='tests/vmm' runs a part of it."
+	@echo "The whole suite takes 15 to 25 minutes on two cores; ARGS='tests/vmm' runs a part of it."
 	OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
+
+# Constrained to the torch that is there, so that nothing brings another build of it.
+test-frameworks: $(READY)
+	@echo 'transformers, accelerate, peft, lightning, timm and what they need: about 60 MB. Nothing comes from a hub.'
+	$(PIP) -c constraints.txt -e '.[dev,frameworks]'
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m frameworks tests/frameworks $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

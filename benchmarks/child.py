@@ -20,6 +20,9 @@ from ooc.cli.trial import TrialOptions, tell, train
 VARIANTS = ("stock", "jemalloc", "checkpoint", "saved_on_disk", "cgroup_swap", "ours")
 """`jemalloc` and `cgroup_swap` are stock PyTorch in an environment that the parent makes."""
 
+IN_BACKWARD = "ours_in_backward"
+"""Ours with the optimizer inside the backward pass (`updates.py`)."""
+
 
 def main() -> int:
     """Train as the command line says, and tell each step."""
@@ -37,11 +40,13 @@ def main() -> int:
 def _train(variant: str, options: TrialOptions) -> dict[str, object]:
     workload = models.get(options.workload, options.preset, **options.sizes)
     run = partial(train, workload, num_steps=sys.maxsize, optimizer=options.optimizer, seed=options.seed)
-    if variant == "ours":
+    if variant in ("ours", IN_BACKWARD):
+        from ooc.interop.step_in_backward import every_optimizer_in_backward
         from ooc.session import Session
 
         assert options.budget_nbytes is not None
-        with Session(options.budget_nbytes, store=options.store, policy=options.policy) as session:
+        order = every_optimizer_in_backward() if variant == IN_BACKWARD else contextlib.nullcontext()
+        with order, Session(options.budget_nbytes, store=options.store, policy=options.policy) as session:
             _follow_parent(run(step_context=session.step))
             return session.report()
     if variant == "checkpoint":

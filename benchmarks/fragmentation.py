@@ -30,7 +30,7 @@ PERIOD = 2000
 
 COMMAND = """
 import resource, sys
-from ooc.cli import main
+from ooc.cli.main import main
 code = main(sys.argv[1:])
 print("maxrss", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
 sys.exit(code)

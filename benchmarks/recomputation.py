@@ -3,7 +3,7 @@
     python -m benchmarks.recomputation LOG [LOG ...] [--shares .9,.8,.7,.6,.5,.4,.3] [--chunks 20000] [--auto]
 
 A log (`*.log`, lines of JSON) is a step of a real network on a GPU: calls with their times, results with their sizes,
-releases. It becomes a trace by the simulator's rules: constants are always in memory and count, an in-place op
+releases. It becomes a trace by the simulator's rules: a constant stays from where it appears and counts, an in-place op
 makes a new result, views cost nothing, what nobody released is needed at the end. The budget is a share of the trace's
 peak. The overhead is the time of all ops that are run, again or not, over that of the ops once. The columns:
 `dtr`'s rule ("-": it alone finds nothing, or is the best), the fewest re-runs found, their processor seconds, and with
@@ -39,6 +39,7 @@ class _Log:
         self.names: dict[str, int] = {}
         self.nbytes: list[int] = []
         self.references: list[int] = []
+        self.constants: set[int] = set()
         self.births: list[int | None] = []
         self.deaths: dict[int, int] = {}
         self.ops: list[Op] = []
@@ -48,7 +49,7 @@ class _Log:
         for line in self.lines:
             match line["INSTRUCTION"]:
                 case "CONSTANT":
-                    self.names[line["NAME"]] = self._storage(int(next(self.lines)["MEMORY"]), None)
+                    self.names[line["NAME"]] = self._constant(int(next(self.lines)["MEMORY"]))
                 case "CALL":
                     self._call(line)
                 case "MUTATE":
@@ -62,9 +63,10 @@ class _Log:
                 case "RELEASE":
                     if line["NAME"] in self.names:
                         self._release(self.names[line["NAME"]])
-        results = [v for v, born in enumerate(self.births) if born is not None and v not in self.deaths]
+        alive = [v for v, born in enumerate(self.births) if born is not None and v not in self.deaths]
+        results = [v for v in alive if v not in self.constants]
         self._op("results", 0, results, [], replayable=False)
-        for v in results:
+        for v in alive:
             self._free(v)
         self.tick += 1
         return self._trace()
@@ -75,13 +77,20 @@ class _Log:
         self.births.append(birth_tick)
         return len(self.nbytes) - 1
 
+    def _constant(self, nbytes: int) -> int:
+        """In memory from the start if no op came before, else from here on."""
+        v = self._storage(nbytes, self.tick if self.ops else None)
+        self.constants.add(v)
+        self.tick += 1
+        return v
+
     def _refer(self, name: str, storage: int) -> None:
         self.names[name] = storage
         self.references[storage] += 1
 
     def _release(self, storage: int) -> None:
         self.references[storage] -= 1
-        if not self.references[storage] and self.births[storage] is not None:
+        if not self.references[storage] and storage not in self.constants:
             self._free(storage)
 
     def _free(self, storage: int) -> None:
@@ -142,8 +151,8 @@ class _Log:
                 birth_tick=self.births[v],
                 death_tick=self.deaths.get(v),
                 becomes=None if self.births[v] is not None else position,
-                evictable=self.births[v] is not None,
-                kind="other" if self.births[v] is not None else "parameter",
+                evictable=v not in self.constants,
+                kind="parameter" if v in self.constants else "other",
             )
             for v, position in place.items()
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ooc.errors import SessionError
@@ -19,6 +20,9 @@ class OpenSession(Protocol):
 
     def set_budget(self, budget: int | str) -> None:
         """As `Session.set_budget`."""
+
+    def yielded(self) -> AbstractContextManager[None]:
+        """As `Session.yielded`."""
 
     def memory_stats(self) -> dict[str, int]:
         """As `Session.memory_stats`."""
@@ -77,6 +81,19 @@ def set_budget(budget: int | str) -> None:
     session.set_budget(budget)
 
 
+def yielded() -> AbstractContextManager[None]:
+    """Give all memory of the open session back for the length of a block (see `Session.yielded`).
+
+    Raises:
+        SessionError: No session is open; and, on entering, what `Session.yielded` raises.
+    """
+    if session is None:
+        raise SessionError(
+            "yielded: no session is open. Options: ooc run --budget SIZE SCRIPT; with ooc.Session(SIZE): ..."
+        )
+    return session.yielded()
+
+
 def memory_stats() -> dict[str, int]:
     """Statistics of the open session, in the manner of `torch.cuda.memory_stats()`; empty if none is open.
 
@@ -86,6 +103,7 @@ def memory_stats() -> dict[str, int]:
       training would hold in core (the peak is that of the largest step seen whole).
     - `resident_bytes.all.current`, `.peak`: chunks of the pool that hold variables.
     - `away_bytes.all.current`: of variables that are only in the store.
+    - `discarded_bytes.all.current`: of variables whose bytes are nowhere, until ops are run again to make them.
     - `inactive_bytes.all.current`: parts of resident chunks that no variable fills (rounding).
     - `reserved_bytes.all.current`, `.peak`: the pool, which is the budget.
     - `active.all.current`: the number of variables alive; `resident.all.current`: of those in memory.

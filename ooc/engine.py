@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -17,20 +17,24 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ooc import _current
-from ooc.devices.resize import resize_pool
+from ooc.devices.resize import refill_pool, resize_pool, yield_pool
 from ooc.dispatch.op_runner import OpRunner
 from ooc.dispatch.signals import HeldSignals, SignalGate
-from ooc.errors import SessionError
+from ooc.errors import SessionError, StoreFailed
 from ooc.interop import opaque_ops
+from ooc.interop.backward_passes import BackwardPasses
 from ooc.interop.collectives import Collectives
+from ooc.interop.compilation import Compilation
 from ooc.interop.cupy_pool import CupyPool
 from ooc.interop.exports import Exports
 from ooc.interop.forks import DeviceForks, Forks, HostForks
 from ooc.interop.guest_threads import GuestThreads
-from ooc.memory.record import State, VariableRecord
+from ooc.interop.triton_launches import TritonLaunches
+from ooc.memory.record import VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.options import SessionOptions
 from ooc.replay.given_plan import GivenPlan
+from ooc.replay.learning_budget import LearningBudget
 from ooc.replay.sequences import Sequences
 from ooc.step_cycle import StepCycle
 from ooc.telemetry.progress import Progress, ProgressBar
@@ -41,6 +45,7 @@ from ooc.units import format_nbytes, parse_nbytes
 from scheduler.plan import Plan
 from scheduler.trace import Trace
 from vmm.chunks import ChunkPool
+from vmm.driver import MemoryFault
 from vmm.store import FileStore
 
 
@@ -73,6 +78,9 @@ class Engine:
         self.budget_nbytes = options.budget_nbytes
         self.is_open = False
         self._brings_back = True
+        self._yielded: list[VariableRecord] | None = None
+        """While all memory is given back: what was resident before."""
+        self._is_in_yield = False
         with contextlib.ExitStack() as undo:
             undo.callback(held.release)  # of signals that wait while the rest is undone
             self._open_memory(options, held, undo)
@@ -115,9 +123,13 @@ class Engine:
             is_open=lambda: self.is_open,
             new_pool=lambda: ChunkPool(self.memory.num_chunks),
             make_collectives=lambda runner: Collectives(
-                manager=self.manager, runner=runner, is_open=lambda: self.is_open
+                manager=self.manager,
+                runner=runner,
+                is_open=lambda: self.is_open,
+                budget_nbytes=lambda: self.budget_nbytes,
             ),
             watch=self.memory.watch(self.manager),
+            recompute=options.recompute,
         )
         self.collectives = self.runner.collectives
         self.executor = self.runner.executor
@@ -131,7 +143,14 @@ class Engine:
             view_address=self.memory.driver.view_address,
             cache=options.cache,
             planning=self.progress.planning,
+            is_elastic=self.memory.is_host,  # a device's addresses cannot be given up in part
+            in_background=options.background_planning,
+            trials=self.runner.trials if options.recompute_if_slow else None,
         )
+        if self.sequences.background is not None:
+            undo.callback(self.sequences.background.close)
+
+        self.runner.refusals.earlier_traces = self.sequences.earlier_traces
 
     def _open_telemetry(self, undo: contextlib.ExitStack) -> None:
         self.steps = StepLog(self.manager, self.memory.space)
@@ -142,12 +161,13 @@ class Engine:
             runner=self.runner,
             manager=self.manager,
             sequences=self.sequences,
+            learning=LearningBudget(self.manager.counters, is_limited=self.options.background_planning),
             exports=self.exports,
             steps=self.steps,
             timeline=self.timeline,
             progress=self.progress,
             resident_nbytes=self.resident_nbytes,
-            is_open=lambda: self.is_open,
+            is_open=lambda: self.is_open and self._yielded is None,
         )
         undo.callback(self.cycle.close)
         bar = ProgressBar(self.progress, self.cycle.position)
@@ -184,13 +204,32 @@ class Engine:
         undo.callback(forks.close)
         undo.callback(opaque_ops.set_runner, None)
         opaque_ops.set_runner(runner.run_opaque)
+        self.launches = TritonLaunches(imports=not self.memory.is_host)
+        undo.callback(self.launches.close)
+        self.launches.open()
         undo.callback(self.exports.close)
         self.exports.open()
+        compilation = Compilation(
+            mode=runner.mode, is_host=self.memory.is_host, budget_nbytes=lambda: self.budget_nbytes
+        )
+        undo.callback(compilation.remove)
+        compilation.install()
+        self._compilation = compilation
         undo.callback(self.collectives.close)
         self.collectives.open()
         self._hook: Any = None  # torch gives its handles no public type
-        if options.step_boundary == "optimizer":
-            self._hook = register_optimizer_step_post_hook(lambda *_: self.cycle.optimizer_stepped())
+        is_found = options.step_boundary == "optimizer"
+        passes = BackwardPasses(
+            begins=self.cycle.backward_begins,
+            left=self.cycle.backward_left,
+            ended=(lambda: self.cycle.backward_ended(has_optimizer=passes.has_optimizer)) if is_found else None,
+        )
+        undo.callback(passes.close)
+        passes.open()
+        if is_found:
+            self._hook = register_optimizer_step_post_hook(
+                lambda optimizer, *_: self.cycle.optimizer_stepped(optimizer)
+            )
             undo.callback(self._hook.remove)
             self.cycle.begin_first_step()
         undo.callback(_current.release)
@@ -224,22 +263,33 @@ class Engine:
         """End the session: bail out of its plan, and detach the tensors that are still alive."""
         try:
             if self.executor.active is not None:
-                self.runner.bail_out("the session ends")
+                # All variables are returned, also when one of the plan's transfers failed: what was not written is
+                # still in memory, and what was not read is read again below, where a failure is the caller's.
+                with contextlib.suppress(StoreFailed):
+                    self.runner.bail_out("the session ends")
+            self.executor.finish()
             self.runner.absorb()
+            self.manager.land()
             if self._brings_back:
                 self.memory.detach_tensors(self.manager)
         finally:
             self.is_open = False
+            self.runner.recording.see_every_op()
 
     def _become_inherited(self) -> None:
         """Make this copy of the engine inert, in a forked child: the parent owns it."""
         self.is_open = False
         self.memory.allocator.close()
         self.runner.dispatcher.leave()
+        self.runner.recording.see_every_op()
+        if self.sequences.background is not None:
+            self.sequences.background.become_inherited()
         self.exports.close()
+        self._compilation.remove()
         self.collectives.close()
         self.guest_threads.close()
         opaque_ops.set_runner(None)
+        self.launches.close()
         self.manager.guards.become_inherited()
         self._gate.remove()
         if self._hook is not None:
@@ -260,20 +310,92 @@ class Engine:
         with self.lock:
             if self.memory.allocator.state.is_inside_op:
                 raise SessionError("set_budget within an op: what it uses must stay. Options: call it between ops.")
-            if num_chunks == self.memory.num_chunks:
+            self._check_not_in_yield("set_budget")
+            num_pool, num_small = self.memory.split_budget(num_chunks)
+            is_new = num_chunks != self.budget_nbytes // self.options.chunk_nbytes
+            if self._yielded is not None:  # there was no memory at the end of `yielded`
+                self._refill(num_pool, num_small)
+            elif is_new or num_pool != self.memory.num_chunks:
+                self._leave_plan("set_budget", "the budget changes")
+                self.sequences.forget_plans()
+                self.cycle.give_up_retired()
+                resize_pool(self.manager, self.memory, num_pool, num_small)
+            if not is_new:
                 self.budget_nbytes = nbytes
                 return
-            self.memory.check_resize(num_chunks)
-            if self.executor.active is not None:
-                self.runner.bail_out("the budget changes")
-            self.collectives.settle("set_budget")
-            self.runner.absorb()
             self.sequences.forget_plans()
             self.cycle.give_up_retired()
-            resize_pool(self.manager, self.memory, num_chunks)
             self.steps.note_budget(self.budget_nbytes)
             self.budget_nbytes = nbytes
             self.runner.set_budget(nbytes)
+
+    @contextlib.contextmanager
+    def yielded(self) -> Iterator[None]:
+        """See `ooc.Session.yielded`."""
+        with self.lock:
+            if self.memory.allocator.state.is_inside_op:
+                raise SessionError("yielded within an op: what it uses must stay. Options: call it between ops.")
+            if self._yielded is not None:
+                raise SessionError("yielded: the session's memory is given back already.")
+            self._leave_plan("yielded", "all memory is given back")
+            num_pool = self.memory.num_chunks
+            num_small = self.budget_nbytes // self.options.chunk_nbytes - num_pool
+            self._yielded = yield_pool(self.manager, self.memory)
+            self._is_in_yield = True
+            self.memory.allocator.pause()
+            self.runner.forbid_ops(self.memory.forbids)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._is_in_yield = False
+                if self.is_open:
+                    self.runner.absorb()
+                    self._refill(num_pool, num_small)
+
+    def _refill(self, num_chunks: int, num_small_chunks: int) -> None:
+        """Take memory again after `yield_pool`. If there is none, the session stays without, and says what to do."""
+        assert self._yielded is not None
+        try:
+            refill_pool(self.manager, self.memory, num_chunks, num_small_chunks, self._yielded)
+        except MemoryFault as fault:
+            if self.memory.num_chunks == 0:
+                fault.add_note(
+                    "The session has no memory, and all of its variables are in the store.\n"
+                    "  Options: free memory, then session.set_budget(...), with this budget or a smaller one."
+                )
+                raise
+            self._have_memory()
+            raise
+        except BaseException:
+            self._have_memory()
+            raise
+        self._have_memory()
+
+    def _have_memory(self) -> None:
+        self._yielded = None
+        self.runner.forbid_ops(None)
+        self.memory.allocator.resume()
+
+    def _leave_plan(self, act: str, reason: str) -> None:
+        """Be on demand, with nothing under way, before `act`."""
+        if self.executor.active is not None:
+            self.runner.bail_out(reason)
+        self.collectives.settle(act)
+        self.runner.absorb()
+
+    def check_has_memory(self, act: str) -> None:
+        """Raise `SessionError` if all memory is given back."""
+        if self._yielded is not None:
+            self._check_not_in_yield(act)
+            raise SessionError(
+                f"{act}: the session could not get its memory back after yielded().\n"
+                "  Options: free memory, then session.set_budget(...), with this budget or a smaller one."
+            )
+
+    def _check_not_in_yield(self, act: str) -> None:
+        if self._is_in_yield:
+            raise SessionError(f"{act} within yielded(): the session has no memory there. Options: after the block.")
 
     # -- what is where; none of these but `live_nbytes` bails out of the plan
 
@@ -311,7 +433,7 @@ class Engine:
 
     def resident_nbytes(self) -> int:
         """Bytes of all chunks that hold variables now."""
-        present = (r for r in self.live_records() if r.state is not State.AWAY)
+        present = (r for r in self.live_records() if r.state.holds_chunks)
         return sum(self.manager.chunks_of(r.nbytes) for r in present) * self.options.chunk_nbytes
 
     def live_nbytes(self) -> int:
@@ -330,7 +452,7 @@ class Engine:
             recorder = self.runner.recording.recorder
             if self.steps.in_core_peak_nbytes == 0 and recorder is not None and self.is_open:
                 self.runner.absorb()
-                self.steps.note_trace(recorder.build(self.manager.records).trace)
+                self.steps.note_recording(recorder.finish(self.manager.records))
         return self.steps.in_core_peak_nbytes
 
     def learned(self) -> dict[str, Any]:
@@ -338,6 +460,7 @@ class Engine:
         sequences, cache = self.sequences, self.options.cache
         return {
             "num_plans": sequences.num_plans,
+            "not_replayable": dict(self.runner.trials.refused),
             "planning_s": sequences.planning_s,
             "unplannable": dict(sequences.unplannable),
             "not_played": dict(self.steps.refusals),

@@ -28,6 +28,7 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):  # to mypy all of torch 
         budget_nbytes: The pool's size.
         operands: `(label, nbytes)` of what must be in memory together.
         largest_needed_nbytes: The largest need refused so far in this session, this one included.
+        expected_nbytes: What the rest of the step is guessed to need at once; 0: nobody can say.
     """
 
     def __init__(
@@ -40,6 +41,8 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):  # to mypy all of torch 
         budget_nbytes: int,
         operands: Sequence[tuple[str, int]] = (),
         earlier_needed_nbytes: int = 0,
+        expected_nbytes: int = 0,
+        expected_for: str = "",
         advice: str = "",
     ) -> None:
         self.op_index = op_index
@@ -49,18 +52,26 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):  # to mypy all of torch 
         self.budget_nbytes = budget_nbytes
         self.operands = tuple(operands)
         self.largest_needed_nbytes = max(needed_nbytes, earlier_needed_nbytes)
+        self.expected_nbytes = expected_nbytes
+        more = ""
+        if expected_nbytes > self.largest_needed_nbytes:
+            more = f" About {math.ceil(expected_nbytes / MIB)}MiB for {expected_for}.\n"
         place = f"{op_name}, {where}" if where else op_name
         head = f"op {op_index} ({place})" if op_index is not None else place
         shown = [f"{label} {format_nbytes(nbytes)}" for label, nbytes in self.operands[:_NUM_OPERANDS_SHOWN]]
         if len(self.operands) > len(shown):
             shown.append(f"and {len(self.operands) - len(shown)} more")
         listed = ", ".join(shown)
+        needed, budget = format_nbytes(needed_nbytes), format_nbytes(budget_nbytes)
+        if needed == budget and needed_nbytes > budget_nbytes:  # the same to a tenth
+            needed = f"{needed} ({format_nbytes(needed_nbytes - budget_nbytes)} more than there is)"
         reach = "for this op" if self.largest_needed_nbytes == needed_nbytes else "for the largest need seen so far"
         super().__init__(
-            f"{head} needs {format_nbytes(needed_nbytes)} at once; the budget is {format_nbytes(budget_nbytes)}.\n"
+            f"{head} needs {needed} at once; the budget is {budget}.\n"
             + (f"  in memory together: {listed}\n" if listed else "")
             + f"  Options: budget >= {math.ceil(self.largest_needed_nbytes / MIB)}MiB ({reach}; a later one may need "
             "more); a smaller batch (operands grow with it).\n"
+            + (f" {more}" if more else "")
             + (f"  {advice}\n" if advice else "")
             + "  To know the smallest budget at once: ooc fit SCRIPT ARGS (runs a few steps in what memory there "
             "is); ooc fit --fake SCRIPT ARGS (without the memory, and without what ops take for themselves)."
@@ -100,6 +111,14 @@ class InconsistentRecord(OocError):
 
 class HiddenWrite(OocError):
     """Debug mode found a variable changed that nothing was seen to write."""
+
+
+class RerunDiffers(OocError):
+    """Debug mode found that an op which was run again made other bytes than the first time."""
+
+
+class RerunLost(OocError):
+    """What a plan had discarded could not be made again. The step is void."""
 
 
 class SessionError(OocError):

@@ -22,6 +22,10 @@ _log = logging.getLogger(__name__)
 StepBoundary = Literal["explicit", "optimizer"]
 
 
+_RECOMPUTING = frozenset({"sublinear", "capuchin", "dtr", "melon", "checkmate", "poet"})
+"""Policies that run ops again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
     """The checked arguments of a session. See `ooc.Session` for what each one means.
@@ -29,6 +33,8 @@ class SessionOptions:
     Attributes:
         parameters: Parameters of the policy.
         cache: Where plans are stored and looked up; None: no cache.
+        recompute: Whether ops are run again from the first plan on, so that they are tried in learning.
+        recompute_if_slow: Whether they are where a plan waits for the store; they are tried only then.
     """
 
     budget_nbytes: int
@@ -42,6 +48,9 @@ class SessionOptions:
     step_boundary: StepBoundary
     cache: PlanCache | None
     progress: When
+    recompute: bool
+    recompute_if_slow: bool
+    background_planning: bool
 
     @property
     def num_chunks(self) -> int:
@@ -64,6 +73,8 @@ def parse_options(
     plan_cache: bool = True,
     plan: Plan | None = None,
     progress: str = "never",
+    recompute: bool | None = None,
+    background_planning: bool = False,
 ) -> SessionOptions:
     """Check the arguments of `ooc.Session`. Nothing is opened, reserved or written.
 
@@ -83,9 +94,15 @@ def parse_options(
     threshold = chosen.threshold_nbytes
     if threshold_nbytes is not None:
         threshold = parse_nbytes(threshold_nbytes, what="threshold")
-    parameters = {}
+    parameters: dict[str, Any] = {}
     if window_nbytes is not None:
         parameters["window_nbytes"] = parse_nbytes(window_nbytes, what="window")
+    if_slow = recompute is None and isinstance(chosen, CpuDevice) and policy == "auto"
+    if recompute is None:  # asked for by its policy
+        recompute = policy in _RECOMPUTING
+    if "recompute" in POLICIES[policy].parameters:
+        # With `if_slow` it is of ops that are known to repeat their bits, so of none at first.
+        parameters["recompute"] = recompute or if_slow
     cache = PlanCache.default() if plan_cache else None
     return SessionOptions(
         budget_nbytes=budget_nbytes,
@@ -99,6 +116,9 @@ def parse_options(
         step_boundary=step_boundary,
         cache=cache if plan is None else GivenPlan(plan, cache),
         progress=parse_when(progress),
+        recompute=recompute,
+        recompute_if_slow=if_slow,
+        background_planning=background_planning,
     )
 
 

@@ -25,6 +25,7 @@ from ooc import _current
 from ooc.devices.protocols import Device
 from ooc.engine import Engine, open_engine
 from ooc.errors import SessionError
+from ooc.interop.micro_batches import Reduction, run_micro_batches
 from ooc.options import StepBoundary, parse_options
 from ooc.reporting.explain import Explanation, explain
 from ooc.reporting.report import make_report
@@ -47,11 +48,17 @@ class Session:
         chunk_nbytes: Chunk size; chosen by the budget when not given.
         threshold_nbytes: Storages below this are left to torch's own allocator and not counted.
         debug: Let every touch of an evicted variable fault, so that a missed use cannot pass.
-        step_boundary: "explicit": by `step()`; "optimizer": when an optimizer's `step` returns.
+        step_boundary: "explicit": by `step()`; "optimizer": when an optimizer's `step` returns, or where a program has
+            none, when a backward pass ends.
         plan_cache: Keep plans on disk and use those of earlier runs (see `ooc.replay.plan_cache`).
         plan: A plan to replay for the step that it was made for, at this budget and chunk size (`ooc plan`); other
             steps are planned by `policy`.
         progress: One line a step to stderr: "never", "auto" (on a terminal), "always".
+        recompute: Whether ops may be run again instead of moving what they made, where that is faster. True: from the
+            first plan on; ops are tried in learning. None: with `auto` on the CPU once a plan waits for the store for a
+            tenth of its step, with policies that do nothing else always. See `ooc/DESIGN.md`, "Recomputation".
+        background_planning: Let another process make plans where training would wait for them for more than 5 % of its
+            time; which step is the first that is planned then depends on how long that takes.
 
     Attributes:
         engine: The parts that it is made of; not a stable interface.
@@ -81,6 +88,8 @@ class Session:
         plan_cache: bool = True,
         plan: Plan | None = None,
         progress: str = "never",
+        recompute: bool | None = None,
+        background_planning: bool = False,
     ) -> None:
         _current.check_none_open()
         options = parse_options(
@@ -97,6 +106,8 @@ class Session:
             plan_cache=plan_cache,
             plan=plan,
             progress=progress,
+            recompute=recompute,
+            background_planning=background_planning,
         )
         self._thread = threading.get_ident()
         open_engine(options, claim=self._claim, closing=(Session.close.__code__, Session.__exit__.__code__))
@@ -120,6 +131,7 @@ class Session:
     def step(self) -> Iterator[None]:
         """Mark one training step. Everything from here to the next `step()` is planned as one period."""
         self._check_open()
+        self.engine.check_has_memory("step")
         cycle = self.engine.cycle
         cycle.begin_period()
         cycle.begin_step()
@@ -127,6 +139,38 @@ class Session:
             yield
         finally:
             cycle.end_step()
+
+    def micro_batch(
+        self,
+        model: Callable[..., Any],
+        loss: Callable[[Any, Any], torch.Tensor],
+        batch: tuple[Any, Any],
+        *,
+        parts: int | None = None,
+        size: int | None = None,
+        reduction: Reduction = "mean",
+    ) -> torch.Tensor:
+        """Run forward and backward over a batch in parts that fit, one after the other; gradients add up.
+
+        To be followed by `optimizer.step()`. The gradients are those of plain PyTorch over the same parts, to the last
+        bit, and those of the whole batch but for rounding. Not so with batch norm, which computes over the samples of
+        a part: a warning says so. `ooc.micro_batches` is the same as a loop, for models of any other form.
+
+        Args:
+            model: Called with the inputs of a part: a tensor, or the items of a tuple, list or mapping.
+            loss: Called with the model's output and the part's targets; gives a scalar.
+            batch: Inputs and targets. See `ooc.micro_batches` for how they are cut.
+            parts, size: Number of parts, or samples of a part (as `ooc fit --micro-batch` finds them).
+            reduction: How `loss` reduces over samples: "mean" (parts weigh their share of the samples) or "sum".
+
+        Returns:
+            The loss of the whole batch: a scalar without a graph.
+
+        Raises:
+            ValueError: The batch cannot be cut so.
+        """
+        self._check_open()
+        return run_micro_batches(model, loss, batch, parts=parts, size=size, reduction=reduction)
 
     @contextmanager
     def resident(self, *tensors: torch.Tensor) -> Iterator[None]:
@@ -145,21 +189,42 @@ class Session:
         """Change the budget, between any two ops; memory that is given up is free when this returns.
 
         What no longer fits moves to the store. A step under way continues on demand, and the next one is planned for
-        the new budget. Only on the CPU, up to the machine's memory. Peaks in reports and `memory_stats` start anew;
-        the earlier ones are in `past_budgets` of the report.
+        the new budget. At most the machine's memory, or the device's. On a GPU the host waits for the device first, and
+        what is given up is the driver's, for other processes, when this returns. Peaks in reports and `memory_stats`
+        start anew; the earlier ones are in `past_budgets` of the report.
 
         Args:
             budget: As of the session; rounded down to whole chunks. The chunks keep their size.
 
         Raises:
             ValueError: Not a size, or less than a chunk.
-            SessionError: Within an op, or on another thread; the memory is a device's; what must stay (in
-                `resident()`) does not fit. The budget is as it was.
+            SessionError: Within an op, or on another thread; what must stay (in `resident()`; on a GPU also what
+                `data_ptr` or dlpack gave out, and live blocks below the threshold) does not fit. The budget is as it
+                was.
             StoreFailed, vmm.store.StoreFull, vmm.driver.MemoryFault: What must go cannot be written out, or the
                 memory for more is not there. The budget is as it was.
         """
         self._check_open()
         self.engine.set_budget(budget)
+
+    @contextmanager
+    def yielded(self) -> Iterator[None]:
+        """Give all memory back for the length of the block, for other programs; between any two ops.
+
+        Every variable moves to the store, and each comes back to its address. Within the block no op may use a tensor
+        of the session (`SessionError`); on a GPU no op may use the device at all, and no other thread either: libraries
+        keep workspaces there. Allocations are torch's own in the block, as without a session. Plans are kept.
+
+        Raises:
+            SessionError: Within an op, on another thread, or within such a block; something must stay in memory
+                (`resident()`; on a GPU also what `data_ptr` or dlpack gave out). Nothing has changed.
+            StoreFailed, vmm.store.StoreFull: What must go cannot be written out. Nothing has changed.
+            vmm.driver.MemoryFault: At the end, the memory is not there any more. Nothing is lost: all is in the store,
+                and `set_budget` takes memory when there is some.
+        """
+        self._check_open()
+        with self.engine.yielded():
+            yield
 
     def cupy_allocator(self) -> Callable[[int], Any]:
         """An allocator for `cupy.cuda.set_allocator`, within this session's budget (see `ooc.interop.cupy_pool`)."""

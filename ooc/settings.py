@@ -86,8 +86,14 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(name="policy", default="auto", description="who plans"),
     Setting(name="window", default="searched", description="bytes that the policy 'window' looks ahead"),
-    Setting(name="chunk", default="by budget, 64KiB to 2MiB", description="size of a piece of memory"),
-    Setting(name="threshold", default="64KiB", description="smaller tensors stay in ordinary memory, not counted"),
+    Setting(
+        name="chunk", default="by budget, 64KiB to 2MiB; cuda: 2MiB to 16MiB", description="size of a piece of memory"
+    ),
+    Setting(
+        name="threshold",
+        default="64KiB; cuda: 1MiB",
+        description="smaller tensors stay in ordinary memory, not counted",
+    ),
     Setting(name="plan", default="none", description="plan to play, as ooc plan writes it; it has its own budget"),
     Setting(name="report", default="none", description="file for the report, as JSON"),
     Setting(
@@ -150,7 +156,11 @@ def check_environment(environment: Mapping[str, str] | None = None) -> list[str]
     return slips
 
 
-_SWITCHES = {"OOC_PLAN_CACHE": ("0", "1", "off", "on", "no", "yes", "false", "true"), "OOC_NVTX": ("0", "1")}
+_SWITCHES = {
+    "OOC_PLAN_CACHE": ("0", "1", "off", "on", "no", "yes", "false", "true"),
+    "OOC_NVTX": ("0", "1"),
+    "OOC_BACKGROUND_PLANNING": ("0", "1", "off", "on", "no", "yes", "false", "true"),
+}
 _OTHER_VARIABLES = ("OOC_CACHE_DIR",)
 
 

@@ -3,6 +3,14 @@
 A *period* reaches from the start of one step to the start of the next, so that what the user does between steps is
 planned, too. At the boundary the period that ends is recorded or checked against its plan, and the plan of the sequence
 that is predicted to come next is entered.
+
+A period has *borders* within it, where one segment of it may end and another begin: where a backward pass ends, where
+gradients are switched on or off (an evaluation), where a plan ends. What begins there is told by its first op.
+
+- Whole steps are planned as long as they come again (`ooc.replay.segmentation`). What comes in between without
+  gradients, where a plan has not begun or has ended, is a segment all the same: the plan of the step is left at its
+  head and entered there again.
+- Otherwise each border ends a segment, which is a sequence of its own.
 """
 
 from __future__ import annotations
@@ -10,18 +18,30 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from ooc.dispatch.op_runner import OpRunner
 from ooc.interop.exports import Exports
 from ooc.memory.residency import ResidencyManager
+from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.learning_budget import LearningBudget
+from ooc.replay.segmentation import Segmentation
 from ooc.replay.sequences import Sequences
 from ooc.telemetry.progress import Position, Progress
 from ooc.telemetry.steps import StepLog
 from ooc.telemetry.timeline import Timeline
+from ooc.telemetry.why import Reason, UnplannedSteps
+from ooc.tracing.pieces import cuts, split
+from ooc.tracing.recorder import RecordedStep, StepRecorder
 from scheduler.plan import Machine
 from vmm.nvtx_ranges import NamedRange
 
 _log = logging.getLogger(__name__)
+
+_MOST_IN_BETWEEN = 0.2
+"""A step where no more than this part of the ops ran on demand had something in between, and was not new itself."""
 
 
 class StepCycle:
@@ -38,6 +58,7 @@ class StepCycle:
         runner: OpRunner,
         manager: ResidencyManager,
         sequences: Sequences,
+        learning: LearningBudget,
         exports: Exports,
         steps: StepLog,
         timeline: Timeline,
@@ -50,6 +71,7 @@ class StepCycle:
         self._lock = runner.lock
         self._manager = manager
         self._sequences = sequences
+        self._learning = learning
         self._exports = exports
         self._steps = steps
         self._timeline = timeline
@@ -58,6 +80,23 @@ class StepCycle:
         self._is_open = is_open
         self._thread = threading.get_ident()
         self._range = NamedRange("step")
+        self._num_backward = 0  # backward passes since the last boundary
+        self._last_optimizer: int | None = None  # identity of the one that ended the last step
+        self._why = UnplannedSteps(sequences.unplannable)
+        self._segmentation = Segmentation()
+        self._is_between = False  # in what comes between steps without gradients, in a period that is planned whole
+        self._backward_depth = 0
+        self._was_new = False  # what the period that ends had: something like nothing before
+        self._keys: list[str | None] = []  # of the segments of the present period
+        self._num_planned = self._num_on_demand = 0  # ops of segments that have ended
+        self._at_start = (0, 0)  # the same when the present period began
+        # The plan of this period, to be entered again if it is left at its head.
+        self._awaited: ExecutablePlan | None = None
+        self._entered: ExecutablePlan | None = None  # the plan that was entered last
+        self._tried: list[ExecutablePlan] = []  # plans that were entered and left at their heads before this very op
+        self._most_ops = 0  # of the longest plan that was replayed
+        self._at_begin = (0, 0)  # the same when the present step began, with the ops of its segment then
+        runner.borders = self
 
     def __repr__(self) -> str:
         return f"<StepCycle after {self._steps.num_steps} steps>"
@@ -70,10 +109,11 @@ class StepCycle:
         """Note that a step begins."""
         self._range.begin()
         self._timeline.begin_step(self._executor.active)
+        self._at_begin = self._num_ops()
         self._steps.begin(planned=self._executor.active is not None)
 
     def begin_first_step(self) -> None:
-        """Begin the first step of a session in which an optimizer's `step` is the step boundary."""
+        """Begin the first step of a session in which the program's optimizers, or backward passes, end steps."""
         self._steps.begin(planned=False)
         self._range.begin()
 
@@ -84,10 +124,46 @@ class StepCycle:
                 self._exports.step_ends()
             self._note_step()
 
-    def optimizer_stepped(self) -> None:
-        """Handle the return of an optimizer's `step`: end the step and its period, and begin the next ones."""
+    def optimizer_stepped(self, optimizer: object) -> None:
+        """Handle the return of an optimizer's `step`: end the step and its period, and begin the next ones.
+
+        Optimizers that step in a row, with no backward pass in between, end one step together: the first of them does.
+        """
         if not self._is_open() or threading.get_ident() != self._thread:
             return
+        in_a_row = self._num_backward == 0 and self._last_optimizer not in (None, id(optimizer))
+        if not in_a_row:
+            self._last_optimizer = id(optimizer)
+            self._pass_boundary()
+
+    def backward_ended(self, *, has_optimizer: Callable[[], bool]) -> None:
+        """Handle the end of a backward pass: in a program without an optimizer, it ends the step."""
+        if not self._is_open() or threading.get_ident() != self._thread:
+            return
+        self._num_backward += 1
+        if self._last_optimizer is None and not has_optimizer():
+            self._pass_boundary()
+
+    def backward_begins(self) -> None:
+        """Note that a backward pass begins: its ops run without gradients, which means nothing."""
+        if self._is_open() and threading.get_ident() == self._thread:
+            self._backward_depth += 1
+            self._runner.dispatcher.watch(-1, None)
+
+    def backward_left(self) -> None:
+        """Note that a backward pass is over, well or not: a segment ends here."""
+        if threading.get_ident() != self._thread or not self._backward_depth:
+            return
+        self._backward_depth -= 1
+        if self._backward_depth or not self._is_open():
+            return
+        if self._segmentation.is_on:
+            with self._lock:
+                self._end_segment()
+        self._watch()
+
+    def _pass_boundary(self) -> None:
+        self._num_backward = 0
         self._note_step()
         self.begin_period()
         with self._lock:
@@ -98,33 +174,215 @@ class StepCycle:
         """Learn from the period that ends, and enter the plan that is predicted for the next one."""
         with self._lock:
             self._exports.step_begins()
-            executor, sequences = self._executor, self._sequences
-            if executor.active is not None and not executor.is_complete():
-                self._runner.bail_out("the step ended before the plan")
-            if executor.active is not None and executor.persistent_is_missing():
-                self._runner.bail_out("a variable that lived across steps was freed")
-            self._timeline.end_period(executor.active, self._steps.num_steps - 1)
-            key = sequences.active_key if executor.active is not None else self._learn()
-            self.give_up_retired()
-            follower = sequences.next_after(key)
-            if executor.active is not None:
-                replayed = executor.active
-                refined = sequences.refine(replayed, self._manager.store)
-                if follower is replayed:
-                    follower = refined
-                if follower is replayed and executor.rotate():
+            has_replayed = self._executor.active is not None and self._executor.is_complete()
+            self._learning.end_period(has_replayed=has_replayed, has_left_plan=self._steps.began_planned)
+            if self._segmentation.is_on:
+                self._end_segment()
+                self._segmentation.note_segments(tuple(self._keys))
+            else:
+                self._was_new = False
+                self._pass(self._sequences.expected)
+                planned, on_demand = (now - then for now, then in zip(self._num_ops(), self._at_start, strict=True))
+                is_new = self._was_new and on_demand > _MOST_IN_BETWEEN * (planned + on_demand)
+                self._segmentation.note_whole(is_new=is_new)
+                self._at_start = self._num_ops()
+            self._keys.clear()
+            self._sequences.is_segmented = self._segmentation.is_on
+            self._is_between = False
+            if self._segmentation.is_on:
+                self._awaited = None
+            elif self._executor.active is not None and self._executor.active.grad_mode:
+                self._awaited = self._executor.active
+            self._watch()
+            self._learning.begin_period()
+
+    # -- borders within a period
+
+    def op_comes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before an op that Python sees: pass a border if there is one here."""
+        active = self._executor.active
+        if self._backward_depth or not self._is_open():
+            return
+        if active is None:
+            self._comes_on_demand(func, args, kwargs)
+            return
+        cursor = self._runner.dispatcher.cursor
+        if cursor > active.num_idle:
+            self._tried.clear()
+            if cursor < active.num_ops:
+                return
+        grad_mode = torch.is_grad_enabled()
+        is_other = grad_mode != active.grad_mode
+        if func in active.funcs[cursor : active.num_idle + (not is_other)]:
+            return
+        addresses = self._runner.dispatcher.occurrences(args, kwargs)
+        if not addresses and not _makes_tensors(func):
+            return  # it may come at any place, and changes nothing
+        is_other = is_other and (bool(addresses) or func in active.funcs[active.num_idle : active.num_idle + 1])
+        with self._lock:
+            if self._executor.active is not active or torch._C._current_autograd_node() is not None:
+                return
+            chosen = self._chosen(func, addresses, grad_mode)
+            if chosen is active and cursor < active.num_ops:
+                return
+            if cursor == active.num_ops and cursor:
+                if chosen is None and not (is_other or self._segmentation.is_on or self._is_between):
                     return
-                if executor.active is not None:
-                    self._runner.bail_out("another plan is expected")
-                self.give_up_retired()
-            self._runner.start_recording()
-            if follower is not None:
-                if executor.enter(follower, sequences.others(follower)):
-                    self._runner.recording.stop()
-                    self._steps.note_plan(follower.num_chunks)
-                else:
-                    _log.info("cannot play the plan: %s", executor.bailout_reason)
-                    self._steps.note_refusal(executor.bailout_reason)
+                self._pass(lambda: self._chosen(func, addresses, grad_mode), is_begun=True)
+            elif chosen is not None or is_other:
+                self._runner.bail_out("something else comes first")
+                self._enter(chosen, is_begun=True)
+            else:
+                return
+            self._began(grad_mode)
+
+    def _comes_on_demand(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder, awaited = self._runner.recording.recorder, self._awaited
+        if recorder is None or not (self._segmentation.is_on or self._is_between or awaited is not None):
+            return
+        if recorder.num_ops > recorder.num_replayed:
+            self._tried.clear()
+        grad_mode = torch.is_grad_enabled()
+        is_head = not recorder.is_begun and recorder.num_replayed == 0
+        if awaited is not None and awaited is self._entered and recorder.num_replayed > awaited.num_idle:
+            awaited = self._awaited = None  # it was left in its middle
+            self._watch()
+        is_awaited = awaited is not None and grad_mode == awaited.grad_mode and func is awaited.head
+        is_border = (self._segmentation.is_on or self._is_between) and grad_mode != recorder.grad_mode
+        if not (is_head or is_awaited or is_border):
+            return
+        addresses = self._runner.dispatcher.occurrences(args, kwargs)
+        if not addresses and not _makes_tensors(func):
+            return
+        with self._lock:
+            if torch._C._current_autograd_node() is not None:
+                return
+            only = awaited if not (is_head or is_border) else None
+            chosen = self._chosen(func, addresses, grad_mode, only)
+            if is_head:
+                if chosen is not None:
+                    self._enter(chosen, is_begun=True)
+            elif is_border or chosen is not None:
+                self._pass(lambda: self._chosen(func, addresses, grad_mode, only), is_begun=True)
+            else:
+                return
+            self._began(grad_mode)
+
+    def _began(self, grad_mode: bool) -> None:
+        """A segment begins with the op that is about to run."""
+        recorder = self._runner.recording.recorder
+        if recorder is not None and not recorder.is_begun:
+            recorder.grad_mode = grad_mode
+        self._is_between = not self._segmentation.is_on and not grad_mode
+        self._watch()
+
+    def _chosen(
+        self, func: Any, addresses: list[int], grad_mode: bool, only: ExecutablePlan | None = None
+    ) -> ExecutablePlan | None:
+        """The plan for what begins with this op; with `only`, that or none."""
+        records = {record.address: record for record in self._executor.live_records()}
+        records.update(self._manager.records)
+
+        def fits(plan: ExecutablePlan) -> bool:
+            return (
+                plan not in self._tried
+                and only in (None, plan)
+                and plan.may_start_with(func, addresses, grad_mode, records.get)
+            )
+
+        return self._sequences.starting_with(fits)
+
+    def _end_segment(self) -> None:
+        """End a segment of a period that is not planned whole. What begins now is told by its first op."""
+        executor = self._executor
+        if executor.active is not None and executor.is_complete():
+            return  # what comes after the plan's end is still its own, until an op comes
+        recorder = self._runner.recording.recorder
+        if executor.active is None and recorder is not None and recorder.num_ops == 0:
+            return
+        if executor.active is None or self._runner.dispatcher.cursor > 0:
+            self._pass(lambda: None)
+
+    def _watch(self) -> None:
+        """Let Python see ops on demand that may be at a border: in the other grad mode, or the head of a plan."""
+        recorder, awaited = self._runner.recording.recorder, self._awaited
+        matters = self._segmentation.is_on or self._is_between
+        if self._backward_depth:
+            self._runner.dispatcher.watch(-1, None)
+        else:
+            mode = int(recorder.grad_mode) if recorder is not None and matters else -1
+            self._runner.dispatcher.watch(mode, awaited.head if awaited is not None else None)
+
+    def _pass(self, choose: Callable[[], ExecutablePlan | None], *, is_begun: bool = False) -> None:
+        """Pass a border: learn from the sequence that ends, and enter the chosen plan.
+
+        With `is_begun` what begins has shown by its first op what it is.
+        """
+        executor, sequences = self._executor, self._sequences
+        recorder = self._runner.recording.recorder
+        if recorder is None or recorder.num_ops > recorder.num_replayed:
+            self._tried.clear()
+        if executor.active is not None and not executor.is_complete():
+            self._was_new = self._was_new or self._runner.dispatcher.cursor > 0
+            self._runner.bail_out("the step ended before the plan")
+        if executor.active is not None and executor.persistent_is_missing():
+            self._runner.bail_out("a variable that lived across steps was freed")
+        is_main = executor.active is not None and executor.active.num_ops >= self._most_ops // 2
+        self._timeline.end_period(executor.active if is_main else None, self._steps.num_steps - 1)
+        if executor.active is not None:
+            self._most_ops = max(self._most_ops, executor.active.num_ops)
+            key = sequences.active_key
+            self._num_planned += executor.active.num_ops
+            sequences.note_end(key)
+        else:
+            key = self._learn()
+        self._keys.append(key)
+        self.give_up_retired()
+        sequences.take_ready()
+        follower = choose()
+        if executor.active is not None:
+            replayed = executor.active
+            refined = sequences.refine(replayed, self._manager.store)
+            if follower is replayed:
+                follower = refined
+            if follower is replayed and executor.rotate():
+                sequences.begin(follower)
+                return
+            if executor.active is not None:
+                self._runner.bail_out("another plan is expected")
+            self.give_up_retired()
+        self._enter(follower, is_begun=is_begun)
+
+    def _enter(self, follower: ExecutablePlan | None, *, is_begun: bool = False) -> None:
+        """Begin a sequence by a plan, on demand without one, or where that cannot be entered."""
+        executor = self._executor
+        self._runner.start_recording()
+        if follower is None:
+            return
+        if self._learning.everything_fits if is_begun else not self._learning.may_enter():
+            self._why.note_all_fits()
+            return
+        self._sequences.begin(follower)
+        self._entered = follower
+        self._tried.append(follower)
+        if executor.enter(follower, self._sequences.others(follower), is_begun=is_begun):
+            self._runner.recording.stop()
+            self._steps.note_plan(self._manager.pool.num_chunks - self._manager.num_free)
+        else:
+            _log.info("cannot play the plan: %s", executor.bailout_reason)
+            self._steps.note_refusal(executor.bailout_reason)
+            self._why.note_refusal(executor.bailout_reason)
+
+    def _num_ops(self) -> tuple[int, int]:
+        """Ops so far that were planned, and on demand; the present segment's, too."""
+        active, recorder = self._executor.active, self._runner.recording.recorder
+        planned, on_demand = self._num_planned, self._num_on_demand
+        if active is not None:
+            planned += self._runner.dispatcher.cursor
+        elif recorder is not None:
+            planned += recorder.num_replayed
+            on_demand += recorder.num_ops - recorder.num_replayed
+        return planned, on_demand
 
     def give_up_retired(self) -> None:
         """Free what is held for plans that will not be replayed again."""
@@ -136,20 +394,50 @@ class StepCycle:
         active, recorder = self._executor.active, self._runner.recording.recorder
         if active is not None:
             return Position(mode="planned", num_done=self._runner.dispatcher.cursor, num_ops=active.num_ops)
-        num_done = len(recorder.ops) if recorder is not None else 0
+        num_done = recorder.num_ops if recorder is not None else 0
         mode = "off plan" if self._sequences.num_plans else "learning"
         return Position(mode=mode, num_done=num_done, num_ops=self._sequences.last_num_ops)
 
     def _learn(self) -> str | None:
-        """The key of the sequence recorded in the period that ends; None if its recording is incomplete."""
+        """Learn what was recorded since the last border. The key of the last sequence; None if it is incomplete."""
         recorder = self._runner.recording.recorder
         assert recorder is not None
         self._runner.absorb()
+        self._num_planned += recorder.num_replayed
+        self._num_on_demand += recorder.num_ops - recorder.num_replayed
         if recorder.is_cut:
+            self._sequences.note_end(None)
             return None
-        observed = recorder.build(self._manager.records)
-        self._steps.note_trace(observed.trace)
-        return self._sequences.learn(observed, self._machine())
+        if not self._learning.may_learn():
+            self._why.note_all_fits()
+            key = self._sequences.key_of(recorder.signature())
+            self._sequences.note_end(key)
+            return key
+        with self._learning.spending():
+            return self._learn_from(recorder)
+
+    def _learn_from(self, recorder: StepRecorder) -> str | None:
+        recording = recorder.finish(self._manager.records)
+        recording.note_origins(self._manager.records)
+        self._steps.note_recording(recording)
+        if self._manager.counters.evicted_nbytes:
+            self._manager.foresight.remember(recording.uses)
+        entered = self._sequences.active_key if recorder.num_replayed else None
+        key = None
+        for piece in self._pieces(recording):
+            key = self._sequences.note(piece, self._machine)
+            self._was_new = self._was_new or self._sequences.is_new(key)
+            self._sequences.note_end(key)
+            self._why.note_period(piece, key)
+        self._was_new = self._was_new or entered not in (None, key)
+        return key
+
+    def _pieces(self, recording: RecordedStep) -> list[RecordedStep]:
+        """What a recording consists of: without gradients, it may be one batch after another."""
+        if recording.grad_mode or not (self._segmentation.is_on or self._is_between):
+            return [recording]
+        found = cuts(recording)
+        return split(recording, found) if found else [recording]
 
     def _machine(self) -> Machine:
         """The machine that plans are made for: its pool is the session's, less the workspaces of libraries."""
@@ -160,7 +448,31 @@ class StepCycle:
 
     def _note_step(self) -> None:
         self._range.end()
-        before = self._steps.num_steps
-        self._steps.end(on_plan=self._executor.active is not None, learned=self._sequences.num_plans > 0)
+        before, is_planned = self._steps.num_steps, self._executor.active is not None
+        reason = self._why.explain(
+            self._runner.recording.recorder if not is_planned else None,
+            was_planned=self._steps.began_planned,
+            bailout=self._executor.bailout_reason,
+        )
+        planned, on_demand = (now - then for now, then in zip(self._num_ops(), self._at_begin, strict=True))
+        recorder = self._runner.recording.recorder
+        if recorder is not None and recorder.is_cut:  # it began anew in this step
+            planned, on_demand = max(planned, 0), max(on_demand, 1)
+        if is_planned and on_demand and not reason.cause:
+            text = f"{on_demand} of its {on_demand + planned} ops are a segment that was not seen twice before"
+            reason = Reason(cause="segment", text=text)
+        self._steps.end(
+            num_planned_ops=planned,
+            num_demand_ops=on_demand,
+            on_plan=is_planned,
+            learned=self._sequences.num_plans > 0,
+            reason=reason,
+        )
         if self._progress.is_on and self._steps.num_steps > before:
             self._progress.note_step(self._steps.num_steps, self._steps.rows[-1], self._resident_nbytes())
+
+
+def _makes_tensors(func: Any) -> bool:
+    """Whether an op returns tensors; where nobody can tell, it may."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or any("Tensor" in str(result.type) for result in schema.returns)

@@ -52,6 +52,8 @@ class BudgetTooSmall(PlanError):
         smallest_budget_nbytes: The least budget with which the policy can plan this trace.
         operands: `(name, bytes)` of what the op needs at its worst moment, largest first; for a policy that finds
             nothing more to release, of all that it has in memory then.
+        fixed: How many other variables can never be away and are in memory then, and their bytes.
+        is_policys: Whether the op alone would fit, and not what the policy keeps beside it.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class BudgetTooSmall(PlanError):
         budget_nbytes: int,
         smallest_budget_nbytes: int,
         operands: tuple[tuple[str, int], ...],
+        fixed: tuple[int, int] = (0, 0),
         is_policys: bool = False,
     ) -> None:
         self.op_index = op_index
@@ -73,24 +76,50 @@ class BudgetTooSmall(PlanError):
         self.budget_nbytes = budget_nbytes
         self.smallest_budget_nbytes = smallest_budget_nbytes
         self.operands = operands
+        self.fixed = fixed
+        self.is_policys = is_policys
         place = f"op {op_index} ({op_name}{', ' + where if where else ''})"
         most = _MOST_HELD if is_policys else _MOST_OPERANDS
         listed = ", ".join(f"{name} {format_mib(nbytes)}" for name, nbytes in operands[:most])
         more = f", and {len(operands) - most} smaller" if len(operands) > most else ""
         what = "in memory, and not to be released by this policy" if is_policys else "operands"
         with_what = ", with what the policy keeps and makes again" if is_policys else ""
+        num_fixed, fixed_nbytes = fixed
+        beside = f"\n  beside what can never be away: {num_fixed} more, {format_mib(fixed_nbytes)}" if num_fixed else ""
         super().__init__(
-            f"{place} needs {format_mib(needed_nbytes)} at once{with_what}; "
-            f"the budget is {format_mib(budget_nbytes)}.\n"
-            f"  {what}: {listed}{more}\n"
-            f"  Options: budget >= {format_mib(smallest_budget_nbytes)} ({smallest_budget_nbytes} bytes); "
+            f"{place} needs {format_mib(needed_nbytes, up=True)} at once{with_what}; "
+            f"the budget is {format_mib(budget_nbytes, up=False)}.\n"
+            f"  {what}: {listed or 'none'}{more}{beside}\n"
+            f"  Options: budget >= {format_mib(smallest_budget_nbytes, up=True)} ({smallest_budget_nbytes} bytes); "
             f"a smaller batch (operands grow with it)."
         )
 
+    def naming(self, smallest_budget_nbytes: int) -> BudgetTooSmall:
+        """The same, with another budget that works."""
+        return BudgetTooSmall(
+            op_index=self.op_index,
+            op_name=self.op_name,
+            where=self.where,
+            needed_nbytes=self.needed_nbytes,
+            budget_nbytes=self.budget_nbytes,
+            smallest_budget_nbytes=smallest_budget_nbytes,
+            operands=self.operands,
+            fixed=self.fixed,
+            is_policys=self.is_policys,
+        )
 
-def format_mib(nbytes: int) -> str:
-    """`nbytes` for people: `96.0 MiB`, or bytes where that would read as nothing."""
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**16 else f"{nbytes} bytes"
+
+def format_mib(nbytes: int, *, up: bool | None = None) -> str:
+    """`nbytes` for people: `96.0 MiB`, or bytes where that would read as nothing; rounded up or down where asked.
+
+    A need is rounded up and a budget down, so that what does not fit never reads as if it did.
+    """
+    if nbytes < 2**16:
+        return f"{nbytes} bytes"
+    if up is None:
+        return f"{nbytes / 2**20:.1f} MiB"
+    tenths = -(-10 * nbytes >> 20) if up else 10 * nbytes >> 20
+    return f"{tenths // 10}.{tenths % 10} MiB"
 
 
 def pins_of(trace: Trace) -> tuple[tuple[Pin, ...], ...]:
@@ -174,6 +203,9 @@ def budget_too_small(
     index = max(bisect_right(trace.op_starts, tick) - 1, 0)
     op = trace.ops[index] if trace.ops else None
     sizes = {v: machine.chunks_of(trace.variables[v].nbytes) for v in variables}
+    used = {use.variable for use in op.uses} if op else set()
+    fixed = [v for v in variables if not trace.variables[v].evictable and v not in used]
+    named = [v for v in variables if v not in set(fixed)]
     return BudgetTooSmall(
         op_index=index,
         op_name=op.name if op else "no op",
@@ -186,8 +218,9 @@ def budget_too_small(
         smallest_budget_nbytes=smallest_num_chunks * machine.chunk_nbytes,
         operands=tuple(
             (trace.variables[v].label or f"{trace.variables[v].kind} {v}", trace.variables[v].nbytes)
-            for v in sorted(variables, key=lambda v: (-sizes[v], v))
+            for v in sorted(named, key=lambda v: (-sizes[v], v))
         ),
+        fixed=(len(fixed), sum(sizes[v] for v in fixed) * machine.chunk_nbytes),
         is_policys=num_missing_chunks is not None,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -83,6 +83,8 @@ def compare(
 ) -> tuple[Outcome, ...]:
     """Plan `trace` by each of `policies`. One that finds no plan says why; that is an outcome, not an error.
 
+    `auto` never loses to another of them: where one is faster, its plan is `auto`'s, too, and a note says so.
+
     Args:
         profile: Adds the energy of each plan, if it has the figures.
         parameters: Passed to every policy.
@@ -119,7 +121,25 @@ def compare(
                 joules = energy_j(trace, plan.predicted, profile)
                 least = least_energy_j(trace, plan.bounds, profile)
             found.append(Outcome(policy=policy, plan=plan, energy_j=joules, energy_bound_j=least))
-    return tuple(found)
+    return tuple(found if objective == "energy" else _with_the_best(found, recompute=recompute))
+
+
+def _with_the_best(outcomes: Sequence[Outcome], *, recompute: bool) -> Iterator[Outcome]:
+    """The outcomes, but `auto` has the best plan of them all: it asks the others itself where that is quick enough.
+
+    A plan that runs ops again is for it only where it may, too.
+    """
+    planned = [o for o in outcomes if o.plan is not None and (recompute or not o.plan.recomputes)]
+    for outcome in outcomes:
+        if outcome.policy == "auto" and planned:
+            best = min(planned, key=lambda o: (o.duration_ns, o.moved_nbytes))
+            if best.plan is not None and (outcome.plan is None or best.duration_ns < outcome.duration_ns):
+                note = f"this is the plan of {best.policy}"
+                yield replace(
+                    best, policy="auto", plan=replace(best.plan, policy="auto", notes=(*best.plan.notes, note))
+                )
+                continue
+        yield outcome
 
 
 def _aims(trace: Trace, profile: Profile | None, objective: Objective, deadline_ns: int | None) -> dict[str, Any]:
@@ -195,6 +215,65 @@ def sweep(
             outcomes.append(kept)
         points.append((count, tuple(outcomes)))
     return tuple(points)
+
+
+def least_budgets(
+    trace: Trace,
+    machine: Machine,
+    points: Sequence[tuple[int, Sequence[Outcome]]],
+    *,
+    profile: Profile | None = None,
+    recompute: bool = True,
+    num_tries: int = 5,
+) -> dict[str, int | None]:
+    """The least budget in chunks that each policy of a sweep plans within; None: it plans at none.
+
+    Between the largest budget of the sweep at which it fails and the next one, halved `num_tries` times.
+    """
+    found: dict[str, int | None] = {}
+    for index, outcome in enumerate(points[0][1] if points else ()):
+        fits = [outcomes[index].plan is not None for _, outcomes in points]
+        last_failure = max((i for i, fine in enumerate(fits) if not fine), default=-1)
+        if last_failure == len(points) - 1:
+            found[outcome.policy] = None
+            continue
+        high = points[last_failure + 1][0]
+        low = points[last_failure][0] if last_failure >= 0 else high
+        for _ in range(num_tries):
+            middle = (low + high) // 2
+            if middle in (low, high):
+                break
+            tried = compare(
+                trace, replace(machine, num_chunks=middle), (outcome.policy,), profile=profile, recompute=recompute
+            )
+            low, high = (middle, high) if tried[0].plan is None else (low, middle)
+        found[outcome.policy] = high
+    return found
+
+
+MIN_KNEE_GAIN = 0.03
+"""A sweep in which memory buys a smaller share of the time than this has no knee."""
+
+
+def knee(points: Sequence[tuple[int, Sequence[Outcome]]]) -> int | None:
+    """The budget in chunks from which on more memory buys little time; None: it buys little everywhere.
+
+    Of the fastest plan at each budget, the point farthest below the straight line from the smallest budget to the
+    largest (Satopaa et al. 2011, "Finding a Kneedle in a Haystack").
+    """
+    line = [
+        (count, min(o.duration_ns for o in outcomes if o.plan is not None))
+        for count, outcomes in points
+        if any(o.plan is not None for o in outcomes)
+    ]
+    if len(line) < 3:
+        return None
+    (least, slow), (most, quick) = line[0], line[-1]
+    quick = min(quick, *(time for _, time in line))
+    if slow <= 0 or (slow - quick) / slow < MIN_KNEE_GAIN:
+        return None
+    below = [(1 - (count - least) / (most - least)) - (time - quick) / (slow - quick) for count, time in line]
+    return line[max(range(len(line)), key=lambda i: (below[i], -i))][0]
 
 
 def budgets_between(trace: Trace, machine: Machine, num_budgets: int) -> tuple[int, ...]:

@@ -174,6 +174,8 @@ class Machine:
         load_bytes_per_s, evict_bytes_per_s: Measured rate of the store, each way alone.
         shared_bytes_per_s: Rate of both ways together when both are busy; None: no contention.
         latency_ns: Fixed cost of one transfer.
+        remap_ns: What mapping one chunk elsewhere costs the thread that computes; None: as on the CPU, by its bytes. On
+            a GPU each is some calls of the driver, and the host must first have seen the end of the last use.
     """
 
     chunk_nbytes: int
@@ -182,12 +184,15 @@ class Machine:
     evict_bytes_per_s: float = 2e9
     shared_bytes_per_s: float | None = None
     latency_ns: int = 50_000
+    remap_ns: int | None = None
 
     def __post_init__(self) -> None:
         if self.chunk_nbytes <= 0 or self.num_chunks < 0:
             raise ValueError(f"machine with {self.num_chunks} chunks of {self.chunk_nbytes} bytes")
         if min(self.load_bytes_per_s, self.evict_bytes_per_s) <= 0 or self.latency_ns < 0:
             raise ValueError("transfer rates must be positive and latency not negative")
+        if self.remap_ns is not None and self.remap_ns < 0:
+            raise ValueError(f"remap_ns={self.remap_ns}: must not be negative")
 
     @property
     def budget_nbytes(self) -> int:

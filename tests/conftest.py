@@ -13,6 +13,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.store_speed import USUAL, store_speed
+
+os.environ["OOC_BACKGROUND_PLANNING"] = "0"  # which step is planned must not depend on how fast the machine is
 os.environ["OOC_PLAN_CACHE"] = "0"  # each test plans for itself, whatever ran before it
 for name in "CI", "BUILD_NUMBER":  # there pytest spells out how two values differ: of whole chunks that takes hours
     os.environ.pop(name, None)
@@ -72,6 +75,22 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tests whose ops are too small for more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def store_of_usual_speed() -> Iterator[None]:
+    """Tests of the store itself, which measure it, have a fixture of this name that does nothing."""
+    with store_speed(USUAL):
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

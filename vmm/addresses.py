@@ -9,13 +9,23 @@ from typing import Any
 from vmm.driver import Access, Driver
 from vmm.ranges import Run
 
-__all__ = ["AddressSpace", "Reservation"]
+__all__ = ["AddressSpace", "Reservation", "first_chunks"]
 
 
 class Reservation:
     """A contiguous range of addresses. Made, changed and released by its `AddressSpace` alone."""
 
-    __slots__ = ("_given", "_is_file", "_is_protected", "_is_released", "_runs", "address", "nbytes", "num_chunks")
+    __slots__ = (
+        "_given",
+        "_is_file",
+        "_is_protected",
+        "_is_released",
+        "_runs",
+        "address",
+        "nbytes",
+        "num_chunks",
+        "num_held_chunks",
+    )
 
     def __init__(self, address: int, num_chunks: int, nbytes: int) -> None:
         self.address = address
@@ -24,6 +34,8 @@ class Reservation:
         """Whole chunks that it spans."""
         self.nbytes = nbytes
         """Bytes asked for, at most `num_chunks` chunks."""
+        self.num_held_chunks = num_chunks
+        """Whole chunks of addresses that it holds: more than it spans once it was shrunk."""
         self._runs: tuple[Run, ...] | None = None
         self._given: Sequence[tuple[int, int]] | None = None  # the very runs last mapped, for a quick "no change"
         self._is_protected = False
@@ -121,12 +133,30 @@ class AddressSpace:
     def release(self, reservation: Reservation) -> None:
         """Give the addresses back, whatever they show. Its chunks are the caller's to give back."""
         self._check(reservation)
-        self._driver.release(reservation.address, reservation.num_chunks)
+        self._driver.release(reservation.address, reservation.num_held_chunks)
         del self._starts[bisect_right(self._starts, reservation.address) - 1]
         del self._reservations[reservation.address]
         reservation._runs = reservation._given = None
         reservation._is_protected = reservation._is_file = False
         reservation._is_released = True
+
+    def shrink(self, reservation: Reservation, nbytes: int) -> None:
+        """Let the reservation span `nbytes` bytes and no more; behind them nothing is mapped.
+
+        It holds its addresses until it is released. The chunks that it no longer shows are the caller's to give back.
+        """
+        self._check(reservation)
+        num_chunks = -(-nbytes // self._driver.chunk_nbytes)
+        if not 0 < num_chunks <= reservation.num_chunks:
+            raise ValueError(f"shrink({reservation!r}, {nbytes} bytes): at least one byte, at most what it spans")
+        surplus = reservation.num_chunks - num_chunks
+        if surplus and (reservation._runs is not None or reservation._is_file):
+            self._driver.unmap(reservation.address + num_chunks * self._driver.chunk_nbytes, surplus)
+        if surplus and reservation._runs is not None:
+            reservation._runs = _merged(first_chunks(reservation._runs, num_chunks))
+        reservation._given = None
+        reservation.num_chunks = num_chunks
+        reservation.nbytes = nbytes
 
     def map(self, reservation: Reservation, runs: Sequence[tuple[int, int]]) -> int:
         """Let all of `reservation` show `runs`, accessible. Only what differs is mapped.
@@ -197,6 +227,12 @@ class AddressSpace:
         reservation._runs = reservation._given = None
         reservation._is_protected = reservation._is_file = False
 
+    def vacate(self, first_chunk: int) -> None:
+        """Let no reservation show a chunk from `first_chunk` on: those that do show nothing at all from now on."""
+        for reservation in self.reservations:
+            if any(first + length > first_chunk for first, length in reservation._runs or ()):
+                AddressSpace.unmap(self, reservation)
+
     def protect(self, reservation: Reservation) -> None:
         """Keep the mapping but let a touch fault. Nothing happens if it does already."""
         self._check(reservation)
@@ -262,6 +298,17 @@ class _Stretch:
         self.num_chunks = 0
         self.before: list[Run] = []
         self.after: list[Run] = []
+
+
+def first_chunks(runs: Sequence[tuple[int, int]], num_chunks: int) -> tuple[tuple[int, int], ...]:
+    """The first `num_chunks` chunks of `runs`, as runs."""
+    found = []
+    for first, count in runs:
+        if num_chunks <= 0:
+            break
+        found.append((first, min(count, num_chunks)))
+        num_chunks -= count
+    return tuple(found)
 
 
 def _merged(runs: Sequence[tuple[int, int]]) -> tuple[Run, ...]:

@@ -33,11 +33,11 @@ class ChunksExhausted(RuntimeError):
 
 
 class ChunkPool:
-    """The books of `num_chunks` chunks, all free at first."""
+    """The books of `num_chunks` chunks, all free at first. None at all while a session has lent its memory."""
 
     def __init__(self, num_chunks: int) -> None:
-        if num_chunks <= 0:
-            raise ValueError(f"num_chunks={num_chunks}: must be positive")
+        if num_chunks < 0:
+            raise ValueError(f"num_chunks={num_chunks}: must not be negative")
         self._num_chunks = num_chunks
         self._free = FreeRanges(0, num_chunks)
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 from vmm.cuda_calls import CudaCalls, CudaFault, load_bindings
+from vmm.cuda_handles import ChunkHandles
 from vmm.driver import Access, MemoryFault
 from vmm.places import Places
 from vmm.ranges import Layout, Piece
-from vmm.sizes import format_exactly, format_nbytes
+from vmm.sizes import format_nbytes
 
 __all__ = ["CudaDriver"]
 
@@ -39,7 +40,7 @@ _Mapped = _Shown | None
 
 
 class CudaDriver:
-    """`num_chunks` chunks of `chunk_nbytes` bytes of one device's memory, created once and kept.
+    """`num_chunks` chunks of `chunk_nbytes` bytes of one device's memory: the pool, which `resize` changes.
 
     It differs from `PosixDriver` in this:
 
@@ -60,6 +61,8 @@ class CudaDriver:
 
     Args:
         num_chunks: Chunks of the pool, created at once.
+        num_fixed_chunks: Chunks beside the pool that are never mapped by `map` and show in one piece at
+            `fixed_address`; `resize_fixed` changes their number.
         chunk_nbytes: Size of one, a multiple of the device's granularity (2 MiB, as far as documented).
         bindings: `cuda.bindings.driver` or its like; imported by default.
         device_index: Which device, as CUDA counts those that are visible.
@@ -72,6 +75,9 @@ class CudaDriver:
             Nothing is left behind.
     """
 
+    remap_ns = 100_000
+    """cuMemUnmap, cuMemMap, cuMemSetAccess: 64 us as published (C14); and a wait for the last use. Not measured yet."""
+
     def __init__(
         self,
         num_chunks: int,
@@ -79,6 +85,7 @@ class CudaDriver:
         *,
         bindings: Any = None,
         device_index: int = 0,
+        num_fixed_chunks: int = 0,
         arena_nbytes: int | None = None,
         num_attempts: int = 100,
         wait: Callable[[float], None] = time.sleep,
@@ -90,6 +97,9 @@ class CudaDriver:
         if arena_nbytes is not None and arena_nbytes < chunk_nbytes:
             raise ValueError(f"arena_nbytes={arena_nbytes}: less than one chunk, {chunk_nbytes} bytes")
         self._num_chunks = num_chunks
+        self._num_fixed = 0
+        self._has_fixed = num_fixed_chunks > 0
+        self._max_chunks = num_chunks
         self._chunk_nbytes = chunk_nbytes
         self._calls = CudaCalls(
             bindings if bindings is not None else load_bindings(), num_attempts=num_attempts, wait=wait
@@ -97,20 +107,22 @@ class CudaDriver:
         self._process = os.getpid()
         self._is_closed = False
         self._has_disowned = False
-        self._handles: list[int] = []
+        self._handles = ChunkHandles(self._calls, chunk_nbytes=chunk_nbytes)
         self._held: tuple[int, int] | None = None  # address and length of all addresses we hold
-        self._num_places = num_chunks  # of the view, and of the arena once its addresses are held
+        self._num_places = num_chunks  # of the view, and of the arena behind it once its addresses are held
         self._layout: Layout[_Mapped] = Layout(0, num_chunks, None)
         try:
-            self._device = self._find_device(device_index)
-            self._granularity = self._check_sizes()
-            self._create_chunks()
-            self._num_places += self._hold_addresses(arena_nbytes)
+            self._granularity = self._handles.find_device(device_index)
+            total_nbytes = self._handles.check_free(num_chunks + num_fixed_chunks)
+            self._max_chunks = max(total_nbytes // chunk_nbytes, num_chunks)
+            self._handles.create(0, num_chunks)
+            self._num_places = self._num_view + self._hold_addresses(arena_nbytes)
             self._places = Places(
-                base=self._address(0), chunk_nbytes=chunk_nbytes, start=num_chunks, stop=self._num_places
+                base=self._address(0), chunk_nbytes=chunk_nbytes, start=self._num_view, stop=self._num_places
             )
             self._layout = Layout(0, self._num_places, None)
-            self._change([Piece(0, num_chunks, _Shown(0, Access.READ_WRITE))], "the linear view")
+            self._show_in_view(0, num_chunks)
+            self._num_fixed = self._resized(self._max_chunks, num_fixed_chunks) if num_fixed_chunks else 0
             self._calls.note_context()
         except BaseException as error:
             try:
@@ -121,7 +133,7 @@ class CudaDriver:
 
     def __repr__(self) -> str:
         if self._is_closed:
-            left = f", {len(self._handles)} chunks not given back" if self._handles else ""
+            left = f", {len(self._handles)} chunks not given back" if len(self._handles) else ""
             return f"<CudaDriver closed{left}>"
         return f"<CudaDriver {self._num_chunks} chunks of {self._chunk_nbytes} bytes, {self._places!r}>"
 
@@ -138,8 +150,27 @@ class CudaDriver:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that exist, all with their memory."""
+        """Chunks of the pool, all with their memory."""
         return self._num_chunks
+
+    @property
+    def num_fixed_chunks(self) -> int:
+        """Chunks beside the pool."""
+        return self._num_fixed
+
+    @property
+    def max_chunks(self) -> int:
+        """As many chunks the pool may ever have, and as many may be beside it."""
+        return self._max_chunks
+
+    @property
+    def fixed_address(self) -> int:
+        """Where the chunks beside the pool begin, in one piece."""
+        return self._address(self._max_chunks)
+
+    def holds(self, address: int) -> bool:
+        """Whether an address is one of the view, of the chunks beside the pool, or of the arena."""
+        return self._held is not None and 0 <= address - self._held[0] < self._held[1]
 
     @property
     def granularity(self) -> int:
@@ -159,7 +190,7 @@ class CudaDriver:
     @property
     def arena(self) -> tuple[int, int]:
         """`[start, stop)` of the addresses that `reserve` hands out."""
-        return self._address(self._num_chunks), self._address(self._num_places)
+        return self._address(self._num_view), self._address(self._num_places)
 
     def reserve(self, num_chunks: int) -> int:
         """A fresh range of addresses, mapped to nothing. No driver call."""
@@ -221,6 +252,41 @@ class CudaDriver:
             wanted.append(Piece(start, stop, value._replace(access=access)))
         self._change(wanted, f"protect({address:#x}, {num_chunks} chunks, {access.value})")
 
+    def resize(self, num_chunks: int) -> None:
+        """Let the pool have so many chunks: the last ones go to the driver, with what is in them, or more are taken.
+
+        The host must have observed the end of all device work on the chunks that go.
+
+        Raises:
+            ValueError: It may not have so many (`max_chunks`), or a chunk that would go is mapped. Nothing has changed.
+            MemoryFault: The memory for more is not there, or a call failed. Nothing has changed, unless the error
+                says that chunks are gone; `num_chunks` is true then, too.
+        """
+        self._check_usable()
+        if not 0 <= num_chunks <= self._max_chunks:
+            raise ValueError(f"resize({num_chunks}): the pool may have 0 to {self._max_chunks} chunks")
+        for start, stop, value in self._layout.pieces(self._num_view, self._num_places):
+            if value is not None and num_chunks < stop + value.delta <= self._num_chunks:
+                raise ValueError(
+                    f"resize({num_chunks}): chunk {stop + value.delta - 1} is mapped at {self._address(start):#x}"
+                )
+        try:
+            self._num_chunks = self._resized(0, num_chunks)
+        except MemoryFault:
+            self._num_chunks = self._num_usable(0, self._num_chunks)
+            raise
+
+    def resize_fixed(self, num_chunks: int) -> None:
+        """Let there be so many chunks beside the pool, as `resize` does; those that stay keep their addresses."""
+        self._check_usable()
+        if not 0 <= num_chunks <= self._max_chunks:
+            raise ValueError(f"resize_fixed({num_chunks}): there may be 0 to {self._max_chunks} chunks beside the pool")
+        try:
+            self._num_fixed = self._resized(self._max_chunks, num_chunks)
+        except MemoryFault:
+            self._num_fixed = self._num_usable(self._max_chunks, self._num_fixed)
+            raise
+
     def disown(self, address: int, num_chunks: int) -> None:
         """The range is somebody else's from now on, as it is: mapped, with its memory, even when this is closed.
 
@@ -242,18 +308,18 @@ class CudaDriver:
         """Map memory beside the pool at a range where nothing is mapped, and disown it."""
         nbytes = num_chunks * self._chunk_nbytes
         what = f"{format_nbytes(nbytes)} beside the pool at {address:#x}"
-        handle = int(self._calls.call("cuMemCreate", nbytes, self._properties(), 0, what=what))
+        handle = int(self._calls.call("cuMemCreate", nbytes, self._handles.properties(), 0, what=what))
         try:
             self._calls.call("cuMemMap", address, nbytes, 0, handle, 0, what=what)
             try:
-                wish = self._location(self._calls.bindings.CUmemAccessDesc())
+                wish = self._handles.located(self._calls.bindings.CUmemAccessDesc())
                 wish.flags = self._calls.bindings.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
                 self._calls.call("cuMemSetAccess", address, nbytes, [wish], 1, what=what)
             except CudaFault:
                 self._calls.call("cuMemUnmap", address, nbytes, what=what)
                 raise
         finally:
-            self._free(handle)
+            self._calls.call("cuMemRelease", handle, what=what)
         self.disown(address, num_chunks)
 
     def close(self) -> None:
@@ -269,7 +335,6 @@ class CudaDriver:
         if os.getpid() != self._process:
             return
         faults = self._give_chunks_back()
-        kept = self._handles
         if self._held is not None and not self._mapped_stretches() and not self._has_disowned:
             address, nbytes = self._held
             what = f"close: {format_nbytes(nbytes)} of addresses at {address:#x}"
@@ -278,7 +343,7 @@ class CudaDriver:
                 self._held = None
         if faults:
             raise MemoryFault(
-                f"close: {len(faults)} driver calls failed; {len(kept)} of {self._num_chunks} chunks are still held. "
+                f"close: {len(faults)} driver calls failed; {len(self._handles)} chunks are still held. "
                 f"Call close again to try what is left.\nThe first: {faults[0]}"
             ) from faults[0]
 
@@ -288,8 +353,7 @@ class CudaDriver:
         for start, stop in self._mapped_stretches():
             if self._gives_back(faults, functools.partial(self._unmap_stretch, start, stop, "close")):
                 self._layout.assign([Piece(start, stop, None)])
-        self._handles = [it for it in self._handles if not self._gives_back(faults, functools.partial(self._free, it))]
-        return faults
+        return faults + self._handles.release_all()
 
     def _gives_back(self, faults: list[CudaFault], operation: Callable[[], object]) -> bool:
         try:
@@ -300,69 +364,56 @@ class CudaDriver:
                 return False
         return True
 
-    def _free(self, handle: int) -> None:
-        self._calls.call("cuMemRelease", handle, what=f"close: chunk with handle {handle:#x}")
+    @property
+    def _num_view(self) -> int:
+        """Places of the view: the pool's at its largest, and as many for chunks beside it, if there are any."""
+        return self._max_chunks * (2 if self._has_fixed else 1)
 
-    def _find_device(self, index: int) -> int:
-        bindings, calls = self._calls.bindings, self._calls
-        calls.call("cuInit", 0, what="starting CUDA")
-        device = int(calls.call("cuDeviceGet", index, what=f"device {index}"))
-        attribute = bindings.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED
-        if not calls.call("cuDeviceGetAttribute", attribute, device, what=f"what device {index} can do"):
-            raise MemoryFault(
-                f"device {index} has no virtual memory management "
-                "(CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED is 0).\n"
-                "  Options: another device; a newer driver; a virtual GPU profile that allows it; device='cpu'."
-            )
-        return device
+    def _resized(self, base: int, num_chunks: int) -> int:
+        """Let so many chunks exist from `base` on, and show in the view. Their number. What fails is undone."""
+        first, last = self._handles.stop_in(base, base + self._max_chunks), base + num_chunks
+        if last > first:
+            self._handles.check_free(last - first)
+            self._handles.create(first, last)
+        elif last < first:
+            self._change([Piece(last, first, None)], f"giving back {first - last} chunks")
+            try:
+                self._handles.release(last, first)
+            except BaseException:
+                self._show_in_view(base, last + self._handles.num_from(last, first))
+                raise
+        try:
+            self._show_in_view(base, last)
+        except BaseException as error:
+            try:
+                if last > first and not any(it.value for it in self._layout.pieces(first, last)):  # else the next call
+                    self._handles.release(first, last)
+            except MemoryFault as fault:
+                error.add_note(f"What had been taken could not all be given back: {fault}")
+            raise
+        return num_chunks
 
-    def _location(self, holder: Any) -> Any:
-        holder.location.type = self._calls.bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        holder.location.id = self._device
-        return holder
+    def _num_usable(self, base: int, most: int) -> int:
+        """How many chunks from `base` on exist and show in the view, after a failure whose undo failed, too."""
+        usable = 0
+        for start, stop, value in self._layout.pieces(base, base + most) if most else ():
+            if value != _Shown(0, Access.READ_WRITE) or start != base + usable:
+                break
+            usable = stop - base
+        return min(usable, self._handles.num_from(base, base + most))
 
-    def _properties(self) -> Any:
-        bindings = self._calls.bindings
-        properties = self._location(bindings.CUmemAllocationProp())
-        properties.type = bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        return properties
-
-    def _check_sizes(self) -> int:
-        """The granularity, once chunk and pool are found to fit the device."""
-        option = self._calls.bindings.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        what = f"the granularity of device {self._device}"
-        granularity = int(self._calls.call("cuMemGetAllocationGranularity", self._properties(), option, what=what))
-        if self._chunk_nbytes % granularity:
-            raise ValueError(
-                f"chunks of {format_exactly(self._chunk_nbytes)}: must be a multiple of the device's granularity, "
-                f"{format_exactly(granularity)}"
-            )
-        info = self._calls.memory_info()
-        nbytes = self._num_chunks * self._chunk_nbytes
-        if nbytes > info.free_nbytes:
-            raise MemoryFault(
-                f"{self._what()} does not fit device {self._device}:\n"
-                f"  needed {format_exactly(nbytes)}\n  free   {format_exactly(info.free_nbytes)}\n"
-                f"  total  {format_exactly(info.total_nbytes)}\n"
-                f"  Options: a budget of at most {info.free_nbytes >> 20}MiB; end other processes on the device; "
-                "torch.cuda.empty_cache() before."
-            )
-        return granularity
-
-    def _create_chunks(self) -> None:
-        properties = self._properties()
-        for index in range(self._num_chunks):
-            what = f"chunk {index} of {self._what()}"
-            self._handles.append(int(self._calls.call("cuMemCreate", self._chunk_nbytes, properties, 0, what=what)))
+    def _show_in_view(self, start: int, stop: int) -> None:
+        if stop > start:
+            self._change([Piece(start, stop, _Shown(0, Access.READ_WRITE))], "the linear view")
 
     def _hold_addresses(self, arena_nbytes: int | None) -> int:
         """One range for the view and, after it, the arena. The number of places of the arena."""
         num_places = (
-            arena_nbytes or max(_MAX_ARENA_NBYTES, self._num_chunks * self._chunk_nbytes)
+            arena_nbytes or max(_MAX_ARENA_NBYTES, self._max_chunks * self._chunk_nbytes)
         ) // self._chunk_nbytes
         while True:
-            nbytes = (self._num_chunks + num_places) * self._chunk_nbytes
-            what = f"{format_nbytes(nbytes)} of addresses ({num_places} chunks beside the pool's {self._num_chunks})"
+            nbytes = (self._num_view + num_places) * self._chunk_nbytes
+            what = f"{format_nbytes(nbytes)} of addresses ({num_places} chunks beside the pool's {self._num_view})"
             try:
                 # Address 0 and alignment 0: the driver chooses; it aligns to its granularity.
                 address = int(self._calls.call("cuMemAddressReserve", nbytes, 0, 0, 0, what=what))
@@ -374,10 +425,6 @@ class CudaDriver:
                 raise
             self._held = (address, nbytes)
             return num_places
-
-    def _what(self) -> str:
-        nbytes = self._num_chunks * self._chunk_nbytes
-        return f"a pool of {self._num_chunks} chunks of {format_nbytes(self._chunk_nbytes)} = {format_nbytes(nbytes)}"
 
     def _change(self, wanted: Sequence[Piece[_Mapped]], what: str) -> None:
         """Let neighbouring pieces show what they say, or leave all as it was.
@@ -458,7 +505,7 @@ class CudaDriver:
     def _set_stretch(self, start: int, stop: int, access: Access, what: str) -> None:
         bindings, address = self._calls.bindings, self._address(start)
         flags = bindings.CUmemAccess_flags
-        wish = self._location(bindings.CUmemAccessDesc())
+        wish = self._handles.located(bindings.CUmemAccessDesc())
         is_open = access is Access.READ_WRITE
         wish.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if is_open else flags.CU_MEM_ACCESS_FLAGS_PROT_NONE
         nbytes = (stop - start) * self._chunk_nbytes

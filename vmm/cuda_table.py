@@ -72,12 +72,19 @@ class CudaTable(AllocatorTable):
         reserved_nbytes: The open session's pool, for torch's figures; 0: none is open.
     """
 
+    is_of_host = False
+
     def __init__(self) -> None:
         library, self.path = load_table("ooc_cuda_allocator", "cuda_allocator.cpp")
         library.vmm_cuda_install.argtypes = (DriverPointers,)
         library.vmm_cuda_begin.argtypes = (*[ctypes.c_uint64] * 4, ctypes.c_int)
         library.vmm_cuda_outlives.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
         library.vmm_cuda_outlives.restype = ctypes.c_int
+        library.vmm_cuda_resize_small.argtypes = (ctypes.c_uint64,)
+        library.vmm_cuda_resize_small.restype = ctypes.c_uint64
+        library.vmm_cuda_small_used.restype = ctypes.c_uint64
+        library.vmm_cuda_close_small.argtypes = (ctypes.c_int,)
+        library.vmm_cuda_close_small.restype = None
         library.vmm_cuda_take.argtypes = (ctypes.c_uint64,)
         library.vmm_cuda_take.restype = ctypes.c_uint64
         library.vmm_cuda_free.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
@@ -107,6 +114,18 @@ class CudaTable(AllocatorTable):
     def end(self) -> bool:
         """The session ends. Whether small blocks are alive, so that their memory must stay mapped."""
         return bool(self._library.vmm_cuda_end())
+
+    def resize_small(self, stop: int) -> int:
+        """End the part for small blocks at `stop`, or behind its last live block; where it ends now."""
+        return int(self._library.vmm_cuda_resize_small(stop))
+
+    def small_used(self) -> int:
+        """Where the last live small block ends."""
+        return int(self._library.vmm_cuda_small_used())
+
+    def close_small(self, is_closed: bool) -> None:
+        """Whether no small block may be allocated, since their memory is not there."""
+        self._library.vmm_cuda_close_small(int(is_closed))
 
     def take(self, nbytes: int) -> int:
         """A block that always stays in memory, from the part for small blocks; 0 where there is no room."""

@@ -72,6 +72,12 @@ class DeviceSpace(AddressSpace):
             self._observe()
         super().unmap(reservation)
 
+    def vacate(self, first_chunk: int) -> None:
+        """As `AddressSpace.vacate`, after the end of all use, of what was released before, too."""
+        self._observe()
+        self._unused.clear()
+        super().vacate(first_chunk)
+
     def protect(self, reservation: Reservation) -> None:
         """As `AddressSpace.protect`, after the end of all use."""
         if reservation.runs is not None and not reservation.is_protected:

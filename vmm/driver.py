@@ -52,6 +52,10 @@ class Driver(Protocol):
         """Chunks that exist. Their memory is committed: touching one cannot fail for lack of it."""
 
     @property
+    def remap_ns(self) -> int | None:
+        """What mapping one chunk elsewhere costs the host, in nanoseconds; None: the time of its bytes' page tables."""
+
+    @property
     def view_address(self) -> int:
         """Start of the linear view, where chunk `c` is always visible at `c * chunk_nbytes`.
 

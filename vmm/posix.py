@@ -157,6 +157,9 @@ class PosixDriver:
         """How many `resize` may make of them."""
         return self._max_chunks
 
+    remap_ns = None
+    """Page tables are made anew for each chunk, so it goes by bytes."""
+
     @property
     def view_address(self) -> int:
         """Start of the linear view: chunk `c` is at `view_address + c * chunk_nbytes`."""
@@ -318,8 +321,8 @@ class PosixDriver:
             MemoryFault: The memory for more is not there. Nothing has changed.
         """
         self._check_usable()
-        if not 0 < num_chunks <= self._max_chunks:
-            raise ValueError(f"resize({num_chunks}): the pool may have 1 to {self._max_chunks} chunks")
+        if not 0 <= num_chunks <= self._max_chunks:
+            raise ValueError(f"resize({num_chunks}): the pool may have 0 to {self._max_chunks} chunks")
         for start, stop, value in self._layout.pieces(0, self._places.num_places):
             if isinstance(value, _File) or value is None:
                 continue

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 ALLOC: Final = 0
 FREE: Final = 1
@@ -14,6 +16,7 @@ FREE: Final = 1
 MODE_OFF: Final = 0
 MODE_DEMAND: Final = 1
 MODE_PLANNED: Final = 2
+MODE_RERUN: Final = 3
 
 SERVED_APART: Final = 1
 """`cold_allocate`'s answer for an allocation that is not the session's: torch's own allocator serves it (CPU only)."""
@@ -24,9 +27,21 @@ GRANULE_NBYTES: Final = 1 << 16
 _DRAIN_CAPACITY = 4096
 
 PLANNED_ALLOC_DTYPE: Final = np.dtype(
-    [("capacity", "u8"), ("variable", "u4"), ("dead_start", "u4"), ("dead_stop", "u4"), ("reserved", "u4")]
+    [("capacity", "u8"), ("variable", "u4"), ("dead_start", "u4"), ("dead_stop", "u4"), ("ordinal", "u4")]
 )
 """numpy layout of `PlannedAlloc` in native/allocator.h."""
+
+RERUN_ALLOC_DTYPE: Final = np.dtype([("capacity", "u8"), ("address", "u8"), ("served", "u8")])
+"""numpy layout of `RerunAlloc` in native/allocator.h."""
+_EVENT_DTYPE = np.dtype(
+    {
+        "names": ["address", "nbytes", "kind", "position", "ordinal"],
+        "formats": ["u8", "u8", "u2", "u4", "u2"],
+        "offsets": [0, 8, 16, 20, 18],
+        "itemsize": 24,
+    }
+)
+"""numpy layout of `Event` in native/allocator.h, in the order of `Event` below."""
 
 
 def between_ops(index: int) -> int:
@@ -51,12 +66,15 @@ class Event(NamedTuple):
         nbytes: As requested; for a free 0, or a detached variable's size.
         kind: `ALLOC` or `FREE`.
         position: When in the step: `inside_op(i)` or `between_ops(i)`.
+        ordinal: For an allocation on the session's thread, which one it is at this position, from 1 on; those below
+            the threshold are counted, too. Else 0.
     """
 
     address: int
     nbytes: int
     kind: int
     position: int
+    ordinal: int = 0
 
 
 class AllocatorState(ctypes.Structure):
@@ -84,6 +102,12 @@ class AllocatorState(ctypes.Structure):
         ("cold_ns", ctypes.c_uint64),
         ("num_late_frees", ctypes.c_uint64),
         ("num_events", ctypes.c_uint64),
+        ("rerun_allocs", ctypes.c_void_p),
+        ("rerun_next", ctypes.c_uint32),
+        ("rerun_stop", ctypes.c_uint32),
+        ("num_rerun_alive", ctypes.c_uint64),
+        ("counted_position", ctypes.c_uint32),
+        ("num_counted", ctypes.c_uint32),
     )
 
     if TYPE_CHECKING:
@@ -103,6 +127,11 @@ class AllocatorState(ctypes.Structure):
         cold_ns: int
         num_late_frees: int
         num_events: int
+        rerun_allocs: int | None
+        rerun_next: int
+        rerun_stop: int
+        num_rerun_alive: int
+        num_counted: int
 
     @property
     def is_inside_op(self) -> bool:
@@ -134,8 +163,9 @@ class PlanTables(ctypes.Structure):
         ("must_be_dead", ctypes.c_void_p),
         ("variable_address", ctypes.c_void_p),
         ("variable_alive", ctypes.c_void_p),
+        ("variable_nbytes", ctypes.c_void_p),
         ("num_variables", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("is_elastic", ctypes.c_uint32),
     )
 
 
@@ -149,16 +179,24 @@ class AllocatorTable:
         state: The native state; its fields may be read and, where native/allocator.h says so, set.
     """
 
+    is_of_host = True
+    """Whether it serves torch's host memory."""
+
     def __init__(self, library: ctypes.CDLL) -> None:
         library.vmm_allocator_state.restype = ctypes.POINTER(AllocatorState)
         library.vmm_allocator_drain.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
         library.vmm_allocator_drain.restype = ctypes.c_uint64
+        library.vmm_allocator_this_thread.restype = ctypes.c_uint64
         library.vmm_allocator_is_alive.argtypes = (ctypes.c_uint64,)
         library.vmm_allocator_bind.argtypes = (ctypes.c_uint64, ctypes.c_int64, ctypes.c_int)
         library.vmm_allocator_detach.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
+        library.vmm_allocator_adopt.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
+        library.vmm_allocator_this_thread.argtypes = ()
+        library.vmm_allocator_this_thread.restype = ctypes.c_uint64
         self._library = library
         self.state: AllocatorState = library.vmm_allocator_state().contents
-        self._buffer = np.empty(_DRAIN_CAPACITY, dtype=np.dtype("u8,u8,u4,u4"))
+        self._buffer = np.empty(_DRAIN_CAPACITY, dtype=_EVENT_DTYPE)
+        self._buffer_address: int = self._buffer.ctypes.data  # each look at it takes microseconds
         self._cold: Any = None
         self.detached: dict[int, int] = {}
         """Address and bytes of variables that outlived their sessions and are still alive."""
@@ -193,9 +231,55 @@ class AllocatorTable:
         self.state.threshold = threshold_nbytes
         self.state.cold_allocate = ctypes.cast(self._cold, ctypes.c_void_p).value
         self.state.plan = None
+        self.state.owner_thread = self._library.vmm_allocator_this_thread()
         self.state.set_between(0)
         self.state.session_open = 1
         self.state.mode = MODE_DEMAND
+
+    @contextlib.contextmanager
+    def rerunning(self, allocs: Sequence[tuple[int, int]]) -> Iterator[npt.NDArray[Any]]:
+        """Within the block the calling thread runs one op again: only `allocs` serve its large allocations.
+
+        What they serve is nobody's: no event is logged for it, and its free does nothing.
+
+        Args:
+            allocs: `(nbytes, address)` of each, in the order in which the op made them when it ran first.
+
+        Yields:
+            A `RERUN_ALLOC_DTYPE` row of each; `served` says what the op has asked for there.
+        """
+        state = self.state
+        rows = np.array([(nbytes, address, 0) for nbytes, address in allocs] or [(0, 0, 0)], dtype=RERUN_ALLOC_DTYPE)
+        mode, owner = state.mode, state.owner_thread
+        state.rerun_allocs, state.rerun_next, state.rerun_stop = rows.ctypes.data, 0, len(allocs)
+        state.owner_thread = self._library.vmm_allocator_this_thread()
+        state.mode = MODE_RERUN
+        try:
+            yield rows[: len(allocs)]
+        finally:
+            state.mode, state.owner_thread = mode, owner
+            state.rerun_next = state.rerun_stop = 0
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within the block torch's allocations on the host are not the session's, whatever their size."""
+        mode = self.state.mode
+        if self.is_of_host:
+            self.state.mode = MODE_OFF
+        try:
+            yield
+        finally:
+            self.state.mode = mode
+
+    def adopt(self, address: int, nbytes: int) -> bool:
+        """Let what a re-run was given at `address`, and what is still there, be a variable of `nbytes` bytes.
+
+        Its memory is the caller's to manage from here on; its birth and its free are logged.
+
+        Returns:
+            Whether there is such a storage. Usually there is none: what a re-run allocates ends with it.
+        """
+        return bool(self._library.vmm_allocator_adopt(address, nbytes))
 
     def close(self) -> None:
         """Send allocations to where they went before. What is still alive is freed by address later."""
@@ -204,11 +288,19 @@ class AllocatorTable:
         self.state.session_open = 0
         self.state.cold_allocate = None
 
+    def pause(self) -> None:
+        """Send allocations to where they would go without a session, until `resume`. No plan may be in replay."""
+        self.state.mode = MODE_OFF
+
+    def resume(self) -> None:
+        """Route allocations to the session again, on demand."""
+        self.state.mode = MODE_DEMAND
+
     def drain(self) -> list[Event]:
         """Take the log's entries, oldest first."""
         found: list[Event] = []
         while self.state.num_events:
-            count = self._library.vmm_allocator_drain(self._buffer.ctypes.data, _DRAIN_CAPACITY)
+            count = self._library.vmm_allocator_drain(self._buffer_address, _DRAIN_CAPACITY)
             found.extend(map(Event._make, self._buffer[:count].tolist()))
             if count < _DRAIN_CAPACITY:
                 break

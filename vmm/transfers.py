@@ -287,8 +287,9 @@ class TransferEngine:
         Args:
             fail_call: The k-th system call from now fails (counted from 1); 0: none.
             error: Its errno.
-            direction: Count only calls of this direction; None: all.
-            delay_ns: Sleep this long before each call.
+            direction: Count and delay only calls of this direction; None: all.
+            delay_ns: Sleep this long before each call. Other faults, and closing, end a delay that is under way: so a
+                test can hold calls up for as long as it needs, however slow the machine is.
             call_nbytes: Let a call move at most this many bytes, so that transfers are partial; 0: no limit.
             num_failures: So many calls in a row fail, from `fail_call` on.
         """

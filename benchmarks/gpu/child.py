@@ -9,6 +9,7 @@ session's device is the fake driver, and torch's ops run on the CPU.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import sys
@@ -24,16 +25,29 @@ import torch
 from torch import Tensor, nn
 
 import ooc
+from benchmarks.gpu import rivals
 from benchmarks.gpu.aliased import open_aliased
+from benchmarks.gpu.disturb import disturb
+from benchmarks.gpu.offload_hooks import OffloadHooks
 from benchmarks.rivals import checkpointed
 from ooc import models
 from ooc.devices.host_memory import host_memory_nbytes
 from scheduler.placement import in_chunks, lower_bound, problem_from_plan
 from vmm.machine import memory_room
 
-VARIANTS = ("in_core", "ours", "save_on_cpu", "checkpoint", "expandable_segments", "aliased")
+VARIANTS = (
+    "in_core",
+    "ours",
+    "save_on_cpu",
+    "offload_hooks",
+    "checkpoint",
+    "expandable_segments",
+    "aliased",
+    "managed",
+    "deepspeed_offload",
+)
 """`expandable_segments` is in core in an environment that the parent makes; `aliased` is computation alone, its
-results garbage."""
+results garbage; `managed` is in core in managed memory (`benchmarks.gpu.rivals`), `deepspeed_offload` ZeRO-Offload."""
 _ALIASED_NBYTES = 16 << 30
 _PINNED_SHARE = 0.88
 """At most this part of the host's available memory is pinned; batches and the process itself need the rest."""
@@ -65,6 +79,8 @@ class Order:
         warns: Whether ops without a deterministic algorithm only warn.
         tf32: Whether products of float32 may be rounded to TF32; torch's default for convolutions.
         builds_on_device: Whether parameters are made where they live, not on the host.
+        disturbs: Whether the budget shrinks, grows and goes between steps; what the driver has then is told.
+        recompute: Whether the session may recompute; None: its default.
     """
 
     workload: str
@@ -83,6 +99,8 @@ class Order:
     warns: bool = False
     tf32: bool = False
     builds_on_device: bool = False
+    disturbs: bool = False
+    recompute: bool | None = None
     fake: bool = False
 
 
@@ -134,6 +152,8 @@ def run(order: Order) -> dict[str, Any]:
             session, calls = _open_session(order, stack)
         elif order.variant == "aliased":
             aliased = stack.enter_context(open_aliased(order.budget_nbytes or _ALIASED_NBYTES, fake=order.fake))
+        elif order.variant == "managed":
+            rivals.use_managed_memory(order.budget_nbytes or _ALIASED_NBYTES, stack, fake=order.fake)
         device = torch.device("cpu" if order.fake else "cuda")
         own_memory = aliased.own_memory if aliased is not None else contextlib.nullcontext
         if aliased is not None:
@@ -146,11 +166,17 @@ def run(order: Order) -> dict[str, Any]:
             model = checkpointed(model)
         model.to(device)
         optimizer = workload.make_optimizer(model, order.optimizer)
+        if order.variant == "deepspeed_offload":
+            model, optimizer = rivals.with_deepspeed(model, optimizer, workload.batch_size)
+        saving = _saving(order, device)
         steps = []
-        for batch in batches:
+        disturbances: list[dict[str, Any]] = []
+        for index, batch in enumerate(batches):
+            if session is not None and order.disturbs:
+                disturbances += disturb(session, index, order.num_steps)
             before = calls.copy()
             started = time.monotonic()
-            bits, counted = _step(order, session, model, workload, optimizer, batch, device, own_memory, calls)
+            bits, counted = _step(order, session, model, workload, optimizer, batch, device, own_memory, saving, calls)
             steps.append(
                 {
                     "s": time.monotonic() - started,
@@ -163,7 +189,7 @@ def run(order: Order) -> dict[str, Any]:
             )
         answer = {"steps": steps, "batch_size": workload.batch_size, **_memory(order, session)}
         if session is not None:
-            answer |= _planning(session)
+            answer |= {**_planning(session), "disturbances": disturbances}
         if aliased is not None:
             answer["aliased_nbytes"] = aliased.aliased_nbytes
         del model, optimizer
@@ -195,10 +221,10 @@ def _step(
     batch_on_host: models.Batch,
     device: torch.device,
     own_memory: Any,
+    saving: Any,
     calls: Counter[str],
 ) -> tuple[str, Counter[str]]:
     """The loss's bits, and the driver's calls until the step's end."""
-    saves = order.variant == "save_on_cpu"
     with session.step() if session is not None else contextlib.nullcontext():
         optimizer.zero_grad(set_to_none=True)
         if session is not None and order.placement == "remapped":
@@ -207,13 +233,25 @@ def _step(
         with own_memory():
             batch = tuple(tensor.to(device) for tensor in batch_on_host)
         # Inside the block alone: entered once more, the hooks would save what they have saved.
-        with torch.autograd.graph.save_on_cpu(pin_memory=not order.fake) if saves else contextlib.nullcontext():
+        with saving():
             loss = workload.loss(model, batch)
-        loss.backward()
-        optimizer.step()
+        if order.variant == "deepspeed_offload":
+            rivals.deepspeed_step(model, loss)
+        else:
+            loss.backward()
+            optimizer.step()
         del batch
     counted = calls.copy()
     return loss.item().hex(), counted  # waits for the device
+
+
+def _saving(order: Order, device: torch.device) -> Any:
+    """Makes the context of each forward pass: who keeps what autograd saves."""
+    if order.variant == "save_on_cpu":
+        return functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=not order.fake)
+    if order.variant == "offload_hooks":
+        return OffloadHooks(device).forward
+    return contextlib.nullcontext
 
 
 def _named(calls: Counter[str], names: tuple[str, ...]) -> dict[str, int]:
@@ -231,6 +269,8 @@ def _open_session(order: Order, stack: contextlib.ExitStack) -> tuple[ooc.Sessio
         "plan_cache": False,
         "chunk_nbytes": order.chunk_nbytes,
     }
+    if order.recompute is not None:
+        options["recompute"] = order.recompute
     if order.placement == "best_fit":
         from ooc.replay import sequences
 
@@ -268,11 +308,13 @@ def _planning(session: ooc.Session) -> dict[str, Any]:
         "link": asdict(session.engine.memory.store.measure()),
         "planning_s": session.engine.learned()["planning_s"],
         "unplannable": list(session.engine.learned()["unplannable"].values()),
+        "not_replayable": session.engine.learned()["not_replayable"],
     }
     if trace is not None and plan is not None:
         live = problem_from_plan(plan, trace).problem
         answer |= {
             "predicted_s": plan.predicted["duration_ns"] / 1e9,
+            "remap_s": plan.predicted.get("remap_ns", 0) / 1e9,
             "notes": plan.notes,
             "live_nbytes": lower_bound(live),
             "occupied_nbytes": lower_bound(in_chunks(live, session.chunk_nbytes)),
@@ -286,7 +328,7 @@ def _memory(order: Order, session: ooc.Session | None) -> dict[str, int]:
             "peak_nbytes": session.report()["peak_nbytes"],
             "in_core_peak_nbytes": session.engine.in_core_peak_nbytes(),
         }
-    if order.variant == "aliased":
+    if order.variant in ("aliased", "managed"):  # torch's own count is that of its own allocator
         return {"peak_nbytes": order.budget_nbytes or _ALIASED_NBYTES}
     if order.fake:
         return {"peak_nbytes": _fake_peak_nbytes(order)}

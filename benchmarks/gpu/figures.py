@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,3 +51,17 @@ class Item:
     name: str
     limit_s: int
     measure: Measure
+
+
+def equal_steps(name: str, expected: Mapping[str, Any], answer: Mapping[str, Any], *, note: str) -> Figure:
+    """How many of a run's steps have the digests of the run in core."""
+    pairs = list(zip(expected["steps"], answer["steps"], strict=True))
+    num_equal = sum(a["digest"] == b["digest"] for a, b in pairs)
+    return Figure(
+        variant=name,
+        metric=f"steps bit for bit equal, of {len(pairs)}",
+        unit="",
+        value=num_equal,
+        is_good=num_equal == len(pairs),
+        note=note,
+    )

@@ -26,7 +26,8 @@ from typing import Any
 
 from benchmarks.gpu.child import Order
 from benchmarks.gpu.figures import Figure, Item, Overran
-from benchmarks.gpu.items import FAKE_ITEMS, ITEMS, NOT_THERE, order_text
+from benchmarks.gpu.items import FAKE_ITEMS, ITEMS, NOT_THERE
+from benchmarks.gpu.machine_items import order_text
 
 ROOT = Path(__file__).parents[2]
 SHARD_S = 510

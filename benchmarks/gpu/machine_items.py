@@ -1,12 +1,16 @@
-"""Items about the machine and the package rather than about training: preflight, doctor, demo, tests, driver calls."""
+"""Items about the machine and the package, not about training: preflight, doctor, demo, tests, sanitizer, calls."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
+from benchmarks.gpu.child import Order
 from benchmarks.gpu.figures import Figure, Measure, Overran, Shell
+
+_MIB = 1 << 20
 
 
 def tests(*paths: str) -> Measure:
@@ -101,6 +105,41 @@ def driver_calls(shell: Shell) -> Iterable[Figure]:
     for load, times in found.items():
         for name, us in times.items():
             yield Figure(variant=load, metric=name, unit="us", value=us)
+
+
+def sanitizer(workload: str) -> Measure:
+    """A small run under compute-sanitizer, where that is installed."""
+
+    def measure(shell: Shell) -> Iterable[Figure]:
+        order = Order(
+            workload=workload,
+            preset="small",
+            variant="ours",
+            budget_nbytes=64 * _MIB,
+            host_budget_nbytes=256 * _MIB,
+            num_steps=4,
+        )
+        try:
+            code, output = shell.command(["compute-sanitizer", "--error-exitcode=9", "child", order_text(order)])
+        except FileNotFoundError:
+            yield Figure(variant="memcheck", metric="errors", unit="", value=None, note="compute-sanitizer is not here")
+            return
+        found = [line.strip("= ") for line in output.splitlines() if "ERROR SUMMARY" in line]
+        yield Figure(
+            variant="memcheck",
+            metric="exit code",
+            unit="",
+            value=code,
+            is_good=code == 0,
+            note=found[-1] if found else "no summary",
+        )
+
+    return measure
+
+
+def order_text(order: Order) -> str:
+    """As `benchmarks.gpu.child` reads it."""
+    return json.dumps(asdict(order))
 
 
 def _last_line(output: str) -> Any:

@@ -21,6 +21,7 @@ from scheduler.cost.bounds import lower_bounds
 from scheduler.micro_batch import choose_micro_batch, require_no_cross_sample_layers
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
+from scheduler.policies import POLICIES
 from scheduler.trace import Trace
 from vmm.torch_cpu import GRANULE_NBYTES
 
@@ -66,7 +67,7 @@ def smallest_budget(
 
     def plan_in_time(num_chunks: int) -> Plan | None:
         try:
-            plan = make_plan(trace, replace(machine, num_chunks=num_chunks), policy)
+            plan = _session_plan(trace, replace(machine, num_chunks=num_chunks), policy)
         except PlanError:
             return None
         return plan if limit_ns is None or plan.step_ns <= limit_ns else None
@@ -77,7 +78,7 @@ def smallest_budget(
     high = max(lower_bounds(trace, machine)["in_core_nbytes"] // machine.chunk_nbytes, low)
     best = plan_in_time(high)
     if best is None:
-        plan = make_plan(trace, replace(machine, num_chunks=high), policy)
+        plan = _session_plan(trace, replace(machine, num_chunks=high), policy)
         assert limit_ns is not None
         raise DeadlineTooShort(
             deadline_ns=limit_ns,
@@ -93,6 +94,12 @@ def smallest_budget(
         else:
             high, best = middle, found
     return best
+
+
+def _session_plan(trace: Trace, machine: Machine, policy: str) -> Plan:
+    """The plan that a session would make: training waits for it, so it is not the thorough one."""
+    quick = {"thorough": False} if "thorough" in POLICIES[policy].parameters else {}
+    return make_plan(trace, machine, policy, **quick)
 
 
 def largest_batch(fits: Callable[[int], bool], most: int) -> int:
@@ -238,7 +245,7 @@ def _micro_batch(parsed: argparse.Namespace) -> int:
         print(
             f"best micro-batch: {best.size}, {best.count} to a batch of {parsed.micro_batch} within "
             f"{format_nbytes(budget_nbytes)}; a step then takes {format_duration(best.plan.step_ns / 1e9)}, "
-            f"by {parsed.policy}"
+            f"by {parsed.policy}. In the script: session.micro_batch(model, loss, batch, size={best.size})"
         )
     return 0
 
@@ -258,7 +265,7 @@ def _largest_batch(parsed: argparse.Namespace) -> int:
             if (need := need_of(timed)) > budget_nbytes:
                 require_budget(timed, machine, pins_of(timed))
                 raise PlanError(f"an op before the first step needs {format_nbytes(need)} at once")
-            plan = make_plan(timed, machine, parsed.policy)
+            plan = _session_plan(timed, machine, parsed.policy)
         except PlanError as error:
             reasons[batch] = str(error)
             print(f"batch {batch}: does not fit", file=sys.stderr)

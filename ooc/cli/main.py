@@ -21,7 +21,18 @@ from vmm.printable import printable
 FAILURE_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
 INTERRUPT_EXIT_CODE = 130
-_NEEDS_BUDGET = ("budget", "host_budget", "store", "policy", "window", "chunk", "threshold", "progress", "debug")
+_NEEDS_BUDGET = (
+    "budget",
+    "host_budget",
+    "store",
+    "policy",
+    "window",
+    "chunk",
+    "threshold",
+    "progress",
+    "debug",
+    "step_in_backward",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,7 +142,19 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavars = {"device": "NAME", "store": "DIR", "policy": "NAME", "report": "FILE", "plan": "FILE"}
         metavar = metavars.get(setting.name, "SIZE")
         run.add_argument(setting.option, metavar=metavar, help=f"{setting.description} (default: {setting.default})")
+    run.add_argument(
+        "--recompute",
+        action=argparse.BooleanOptionalAction,
+        help="run ops again instead of moving what they made, where that is faster (default: the policy's; "
+        "auto does on the CPU where a plan waits for the store)",
+    )
     run.add_argument("--debug", action="store_true", help="make each touch of an evicted tensor a fault; slow")
+    run.add_argument(
+        "--step-in-backward",
+        action="store_true",
+        help="apply each gradient inside the backward pass and free it: parameters, gradients and optimizer state pass "
+        "through memory once a step; same results, or a refusal (clipping by a global norm, scalers, LBFGS)",
+    )
     run.add_argument(
         "--diagnose",
         action="store_true",
@@ -214,7 +237,13 @@ def _run(parsed: argparse.Namespace) -> int:
         run(
             parsed.target,
             parsed.arguments,
-            options=RunOptions(budget=budget, debug=parsed.debug, **settings),
+            options=RunOptions(
+                budget=budget,
+                debug=parsed.debug,
+                recompute=parsed.recompute,
+                step_in_backward=parsed.step_in_backward,
+                **settings,
+            ),
             is_module=parsed.is_module,
         )
     except RunError as error:

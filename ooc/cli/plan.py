@@ -249,16 +249,14 @@ def _plan(parsed: argparse.Namespace) -> int:
         raise error
     if parsed.output is not None and best is not None and best.plan is not None:
         write_text(parsed.output, best.plan.to_json())
-        hint = (
-            " (it runs ops again, which a session cannot play yet; see --no-recompute)" if best.plan.recomputes else ""
-        )
+        hint = " (it runs ops again)" if best.plan.recomputes else ""
         print(f"{parsed.output}: the plan of {best.policy}{hint}", file=sys.stderr)
     return 0
 
 
 def _sweep(parsed: argparse.Namespace, trace: Trace, profile: Profile, policies: tuple[str, ...]) -> int:
-    from ooc.cli.plan_tables import draw_sweep, outcome_row, print_table, sweep_table
-    from scheduler.compare import budgets_between, sweep
+    from ooc.cli.plan_tables import SweepMarks, draw_sweep, outcome_row, print_table, sweep_table
+    from scheduler.compare import budgets_between, knee, least_budgets, sweep
 
     if parsed.budget is not None or parsed.deadline is not None:
         raise UsageError("--sweep goes through all budgets; leave --budget and --deadline out")
@@ -270,15 +268,23 @@ def _sweep(parsed: argparse.Namespace, trace: Trace, profile: Profile, policies:
     machine = machine_for(profile, max(peak_nbytes, 64 * KIB), parsed.chunk, trace)
     budgets = budgets_between(trace, machine, parsed.points)
     points = sweep(trace, machine, budgets, policies, profile=profile, recompute=not parsed.no_recompute)
+    least = least_budgets(trace, machine, points, profile=profile, recompute=not parsed.no_recompute)
+    bend = knee(points)
+    marks = SweepMarks(
+        least={policy: None if count is None else count * machine.chunk_nbytes for policy, count in least.items()},
+        knee=None if bend is None else bend * machine.chunk_nbytes,
+    )
     title = f"{len(trace.ops)} ops on {profile.name}: time of a step by budget, and how far above the bound"
     if parsed.json:
         rows = [{"budget_nbytes": n * machine.chunk_nbytes, **outcome_row(o)} for n, own in points for o in own]
-        print(json.dumps({"outcomes": rows}, indent=1))
+        found = {"least_budget_nbytes": dict(marks.least), "knee_nbytes": marks.knee}
+        print(json.dumps({"outcomes": rows, **found}, indent=1))
     else:
-        print_table(sweep_table(points, chunk_nbytes=machine.chunk_nbytes, title=title))
+        print_table(sweep_table(points, chunk_nbytes=machine.chunk_nbytes, title=title, marks=marks))
+        print("\n".join(marks.lines()))
     if parsed.output is not None:
         try:
-            draw_sweep(points, chunk_nbytes=machine.chunk_nbytes, path=Path(parsed.output), title=title)
+            draw_sweep(points, chunk_nbytes=machine.chunk_nbytes, path=Path(parsed.output), title=title, marks=marks)
         except OSError as error:
             raise UsageError(f"cannot write {parsed.output}: {error}") from error
     return 0

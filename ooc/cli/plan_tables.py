@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def outcome_row(outcome: Outcome) -> dict[str, Any]:
     if plan is None:
         return {**row, "reason": outcome.reason, "smallest_budget_nbytes": outcome.smallest_budget_nbytes}
     row |= {"budget_nbytes": plan.machine.budget_nbytes, **plan.predicted, "parameters": dict(plan.parameters)}
+    row["step_ns"] = outcome.duration_ns  # with its remaps
     row["bound_ns"] = plan.bounds["duration_ns"]
     row["over_bound"] = over_bound(outcome)
     if plan.notes:
@@ -59,8 +61,35 @@ def comparison_table(outcomes: Sequence[Outcome], *, title: str, chosen: Outcome
     return table
 
 
-def sweep_table(points: Points, *, chunk_nbytes: int, title: str) -> Table:
-    """Make the table of a sweep: a row per budget, a column per policy, with time and excess over the bound."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepMarks:
+    """What a reader looks for in a sweep, in bytes.
+
+    Attributes:
+        least: Each policy's least budget; None: it has no plan at any.
+        knee: The budget from which on more memory buys little time; None: there is no such.
+    """
+
+    least: Mapping[str, int | None]
+    knee: int | None
+
+    def lines(self) -> list[str]:
+        """For people."""
+        order = sorted(self.least, key=lambda policy: (self.least[policy] or 1 << 62, policy))
+        texts = [f"{p} {format_nbytes(n) if (n := self.least[p]) is not None else 'none'}" for p in order]
+        found = [f"Least budget: {', '.join(texts)}."]
+        if self.knee is None:
+            found.append("No knee: more memory buys little time anywhere.")
+        else:
+            found.append(f"Knee: {format_nbytes(self.knee)}; beyond it more memory buys little time.")
+        return found
+
+
+def sweep_table(points: Points, *, chunk_nbytes: int, title: str, marks: SweepMarks) -> Table:
+    """Make the table of a sweep: a row per budget, a column per policy, with time and excess over the bound.
+
+    The row of the knee is marked, and each policy's first row that has a plan.
+    """
     table = Table(title=escape(printable(title)))
     table.add_column("budget", justify="right")
     for outcome in points[0][1] if points else ():
@@ -70,7 +99,9 @@ def sweep_table(points: Points, *, chunk_nbytes: int, title: str) -> Table:
             "-" if o.plan is None else f"{format_duration(o.duration_ns / 1e9)} (+{over_bound(o):.1%})"
             for o in outcomes
         ]
-        table.add_row(format_nbytes(num_chunks * chunk_nbytes), *cells)
+        is_knee = num_chunks * chunk_nbytes == marks.knee
+        budget = format_nbytes(num_chunks * chunk_nbytes) + (" knee" if is_knee else "")
+        table.add_row(budget, *cells, style="bold" if is_knee else None)
     return table
 
 
@@ -87,8 +118,11 @@ def print_table(table: Table) -> None:
     console.print(table)
 
 
-def draw_sweep(points: Points, *, chunk_nbytes: int, path: Path, title: str) -> None:
-    """Draw time, bytes moved and energy (where known) over the budget, a line per policy, as PNG."""
+def draw_sweep(points: Points, *, chunk_nbytes: int, path: Path, title: str, marks: SweepMarks) -> None:
+    """Draw time, bytes moved and energy (where known) over the budget, a line per policy, as PNG.
+
+    A dotted line stands at the knee; a tick below the first panel at each policy's least budget.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -108,7 +142,11 @@ def draw_sweep(points: Points, *, chunk_nbytes: int, path: Path, title: str) -> 
             line = [(n * chunk_nbytes / MIB, value(o[index])) for n, o in points if o[index].plan is not None]
             if line:
                 style = {"linewidth": 2.5, "zorder": 3} if policy == "auto" else {"linewidth": 1.2}
-                axis.plot(*zip(*line, strict=True), marker=".", label=policy, **style)
+                (drawn,) = axis.plot(*zip(*line, strict=True), marker=".", label=policy, **style)
+                if (least := marks.least.get(policy)) is not None and axis is axes[0][0]:
+                    axis.axvline(least / MIB, ymax=0.05, color=drawn.get_color(), linewidth=2)
+        if marks.knee is not None:
+            axis.axvline(marks.knee / MIB, color="0.4", linestyle="--", linewidth=1, label="knee")
         axis.set(xlabel="budget, MiB", ylabel=label)
         axis.grid(alpha=0.3)
     bound = [
@@ -135,8 +173,8 @@ def _cells(outcome: Outcome, has_energy: bool) -> list[str]:
         outcome.policy,
         "yes",
         format_nbytes(p["peak_nbytes"]),
-        format_duration(p["duration_ns"] / 1e9),
-        f"{p['stall_ns'] / max(p['duration_ns'], 1):.1%}",
+        format_duration(outcome.duration_ns / 1e9),
+        f"{p['stall_ns'] / max(outcome.duration_ns, 1):.1%}",
         f"+{over_bound(outcome):.1%}",
         format_nbytes(p["loaded_nbytes"]),
         format_nbytes(p["evicted_nbytes"]),

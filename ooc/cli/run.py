@@ -8,6 +8,7 @@ are taken out of the traceback. Nothing is written to stdout.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib.machinery
 import importlib.util
@@ -24,8 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import ooc.session
 from ooc.errors import OocError
+from ooc.interop.step_in_backward import every_optimizer_in_backward
 from ooc.output_files import is_special
 from ooc.replay.given_plan import read_plan
+from ooc.reporting.hints import hint
 from ooc.reporting.report import summary, write_json
 from ooc.telemetry.progress import rank
 from vmm.driver import MemoryFault
@@ -36,6 +39,7 @@ from vmm.store import StoreError
 
 if TYPE_CHECKING:
     from ooc.fragmentation.live import Recording
+    from ooc.fragmentation.page_faults import PageFaultWatch
 
 _log = logging.getLogger(__name__)
 
@@ -66,10 +70,11 @@ class RunOptions:
     """The options of `ooc run`.
 
     Attributes:
-        budget, device, host_budget, store, policy, window, chunk, threshold, debug, progress: As `Session`'s
-            arguments; None: its default.
+        budget, device, host_budget, store, policy, window, chunk, threshold, debug, progress, recompute: As
+            `Session`'s arguments; None: its default.
         plan: File of a plan to replay (`ooc.replay.given_plan`); also gives the budget and the chunk size, where those
             are not given.
+        step_in_backward: Whether optimizers run inside the backward pass (`ooc.interop.step_in_backward`).
         report: File for the JSON report, written also when the script fails. Of several ranks each writes its own:
             run.json, run.rank1.json, ...
         summary: Whether to print one line to stderr at the end; None: if stderr is a terminal, by the first rank.
@@ -84,6 +89,8 @@ class RunOptions:
     chunk: int | str | None = None
     threshold: int | str | None = None
     debug: bool = False
+    step_in_backward: bool = False
+    recompute: bool | None = None
     progress: str | None = None
     plan: str | None = None
     report: str | None = None
@@ -100,8 +107,11 @@ class RunOptions:
             "chunk_nbytes": self.chunk,
             "threshold_nbytes": self.threshold,
             "progress": self.progress,
+            "background_planning": _plans_in_background(),
+            "recompute": self.recompute,
         }
-        return {"debug": self.debug, **{name: value for name, value in given.items() if value is not None}}
+        flags = {"debug": self.debug}
+        return {**flags, **{name: value for name, value in given.items() if value is not None}}
 
 
 def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module: bool = False) -> None:
@@ -136,7 +146,8 @@ def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module
         raise RunError(str(error)) from error
     atexit.register(_end, session)  # the script's own come later, so they run earlier
     try:
-        _execute(program, target, arguments)
+        with every_optimizer_in_backward() if options.step_in_backward else contextlib.nullcontext():
+            _execute(program, target, arguments)
     except BaseException:
         sys.excepthook = functools.partial(_print_exception, sys.excepthook, options.debug)
         raise
@@ -163,34 +174,45 @@ def diagnose(
         BaseException: Whatever the script raises, as it was raised; what was recorded until then is reported.
     """
     from ooc.fragmentation.live import Recording
+    from ooc.fragmentation.page_faults import PageFaultWatch
 
     report_path = _report_path(report)
     program = _find_module(target) if is_module else _find_script(target)
     recording = Recording(max_steps=max_steps)
+    watch = PageFaultWatch(lambda: recording.is_recording)
     recording.start()
+    watch.start()
     try:
         _execute(program, target, arguments)
     except BaseException:
         sys.excepthook = functools.partial(_print_exception, sys.excepthook, False)
         raise
     finally:
+        watch.stop()
         recording.stop()
-        _tell_diagnosis(recording, target, report_path)
+        typed = " ".join(["-m", target] if is_module else [target])
+        _tell_diagnosis(recording, watch if recording.device == "cpu" else None, target, typed, report_path)
         recording.close()
 
 
-def _tell_diagnosis(recording: Recording, name: str, report_path: Path | None) -> None:
+def _tell_diagnosis(
+    recording: Recording, watch: PageFaultWatch | None, name: str, typed: str, report_path: Path | None
+) -> None:
     """Report the findings. An error in that does not hide how the script ended."""
     from rich.console import Console
+    from rich.markup import escape
 
     from ooc.fragmentation.errors import BadFile
+    from ooc.fragmentation.planned import roomy_budget_nbytes
     from ooc.fragmentation.report import to_document
     from ooc.fragmentation.show import PIPE_WIDTH, show
 
+    faults = None if watch is None else watch.report()
     try:
         found = recording.report()
         if report_path is not None:
-            write_json(_of_this_rank(report_path), to_document(found))
+            pages = None if faults is None else faults.document()
+            write_json(_of_this_rank(report_path), {**to_document(found), "page_faults": pages})
     except BadFile as error:
         print(f"ooc run --diagnose: nothing to tell: {printable(error.reason)}", file=sys.stderr)
         return
@@ -201,6 +223,10 @@ def _tell_diagnosis(recording: Recording, name: str, report_path: Path | None) -
     console = Console(stderr=True, width=None if sys.stderr.isatty() else PIPE_WIDTH)
     console.print(f"\nooc run --diagnose: {recording.num_steps} optimizer steps were recorded", highlight=False)
     show(found, console, name)
+    if faults is not None:
+        console.print("\n[bold]Memory given back and taken again[/]", highlight=False)
+        for line in faults.lines(typed, roomy_budget_nbytes(found.stream)):
+            console.print(escape(printable(line)), soft_wrap=True, highlight=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,6 +346,13 @@ def _tell(
             print(f"ooc run: cannot write the report to {report_path}: {error}", file=sys.stderr)
     if wants_summary:
         print(f"ooc run: {summary(report)}", file=sys.stderr)
+        if (remark := hint(report)) is not None:
+            print(f"ooc run: {remark}", file=sys.stderr)
+
+
+def _plans_in_background() -> bool:
+    """Whether another process makes plans: `OOC_BACKGROUND_PLANNING=0` turns it off."""
+    return os.environ.get("OOC_BACKGROUND_PLANNING", "").strip().lower() not in ("0", "off", "no", "false")
 
 
 def _end(session: ooc.session.Session) -> None:

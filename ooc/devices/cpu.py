@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ooc.devices.detach import detach_tensors
 from ooc.devices.protocols import Device
@@ -68,19 +69,25 @@ class CpuMemory:
     def host_touches(self, record: VariableRecord) -> None:
         """Does nothing: no work is under way that the host could overtake."""
 
-    def check_resize(self, num_chunks: int) -> None:
-        """As `Memory.check_resize`."""
-        if num_chunks > self.driver.max_chunks:
-            most, wanted = (n * self.driver.chunk_nbytes for n in (self.driver.max_chunks, num_chunks))
+    def split_budget(self, num_budget_chunks: int) -> tuple[int, int]:
+        """As `Memory.split_budget`: all are the pool's."""
+        if num_budget_chunks > self.driver.max_chunks:
+            most, wanted = (n * self.driver.chunk_nbytes for n in (self.driver.max_chunks, num_budget_chunks))
             raise SessionError(
                 f"a budget of {format_nbytes(wanted)}: this session's pool can have at most {format_nbytes(most)}, the "
                 "memory of the machine, or as many addresses as there were when it was opened.\n"
                 f"  Options: a budget of at most {format_nbytes(most)}; no limit on address space (ulimit -v)."
             )
+        return num_budget_chunks, 0
 
-    def resize(self, num_chunks: int) -> None:
+    def resize(self, num_chunks: int, num_small_chunks: int = 0) -> None:  # noqa: ARG002 - as `Memory` has it
         """As `Memory.resize`."""
+        self.space.vacate(num_chunks)
         self.driver.resize(num_chunks)
+
+    def forbids(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG002 - as `Memory` has it
+        """As `Memory.forbids`: blocks below the threshold are torch's own, and stay."""
+        return False
 
     def detach_tensors(self, manager: ResidencyManager) -> None:
         """Detach what is still alive: it becomes ordinary memory at its address."""

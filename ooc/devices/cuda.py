@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,12 @@ from ooc.devices.torch_cuda import Refusals, TorchCuda, check_environment, repla
 from ooc.errors import DeviceUnavailable, SessionError
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
+from ooc.replay.op_watch import Range
 from ooc.units import format_exactly, format_nbytes
 from vmm.cuda_calls import CudaCalls, CudaFault, load_bindings
 from vmm.cuda_table import CudaTable, DriverPointers, cuda_table, driver_pointers
+from vmm.device_store import DeviceSlot
+from vmm.driver import MemoryFault
 from vmm.files import default_directory
 from vmm.machine import memory_room
 from vmm.table import AllocatorTable
@@ -187,17 +190,16 @@ class CudaMemory(DeviceMemory):
             )
         super().__init__(num_chunks=num_chunks, num_small_chunks=num_small_chunks, **options)
         driver = self.driver
-        nbytes = num_chunks * driver.chunk_nbytes
-        self._small = driver.view_address + self.num_chunks * driver.chunk_nbytes
-        self._num_small_chunks = num_small_chunks
-        self.small_nbytes = num_small_chunks * driver.chunk_nbytes
+        self._small = driver.fixed_address
+        self._stored_small: DeviceSlot | None = None
+        """What small blocks hold, while their memory is given back."""
         self.device_index = options.get("device_index", 0)
         self._table = self.allocator = table
         self._is_closed = False
         with contextlib.ExitStack() as undo:
             undo.callback(super().close)
-            table.begin(driver.arena, (self._small, driver.view_address + nbytes), self.device_index)
-            table.reserved_nbytes = nbytes
+            table.begin(driver.arena, (self._small, self._small + self.small_nbytes), self.device_index)
+            table.reserved_nbytes = num_chunks * driver.chunk_nbytes
             refusals = Refusals()
             refusals.install()
             undo.callback(refusals.remove)
@@ -205,6 +207,107 @@ class CudaMemory(DeviceMemory):
             threading = torch.autograd.set_multithreading_enabled(False)
             undo.callback(threading.__exit__, None, None, None)
             self._undo = undo.pop_all()
+
+    @property
+    def small_nbytes(self) -> int:
+        """Bytes for blocks below the threshold."""
+        return self.driver.num_fixed_chunks * self.driver.chunk_nbytes
+
+    def split_budget(self, num_budget_chunks: int) -> tuple[int, int]:
+        """As `Memory.split_budget`: small blocks get a sixteenth, or more if those that are alive need it."""
+        super().split_budget(num_budget_chunks)
+        chunk_nbytes = self.driver.chunk_nbytes
+        num_used = -(-(self._table.small_used() - self._small) // chunk_nbytes)
+        num_small = max(num_budget_chunks // _SMALL_SHARE, num_used, 1)
+        if num_small >= num_budget_chunks:
+            least = (num_small + 1) * chunk_nbytes
+            raise SessionError(
+                f"a budget of {format_nbytes(num_budget_chunks * chunk_nbytes)}: blocks below the threshold take "
+                f"{format_nbytes(num_small * chunk_nbytes)}, and stay where they are.\n"
+                f"  Options: a budget of at least {format_nbytes(least)}; session.yielded(), which stores them, too."
+            )
+        return num_budget_chunks - num_small, num_small
+
+    def resize(self, num_chunks: int, num_small_chunks: int = 0) -> None:
+        """As `Memory.resize`."""
+        try:
+            if num_chunks == 0:
+                self._give_all_back()
+            else:
+                self._resize_both(num_chunks, num_small_chunks)
+        finally:
+            self._table.reserved_nbytes = self.num_chunks * self.driver.chunk_nbytes + self.small_nbytes
+
+    def _resize_both(self, num_chunks: int, num_small: int) -> None:
+        """Resize the pool and the part for small blocks; if the second of them fails, the first is undone."""
+        self._restore_small(num_small)
+        before = self.driver.num_fixed_chunks
+        if num_small < before:  # what shrinks goes first, so that both together never exceed the larger budget
+            self._resize_small(num_small)
+            if self.driver.num_fixed_chunks > num_small:
+                self._resize_small(before)
+                raise MemoryFault(
+                    f"blocks below the threshold need more than the {num_small} chunks that a budget of "
+                    f"{num_chunks + num_small} chunks has for them: another thread has allocated some meanwhile.\n"
+                    "  Options: once more; a larger budget."
+                )
+        try:
+            super().resize(num_chunks)
+        except MemoryFault:
+            with contextlib.suppress(MemoryFault):
+                self._resize_small(before)
+            raise
+        if num_small > self.driver.num_fixed_chunks:
+            with contextlib.suppress(MemoryFault):  # then small blocks take chunks of the pool, as when theirs are full
+                self._resize_small(num_small)
+
+    def _resize_small(self, num_small: int) -> None:
+        """Resize the part for small blocks."""
+        chunk_nbytes, before = self.driver.chunk_nbytes, self.driver.num_fixed_chunks
+        if num_small < before:
+            stop = self._table.resize_small(self._small + num_small * chunk_nbytes)
+            num_small = -(-(stop - self._small) // chunk_nbytes)  # on another thread some may have been allocated
+            self._table.resize_small(self._small + num_small * chunk_nbytes)
+        try:
+            if num_small < before:
+                self.wait_for_device()
+            self.driver.resize_fixed(num_small)
+        finally:
+            self._table.resize_small(self._small + self.small_nbytes)
+
+    def _give_all_back(self) -> None:
+        """Store what small blocks hold, and give all memory of the device back."""
+        num_small = self.driver.num_fixed_chunks
+        self._table.close_small(True)
+        try:
+            self.wait_for_device()
+            nbytes = self._table.small_used() - self._small
+            if nbytes and self._stored_small is None:
+                slot = self.store.allocate(nbytes)
+                try:
+                    self.store.write(slot, [(self._small, nbytes)]).wait()
+                except BaseException:
+                    self.store.free(slot)
+                    raise
+                self._stored_small = slot
+            self.driver.resize_fixed(0)
+            super().resize(0)
+        except BaseException:
+            self._restore_small(num_small)
+            raise
+
+    def _restore_small(self, num_small: int) -> None:
+        """Take memory for small blocks again, and bring back what they held; they may be allocated again."""
+        slot, chunk_nbytes = self._stored_small, self.driver.chunk_nbytes
+        if slot is not None:
+            self.driver.resize_fixed(max(num_small, -(-slot.nbytes // chunk_nbytes), self.driver.num_fixed_chunks))
+            self.store.read(slot, [(self._small, slot.nbytes)]).wait()
+            self._stored_small = None
+            self.store.free(slot)
+        elif self.driver.num_fixed_chunks == 0:
+            self.driver.resize_fixed(num_small)
+        self._table.resize_small(self._small + self.small_nbytes)
+        self._table.close_small(False)
 
     def watch(self, manager: ResidencyManager) -> Any:  # noqa: ARG002 - as `Memory` has it
         """Make the watch that orders each op after the one before, on whatever stream it runs."""
@@ -217,6 +320,7 @@ class CudaMemory(DeviceMemory):
             SessionError: The device has no room for all variables. Those that it names are lost.
         """
         super().detach_tensors(manager)
+        lost = self._lost_small()
         records = list(manager.records.values())
         chunk_nbytes = self.driver.chunk_nbytes
         for record in records:
@@ -224,15 +328,16 @@ class CudaMemory(DeviceMemory):
             # Else it was freed a moment ago: it goes back with the other chunks.
             if record.state is State.RESIDENT and self._table.outlives(record.address, num_chunks * chunk_nbytes):
                 self.driver.disown(record.address, num_chunks)
-        if self._table.end():
-            self.driver.disown(self._small, self._num_small_chunks)
+        if self._table.end() and not lost:
+            self.driver.disown(self._small, self.driver.num_fixed_chunks)
         self.driver.give_chunks_back()
         missing = [r for r in records if r.state is not State.RESIDENT and not self._bring_back(r)]
         manager.records.clear()
-        if missing:
-            total = sum(record.nbytes for record in missing)
+        if missing or lost:
+            total = sum(record.nbytes for record in missing) + lost
             raise SessionError(
-                f"the session has ended, and {len(missing)} of its variables ({format_nbytes(total)}) do not fit into "
+                f"the session has ended, and {len(missing)} of its variables ({format_nbytes(total)}"
+                f"{', all blocks below the threshold among them' if lost else ''}) do not fit into "
                 "the device's memory: they are lost, and must not be touched.\n"
                 "  Options: save or drop them before the session ends; move them to the CPU."
             )
@@ -246,8 +351,23 @@ class CudaMemory(DeviceMemory):
         self._table.reserved_nbytes = 0
         self._undo.close()
 
+    def _lost_small(self) -> int:
+        """When the session ends while its memory is lent: bytes of small blocks for which there is no memory."""
+        if self._stored_small is None:
+            return 0
+        nbytes = self._stored_small.nbytes
+        try:
+            self._restore_small(1)
+        except (CudaFault, MemoryFault, OSError) as fault:
+            _log.error("what small blocks held cannot be brought back: %s", fault)
+            return nbytes
+        return 0
+
     def _bring_back(self, record: VariableRecord) -> bool:
         address, num_chunks = record.address, record.reservation.num_chunks
+        if record.state is State.DISCARDED:  # and could not be made again when its plan was left
+            _log.error("a variable of %s was discarded, and is lost", format_exactly(record.nbytes))
+            return False
         try:
             self.driver.attach_new(address, num_chunks)
         except CudaFault as fault:
@@ -268,6 +388,7 @@ class CudaOps:
     """Orders ops that run on several streams: each op's stream waits for the stream of the op before."""
 
     def __init__(self, memory: CudaMemory) -> None:
+        self.device = torch.device("cuda", memory.device_index)
         self._follow = memory.streams.follow
         self._observe_use = memory.streams.observe_use
 
@@ -292,3 +413,27 @@ class CudaOps:
     def _replay(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         self._follow()
         return function(*args, **kwargs)
+
+    def follow(self) -> None:
+        """As `OpWatch.follow`."""
+        self._follow()
+
+    def stream(self) -> torch.cuda.Stream:
+        """As `OpWatch.stream`. A library's workspace belongs to a stream: on another, a re-run would take a new one."""
+        return torch.cuda.current_stream(self.device)
+
+    def on_stream(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
+        """As `OpWatch.on_stream`."""
+        found: contextlib.AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return found
+
+    def runs_again(
+        self,
+        name: str,  # noqa: ARG002
+        *,
+        reads: Sequence[Range] = (),  # noqa: ARG002
+        writes: Sequence[Range] = (),  # noqa: ARG002
+        births: Sequence[Range] = (),  # noqa: ARG002
+    ) -> None:
+        """As `OpWatch.runs_again`."""
+        self._follow()

@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils._pytree import tree_leaves
+
 from ooc.errors import SessionError
 from ooc.units import format_nbytes
 from vmm.cuda import CudaDriver
@@ -23,6 +26,10 @@ from vmm.host_blocks import HostBlocks
 if TYPE_CHECKING:
     from ooc.memory.record import VariableRecord
     from ooc.memory.residency import ResidencyManager
+
+
+_data_ptr: Any = torch.Tensor.data_ptr
+"""As torch has it: a session replaces it by one that exports."""
 
 
 class DeviceGuards:
@@ -84,7 +91,7 @@ class DeviceMemory:
 
     Args:
         num_chunks, chunk_nbytes: The device's memory.
-        num_small_chunks: How many of these, the last of the view, are for small blocks and not the pool's.
+        num_small_chunks: How many of these are for small blocks and not the pool's.
         bindings: `cuda.bindings.driver` or its like.
         current_stream: Handle of the stream on which the program's next op runs.
         host_budget_nbytes: Bytes of host memory to pin.
@@ -114,10 +121,14 @@ class DeviceMemory:
         device_index: int = 0,
         checkpoint: Callable[[], None] = lambda: None,
     ) -> None:
-        self.num_chunks = num_chunks - num_small_chunks
         with contextlib.ExitStack() as undo:
             self.driver = CudaDriver(
-                num_chunks, chunk_nbytes, bindings=bindings, arena_nbytes=arena_nbytes, device_index=device_index
+                num_chunks - num_small_chunks,
+                chunk_nbytes,
+                num_fixed_chunks=num_small_chunks,
+                bindings=bindings,
+                arena_nbytes=arena_nbytes,
+                device_index=device_index,
             )
             undo.callback(self.driver.close)
             checkpoint()
@@ -134,12 +145,17 @@ class DeviceMemory:
                 file = DeviceFile(self.streams, file_directory, staging_nbytes=num_staging)
                 undo.callback(file.close)
             self.store = DeviceStore(self.streams, blocks, file=file)
-            self.store.measure((self.driver.view_address, num_chunks * chunk_nbytes))
+            self.store.measure((self.driver.view_address, self.num_chunks * chunk_nbytes))
             self.space = self.space_type(self.driver, self.streams)
             undo.pop_all()
 
     def __repr__(self) -> str:
         return f"<DeviceMemory {self.driver!r}, {self.store!r}>"
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the pool."""
+        return self.driver.num_chunks
 
     def make_guards(self, *, debug: bool) -> DeviceGuards:
         """Make guards that serve nothing; in debug mode a touch of an evicted variable faults."""
@@ -148,16 +164,36 @@ class DeviceMemory:
     def host_touches(self, record: VariableRecord) -> None:
         """Does nothing: pointers to device memory are for device code, which is ordered by streams."""
 
-    def check_resize(self, num_chunks: int) -> None:
-        """Raises `SessionError`: so far a device's pool keeps its size."""
-        raise SessionError(
-            f"a budget of {format_nbytes(num_chunks * self.driver.chunk_nbytes)} from now on: that of a session on a "
-            "GPU is fixed so far.\n  Options: close the session and open another."
-        )
+    def split_budget(self, num_budget_chunks: int) -> tuple[int, int]:
+        """As `Memory.split_budget`: all are the pool's; a subclass may keep some for small blocks."""
+        if num_budget_chunks > self.driver.max_chunks:
+            most, wanted = (n * self.driver.chunk_nbytes for n in (self.driver.max_chunks, num_budget_chunks))
+            raise SessionError(
+                f"a budget of {format_nbytes(wanted)}: the device's memory is {format_nbytes(most)} in all.\n"
+                f"  Options: a budget of at most {format_nbytes(most)}, less what others use."
+            )
+        return num_budget_chunks, 0
 
-    def resize(self, num_chunks: int) -> None:
-        """As `check_resize`."""
-        self.check_resize(num_chunks)
+    def resize(self, num_chunks: int, num_small_chunks: int = 0) -> None:  # noqa: ARG002 - a subclass has some
+        """As `Memory.resize`. What goes is the driver's when this returns: no mapping of ours shows it any more."""
+        if num_chunks < self.num_chunks:
+            self.wait_for_device()
+            self.space.vacate(num_chunks)
+        self.driver.resize(num_chunks)
+
+    def wait_for_device(self) -> None:
+        """Let the host see the end of all work on the device, that of other libraries' streams, too."""
+        self.store.wait_all()
+        self.streams.drain()
+
+    def forbids(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """As `Memory.forbids`. No op may use the device: libraries keep workspaces there that no op names."""
+        leaves = tree_leaves((args, kwargs))
+        return any(
+            (isinstance(leaf, torch.Tensor) and (leaf.is_cuda or self.driver.holds(_address(leaf))))
+            or (isinstance(leaf, torch.device) and leaf.type == "cuda")
+            for leaf in leaves
+        )
 
     def detach_tensors(self, manager: ResidencyManager) -> None:
         """Wait for all device work; subclasses detach what is still alive."""
@@ -170,3 +206,11 @@ class DeviceMemory:
         self.store.close()
         self.driver.close()
         self.streams.close()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where a tensor's bytes begin; 0 where it has none of its own."""
+    try:
+        return int(_data_ptr(tensor))
+    except (RuntimeError, NotImplementedError):
+        return 0

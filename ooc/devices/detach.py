@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import mmap
 import os
 from collections.abc import Callable
 
-from ooc.memory.record import Segments, State
+from ooc.errors import SessionError
+from ooc.memory.record import Segments, State, VariableRecord
 from ooc.memory.residency import ResidencyManager
+from ooc.units import format_nbytes
 from vmm.posix import PosixDriver
 from vmm.store import FileStore
 from vmm.syscalls import MAP_FIXED, MAP_NORESERVE, Syscalls
@@ -23,12 +26,16 @@ def detach_tensors(manager: ResidencyManager, driver: PosixDriver, store: FileSt
 
     The budget ends with the session, so all of them are brought in. Each is private to the process from
     now on, and is unmapped when it is freed.
+
+    Raises:
+        SessionError: Some could not be read from the store, all others are detached. There is no memory at
+            the addresses of those that are lost: reading them ends the process, and never gives other bytes.
     """
     syscalls = Syscalls()
     total = 0
+    lost: list[tuple[VariableRecord, OSError]] = []
     for record in list(manager.records.values()):
-        manager.settle(record)
-        num_chunks = record.reservation.num_chunks
+        num_chunks = record.reservation.num_held_chunks
         whole, length = num_chunks * manager.chunk_nbytes, _whole_granules(record.nbytes)
         # The rest of the last chunk, too: one page of the pool that stays mapped keeps all of the pool's memory.
         if whole > length:
@@ -37,12 +44,32 @@ def detach_tensors(manager: ResidencyManager, driver: PosixDriver, store: FileSt
             fill = functools.partial(_copy, manager.segments(record.runs, record.nbytes))
         else:
             assert record.slot is not None
-            fill = functools.partial(_read, store.descriptor, record.slot.offset, length)
+            fill = functools.partial(_read, store.descriptor, record.slot.offset, length, record.nbytes)
         driver.disown(record.address, num_chunks)
-        lives = become_ordinary(allocator, record.address, record.nbytes, fill)
-        total += record.nbytes if lives else 0
+        try:
+            lives = become_ordinary(allocator, record.address, record.nbytes, fill)
+        except OSError as error:
+            lost.append((record, error))
+        else:
+            total += record.nbytes if lives else 0
     manager.records.clear()
+    if lost:
+        raise _of_the_lost(lost)
     return total
+
+
+def _of_the_lost(lost: list[tuple[VariableRecord, OSError]]) -> SessionError:
+    nbytes = sum(record.nbytes for record, _ in lost)
+    named = ", ".join(f"{record.label or 'variable'} ({format_nbytes(record.nbytes)})" for record, _ in lost[:5])
+    error = SessionError(
+        f"the session has ended, and {len(lost)} of its variables ({format_nbytes(nbytes)}) could not be read from "
+        f"the store: {named}{', ...' if len(lost) > 5 else ''}: {lost[0][1]}. They are lost, and must not be touched; "
+        "all others are in memory.\n"
+        "  Options: save what is left, and go on from the last checkpoint; look at the disk of the store "
+        "(`store=`, `--store`)."
+    )
+    error.__cause__ = lost[0][1]
+    return error
 
 
 def become_ordinary(allocator: CpuAllocator, address: int, nbytes: int, fill: Callable[[int], None]) -> bool:
@@ -50,12 +77,17 @@ def become_ordinary(allocator: CpuAllocator, address: int, nbytes: int, fill: Ca
 
     Returns:
         Whether the variable is alive. If it was freed a moment ago, by the cycle collector or another thread,
-        nobody will free it again, and nothing is left there.
+        nobody will free it again, and nothing is left there. Nor is there where `fill` raises.
     """
     syscalls = Syscalls()
     length = _whole_granules(nbytes)
     syscalls.mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, _ANONYMOUS, -1, 0)
-    fill(address)
+    try:
+        fill(address)
+    except OSError:
+        syscalls.mmap(address, length, 0, _ANONYMOUS | MAP_NORESERVE, -1, 0)
+        allocator.detach(address, length)
+        raise
     if allocator.detach(address, length):
         return True
     syscalls.mmap(address, length, 0, _ANONYMOUS | MAP_NORESERVE, -1, 0)
@@ -72,11 +104,14 @@ def _whole_granules(nbytes: int) -> int:
     return -(-nbytes // GRANULE_NBYTES) * GRANULE_NBYTES
 
 
-def _read(descriptor: int, offset: int, nbytes: int, address: int) -> None:
-    view = (ctypes.c_char * nbytes).from_address(address)
+def _read(descriptor: int, offset: int, length: int, nbytes: int, address: int) -> None:
+    """Read `length` bytes, whole granules for `O_DIRECT`; the slot may end after `nbytes` of them."""
+    view = (ctypes.c_char * length).from_address(address)
     done = 0
-    while done < nbytes:
-        count = os.preadv(descriptor, [memoryview(view)[done:nbytes]], offset + done)
+    while done < length:
+        count = os.preadv(descriptor, [memoryview(view)[done:length]], offset + done)
+        if count <= 0 and done >= nbytes:
+            break
         if count <= 0:
-            break  # the slot ends before the last granule does
+            raise OSError(errno.EIO, f"the file ends at {offset + done}, inside of {nbytes} bytes at {offset}")
         done += count

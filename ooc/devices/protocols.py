@@ -57,15 +57,25 @@ class Memory(Protocol):
     def host_touches(self, record: VariableRecord) -> None:
         """Called before the host touches a variable's memory outside any op."""
 
-    def check_resize(self, num_chunks: int) -> None:
-        """Raise `SessionError` if the pool can never have so many chunks."""
-
-    def resize(self, num_chunks: int) -> None:
-        """Resize the pool to so many chunks; none of those that go is mapped.
+    def split_budget(self, num_budget_chunks: int) -> tuple[int, int]:
+        """How many of a budget's chunks are the pool's, and how many are for blocks below the threshold.
 
         Raises:
-            MemoryFault: The memory is not there. Nothing has changed.
+            SessionError: The budget can never be so large, or so small.
         """
+
+    def resize(self, num_chunks: int, num_small_chunks: int = 0) -> None:
+        """Give memory back, or take more, so that there are so many chunks (see `split_budget`).
+
+        No variable is resident in a chunk that goes. 0 chunks: all memory is given back, and what blocks below the
+        threshold hold is stored until there is memory again; nothing may use them meanwhile (`forbids`).
+
+        Raises:
+            MemoryFault: The memory is not there, or a call failed. `num_chunks` says what there is now.
+        """
+
+    def forbids(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an op with these arguments must not run after `resize(0)`, even if they name no variable."""
 
     def detach_tensors(self, manager: ResidencyManager) -> None:
         """Detach the tensors that are alive when the session ends."""

@@ -33,7 +33,7 @@ def dispatcher_type() -> Any:
         )
     path = native_build.build(
         "ooc_dispatch",
-        [_NATIVE / "dispatch.cpp", _ALLOCATOR_HEADER],
+        [_NATIVE / "dispatch.cpp", *sorted(_NATIVE.glob("*.h")), _ALLOCATOR_HEADER],
         include_dirs=[*include_dirs, str(python_headers)],
         library_dirs=library_dirs,
         libraries=["c10"],

@@ -13,8 +13,9 @@ import ctypes
 import functools
 import mmap
 import threading
+import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ooc.errors import SessionError, StoreFailed
+from ooc.memory.no_room import NoRoom
 from ooc.memory.record import State, VariableRecord
-from ooc.memory.residency import NoRoom, ResidencyManager
+from ooc.memory.residency import ResidencyManager
 from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executor import Executor
 from ooc.tracing import op_semantics as ops
@@ -31,6 +33,9 @@ from ooc.tracing.collective_ops import is_collective
 from ooc.units import format_nbytes
 from vmm.files import BLOCK_NBYTES
 from vmm.store import StoreError
+
+_OP_WAIT_S = 0.0005
+"""A guest that has to wait for the end of an op of the session's thread looks again so often."""
 
 
 class _Local(threading.local):
@@ -49,11 +54,21 @@ def is_guest() -> bool:
 @contextlib.contextmanager
 def as_guest() -> Iterator[None]:
     """The calling thread is a guest's for the time of the block."""
-    _local.depth += 1
+    become_guest()
     try:
         yield
     finally:
-        _local.depth -= 1
+        cease_to_be_guest()
+
+
+def become_guest() -> None:
+    """The calling thread is a guest's until `cease_to_be_guest`."""
+    _local.depth += 1
+
+
+def cease_to_be_guest() -> None:
+    """End what `become_guest` began."""
+    _local.depth -= 1
 
 
 class GuestOps:
@@ -64,6 +79,7 @@ class GuestOps:
         is_open: Whether the session is.
         absorb: Takes the allocator's log.
         limit_nbytes: List ops whose operands exceed it are run in parts.
+        is_inside_op: Whether the session's thread is within an op.
 
     Attributes:
         num_copies, copied_nbytes: Stand-ins made so far.
@@ -80,7 +96,9 @@ class GuestOps:
         is_open: Callable[[], bool],
         absorb: Callable[[], None],
         limit_nbytes: Callable[[], int],
+        is_inside_op: Callable[[], bool],
     ) -> None:
+        self._is_inside_op = is_inside_op
         self._manager = manager
         self._executor = executor
         self._dispatcher = dispatcher
@@ -190,10 +208,9 @@ class GuestOps:
         """Copies of the variables at these addresses. What is no variable (any more) has its bytes at its address."""
         found: dict[int, _Buffer] = {}
         away = []
-        with self._lock:
+        with self._locked(addresses):
             if not self._is_open():
                 return {}
-            self._absorb()
             for address in addresses:
                 record = self._record_at(address)
                 if record is None:
@@ -218,6 +235,35 @@ class GuestOps:
                     self._reading.notify_all()
         return found
 
+    @contextlib.contextmanager
+    def _locked(self, addresses: Sequence[int], *, writes: bool = False) -> Iterator[None]:
+        """The session's lock, with the log absorbed and the bytes of these variables somewhere.
+
+        With `writes`, no re-run is to come that reads them, either. A plan that stands in the way is left. What it had
+        discarded is made again here, but not while the session's thread is within an op, which may draw random numbers.
+        """
+        while True:
+            with self._lock:
+                if self._is_open():
+                    self._absorb()
+                    self._free_from_plan(addresses, writes=writes)
+                if not self._is_open() or self._executor.reruns.pending is None:
+                    yield
+                    return
+            time.sleep(_OP_WAIT_S)
+
+    def _free_from_plan(self, addresses: Sequence[int], *, writes: bool) -> None:
+        executor = self._executor
+        records = [record for address in addresses if (record := self._record_at(address)) is not None]
+        is_needed = executor.active is not None and any(
+            record.state is State.DISCARDED or (writes and executor.reruns.needs(executor.active, record))
+            for record in records
+        )
+        if is_needed:
+            executor.bail_out("another thread uses a variable that re-runs need")
+        if executor.reruns.pending is not None and not self._is_inside_op():
+            executor.reruns.remake()
+
     def _record_at(self, address: int) -> VariableRecord | None:
         active = self._executor.active
         if active is not None:
@@ -229,10 +275,9 @@ class GuestOps:
     # -- writes
 
     def _put_back(self, cast: _Cast, written: list[torch.Tensor]) -> None:
-        with self._lock, _disable_current_modes():
+        addresses = [self._dispatcher.address(tensor) for tensor in written]
+        with self._locked(addresses, writes=True), _disable_current_modes():
             is_open = self._is_open()
-            if is_open:
-                self._absorb()
             for tensor in written:
                 stand_in = cast.stand_ins[id(tensor)]
                 if _shape_of(tensor) != _shape_of(stand_in):  # `out=` of another shape, `transpose_`

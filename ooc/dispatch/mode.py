@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 
@@ -12,10 +14,18 @@ class SessionMode(TorchDispatchMode):
 
     Args:
         dispatcher: A native `Dispatcher`; this mode is its only user.
+
+    Attributes:
+        sees_compiled_regions: Whether each compiled graph reaches the mode as one op (`ooc.interop.compilation`).
+            Until then nothing is compiled under it: torch asks `ignore_compile_internals`.
+        note_region: Told the name and size of each compiled graph after its first run.
     """
+
+    sees_compiled_regions = False
 
     def __init__(self, dispatcher: Any) -> None:  # native, and given an attribute that its protocol does not have
         super().__init__()
+        self.note_region: Callable[[str, int], None] = lambda _name, _nbytes: None
         dispatcher.__self__ = self
         self.__torch_dispatch__ = dispatcher
 
@@ -29,3 +39,17 @@ class SessionMode(TorchDispatchMode):
         modes = _get_current_dispatch_mode_stack()
         if modes and modes[-1] is self:
             self.__exit__(None, None, None)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether Dynamo may compile under this mode."""
+        return cls.sees_compiled_regions
+
+
+def is_tracing() -> bool:
+    """Whether torch traces on this thread with tensors of its own: fake ones, proxies, functional ones.
+
+    Such a mode is below all others, however late it was entered, and its tensors want it: an op on them goes on to it.
+    """
+    kinds = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(kind) is not None for kind in (kinds.FAKE, kinds.PROXY, kinds.FUNCTIONAL))

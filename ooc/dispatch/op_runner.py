@@ -1,7 +1,7 @@
 """Runs the ops of a session on demand: those that no plan replays.
 
-The native dispatcher (native/dispatch.cpp) replays ops that are as planned and calls `OpRunner` for all others; the
-allocator calls it for every large allocation that the plan's table does not serve.
+The native dispatcher (native/dispatch.cpp) calls `OpRunner` for all ops but those that are as planned, and the
+allocator for every large allocation that the plan's table does not serve.
 """
 
 from __future__ import annotations
@@ -11,28 +11,36 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from ooc.dispatch.borders import Borders
+from ooc.dispatch.collective_runs import CollectiveRuns
 from ooc.dispatch.extension import new_dispatcher
 from ooc.dispatch.guest_ops import GuestOps, is_guest
-from ooc.dispatch.mode import SessionMode
-from ooc.dispatch.out_of_memory import budget_too_small
+from ooc.dispatch.mode import SessionMode, is_tracing
+from ooc.dispatch.native_demand import is_special, run_natively
+from ooc.dispatch.refusals import Call, RefusedAllocations
 from ooc.dispatch.signals import CriticalLock
-from ooc.errors import BudgetTooSmall, OocError
+from ooc.errors import SessionError
+from ooc.memory.no_room import NoRoom
 from ooc.memory.record import VariableRecord
-from ooc.memory.residency import NoRoom, ResidencyManager
+from ooc.memory.residency import ResidencyManager
+from ooc.replay.differences import difference
 from ooc.replay.executor import Executor
 from ooc.replay.op_watch import OpWatch
+from ooc.replay.planned_trials import TrialsInPlans
+from ooc.replay.rerun_device import RerunDevice
+from ooc.replay.rerun_trials import RerunTrial, RerunTrials
 from ooc.tracing import op_semantics as ops
-from ooc.tracing.collective_ops import is_collective
 from ooc.tracing.recorder import OpRecord
 from ooc.tracing.recording import StepRecording
 from vmm.chunks import ChunkPool
 from vmm.nvtx_ranges import marked, names_ops
-from vmm.torch_cpu import SERVED_APART, AllocatorTable
+from vmm.table import inside_op
+from vmm.torch_cpu import ALLOC, SERVED_APART, AllocatorTable
 
 _log = logging.getLogger(__name__)
 
@@ -45,46 +53,7 @@ _SPLIT_FRACTION = 8
 _NOTHING = contextlib.nullcontext()
 
 _FLIGHT_FRACTION = 4
-"""Planned around: operands of collectives under way, up to 1/4 of the budget. More, and the ops in between
-would not fit; whoever moves one of the rest waits for it."""
-
-
-class CollectiveRuns(Protocol):
-    """What becomes of ops that go on after they have returned: `ooc.interop.collectives.Collectives`."""
-
-    def run(
-        self,
-        run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run such an op, by `run`."""
-
-    def postpones(self, index: int) -> bool:
-        """Whether a planned op's acts after it are not to be done yet."""
-
-    def take_landed(self, op_index: int) -> Sequence[int]:
-        """Addresses that the program has waited for since the op before this one."""
-
-    def is_apart(self, nbytes: int) -> bool:
-        """Whether an allocation on this thread is none of the session's."""
-
-    def open(self) -> None:
-        """From now on the program's own waits are seen."""
-
-    def close(self) -> None:
-        """They are seen no more. Idempotent."""
-
-    def settle(self, act: str, *, is_last: bool = False) -> None:
-        """Wait for all that is under way, before `act`. Raises `SessionError` if that cannot be waited for."""
-
-    def document(self) -> dict[str, int]:
-        """For the report."""
-
-
-_Call = tuple[Any, Sequence[Any], Mapping[str, Any]]
-"""An op, its arguments and its keyword arguments."""
+"""Planned around: collectives' operands, up to 1/4 of the budget. Whoever moves one of the rest waits for it."""
 
 
 class OpRunner:
@@ -98,6 +67,9 @@ class OpRunner:
         mode: The dispatch mode by which ops arrive.
         guests: Runs the ops of other threads.
         collectives: What becomes of ops that go on after they have returned.
+        refusals: Allocations that were refused, and the errors that explain it.
+        trials: Which ops may run again; with `recompute` off, none.
+        borders: Finds out where one sequence of ops ends and another begins; None: at the end of steps alone.
     """
 
     def __init__(
@@ -111,20 +83,19 @@ class OpRunner:
         new_pool: Callable[[], ChunkPool],
         make_collectives: Callable[[OpRunner], CollectiveRuns],
         watch: OpWatch | None = None,
+        recompute: bool = False,
     ) -> None:
         self._manager = manager
         self._allocator = allocator
-        self._threshold_nbytes = threshold_nbytes
         self.recording = StepRecording()
         self.set_budget(budget_nbytes)
         self._is_open = is_open
         self._watch = watch
         self._names_ops = names_ops()
         self._thread = threading.get_ident()
-        self._pending: BaseException | None = None
-        self._largest_refused_nbytes = 0
         self._has_served = False  # an allocation since somebody last looked
         self._call_sites = self.recording.call_sites
+        self._forbids: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
         self.dispatcher = self._dispatcher = new_dispatcher(
             allocator,
             dispatch=self.dispatch,
@@ -134,15 +105,43 @@ class OpRunner:
             failed=self.failed,
         )
         self.lock = self._lock = CriticalLock(self.dispatcher)
+        rerun_device = RerunDevice(watch, threshold_nbytes=threshold_nbytes)
         self.mode = SessionMode(self.dispatcher)
+        self.trials = RerunTrials(
+            manager=manager, allocator=allocator, dispatcher=self.dispatcher, device=rerun_device, is_on=recompute
+        )
+        self.borders: Borders | None = None
         self.executor = self._executor = Executor(
             manager=manager,
             allocator=allocator,
             dispatcher=self.dispatcher,
             recording=self.recording,
             new_pool=new_pool,
+            rerun_device=rerun_device,
+            new_trials=functools.partial(TrialsInPlans, self.trials, manager, allocator, self.lock),
             watch=watch,
         )
+        self.refusals = RefusedAllocations(
+            manager=manager,
+            executor=self.executor,
+            dispatcher=self.dispatcher,
+            recording=self.recording,
+            threshold_nbytes=threshold_nbytes,
+        )
+        if self._watch is None and not self._names_ops:
+            run_natively(
+                self.dispatcher,
+                manager=manager,
+                executor=self.executor,
+                recording=self.recording,
+                lock=self.lock,
+                refused=self.refusals.pending,
+                failed=self.failed_on_demand,
+                may_run_again=self.trials.may_run_again,
+                most_ops=MAX_PERIOD_OPS,
+            )
+        manager.position = self._position
+        manager.foresight.funcs_since = self._funcs_since
         self.collectives = make_collectives(self)
         self.guests = GuestOps(
             manager=manager,
@@ -152,6 +151,7 @@ class OpRunner:
             is_open=is_open,
             absorb=self.absorb,
             limit_nbytes=lambda: self._split_nbytes,
+            is_inside_op=lambda: allocator.state.is_inside_op,
         )
 
     def __repr__(self) -> str:
@@ -162,6 +162,15 @@ class OpRunner:
         self._split_nbytes = budget_nbytes // _SPLIT_FRACTION
         self.recording.note_limit(budget_nbytes // _FLIGHT_FRACTION)
 
+    def forbid_ops(self, forbids: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None) -> None:
+        """Refuse ops on variables, and those whose arguments `forbids` names, from now on; None: no more."""
+        self._forbids = forbids
+
+    @property
+    def is_yielded(self) -> bool:
+        """Whether the session has no memory now, so that nothing can be loaded."""
+        return self._forbids is not None
+
     @property
     def op_index(self) -> int:
         """The op that is running, or that comes next."""
@@ -169,8 +178,20 @@ class OpRunner:
 
     def start_recording(self) -> None:
         """Begin a period on demand: record its ops."""
+        self.trials.begin_step()
         self.recording.begin(self._manager.records)
+        self._manager.foresight.begin(self._manager.next_serial() + 1)
         self._allocator.state.set_between(0)
+        self.absorb(at_start=True)
+
+    def _position(self) -> int:
+        """The op that is running or comes next; tells the foresight whether a backward pass is under way."""
+        if torch._C._current_autograd_node() is not None:
+            self._manager.foresight.note_backward(time.monotonic_ns())
+        return self.op_index
+
+    def _funcs_since(self, start: int) -> list[Any]:
+        return [op.func for op in self.recording.recorder.ops[start:]] if self.recording.recorder is not None else []
 
     def bail_out(self, reason: str) -> None:
         """Bail out of the plan that is being replayed (see `Executor.bail_out`)."""
@@ -190,7 +211,7 @@ class OpRunner:
     def finish(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
         """Record an op that began on the plan and ended after a bailout, as if it had run on demand."""
         with self._lock:
-            error = self._pending_error((func, args, kwargs or {}), self._executor.mid_op_records())
+            error = self.refusals.error((func, args, kwargs or {}), self._executor.mid_op_records())
             self._executor.finish()
             self.absorb()
             occurrences = self._dispatcher.occurrences(args, kwargs or {})
@@ -200,6 +221,7 @@ class OpRunner:
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs or {})),
                 landed=self.collectives.take_landed(index),
+                replayable=self.trials.knows(func, args, kwargs or {}),
             )
             self._complete(record, result)
         if error is not None:  # as in `_raise_if_refused`
@@ -208,7 +230,7 @@ class OpRunner:
     def failed(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """Handle a planned op that raised: if a refused allocation was the cause, raise the error that explains it."""
         with self._lock:
-            error = self._pending_error((func, args, kwargs or {}), self._executor.mid_op_records())
+            error = self.refusals.error((func, args, kwargs or {}), self._executor.mid_op_records())
             if self._executor.active is not None:
                 self._executor.fail(index)
                 self.bail_out("an op raised")
@@ -219,23 +241,53 @@ class OpRunner:
         if error is not None:
             raise error from error.__cause__
 
+    def failed_on_demand(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        records: list[VariableRecord],
+        written: list[int],
+        has_raised: bool,
+    ) -> None:
+        """Handle an op that native code ran on demand, and that raised, or was refused memory and went on without.
+
+        Args:
+            func, args, kwargs: The op.
+            records: Those it has pinned.
+            written: Addresses that it writes.
+            has_raised: Whether it raised.
+        """
+        with self._lock:
+            error = self.refusals.error((func, args, kwargs or {}), records)
+            self._unpin(records)
+            for record in self._records_at(written) if has_raised else records:
+                record.written()
+            self._note_failed_op(func)
+            self.absorb()
+        if error is not None:
+            raise error from error.__cause__
+
     def dispatch(
         self, func: Any, types: tuple[Any, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run any op but the one that the plan expects, as `__torch_dispatch__`."""
         if any(t.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for t in types):
+            if is_tracing():
+                return func(*args, **(kwargs or {}))
             return NotImplemented  # a wrapper unwraps itself; we see the ops inside
         kwargs = kwargs or {}
         if not self._is_open():
             return func(*args, **kwargs)
         if threading.get_ident() != self._thread and self._manager.is_host:
             return self.guests.run(func, args, kwargs)
-        if not _is_special(func):
+        if not is_special(func):
             return self._run(func, args, kwargs)
         if ops.is_list_op(func):
             return ops.run_list_op(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
         if ops.is_convolution_backward(func):
             return ops.run_convolution_backward(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
+        self.recording.see_every_op()  # what goes on after an op has returned concerns those that follow
         return self.collectives.run(self._run, func, args, kwargs)
 
     def dispatch_guest(self, func: Any, types: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,6 +304,15 @@ class OpRunner:
         return self._run(op, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._forbids is not None:
+            if self._dispatcher.occurrences(args, kwargs) or self._forbids(args, kwargs):
+                raise SessionError(
+                    f"{func} while session.yielded() has given all memory back: it would use the session's.\n"
+                    "  Options: after the block; a smaller budget (set_budget) instead of none."
+                )
+            return func(*args, **kwargs)
+        if self.borders is not None and threading.get_ident() == self._thread:
+            self.borders.op_comes(func, args, kwargs)
         if self._executor.active is not None:
             played = self._dispatcher.try_play(func, (), args, kwargs)
             if played is None and self._adapt(func, args, kwargs):
@@ -262,24 +323,24 @@ class OpRunner:
                 return self._run_beside(func, args, kwargs)
             with self._lock:
                 if self._executor.active is not None:
-                    self.bail_out(f"{func} is not what the plan expects")
+                    place = self._call_sites.of_this_op()
+                    self.bail_out(difference(self._executor.active, self._dispatcher.cursor, func, place))
         return self._run_on_demand(func, args, kwargs)
 
     def _run_beside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op without any managed operand while a plan is replayed: the replay can go on after it."""
+        """Run an op without any managed operand while a plan is replayed, which can go on after it."""
         self._has_served = False
         try:
             result = func(*args, **kwargs)
         except BaseException:
             with self._lock:
-                error = self._pending_error((func, args, kwargs), [])
+                error = self.refusals.error((func, args, kwargs), [])
             if error is not None:
                 raise error from error.__cause__
             raise
         if self._has_served:
             with self._lock:
-                for record in self._records_at(self._dispatcher.operands(result)):
-                    record.note_seen()
+                self._note_seen(result)
         return result
 
     def _adapt(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -311,25 +372,32 @@ class OpRunner:
                 self._manager.load(records)
             except NoRoom as no_room:
                 self._unpin(records)
-                raise self.too_small((func, args, kwargs), records, no_room, 0) from None
+                raise self.refusals.too_small((func, args, kwargs), records, no_room, 0) from None
             except BaseException:
                 self._unpin(records)
                 raise
+            used_ns = time.monotonic_ns()
             for record in records:
                 if not record.seen:  # a call costs more than a look, here and below
                     record.note_seen()
-                self._manager.touch(record)
+                record.used_ns = used_ns
+                used_ns += 1
             op = OpRecord(
                 func=func,
                 where=self._call_sites.of_this_op(),
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs)),
-                landed=self.collectives.take_landed(len(recorder.ops)),
+                landed=self.collectives.take_landed(recorder.num_ops),
             )
+            trial = self.trials.begin(func, args, kwargs)
+            if isinstance(trial, RerunTrial):
+                trial.prepare()
+            else:
+                op.replayable = trial
             state = self._allocator.state
-            state.set_inside(len(recorder.ops))
+            state.set_inside(recorder.num_ops)
             cold_ns = state.cold_ns
-            self._pending = None
+            self.refusals.pending.clear()
             if self._watch is not None:
                 self._watch.begins(func, records, op.written)
         started = time.monotonic_ns()
@@ -341,7 +409,9 @@ class OpRunner:
                     self._watch.ended()
         except BaseException:
             with self._lock:
-                error = self._pending_error((func, args, kwargs), records)  # before what it allocated is forgotten
+                if isinstance(trial, RerunTrial):
+                    trial.close()
+                error = self.refusals.error((func, args, kwargs), records)  # before what it allocated is forgotten
                 self._unpin(records)
                 for record in self._records_at(op.written):
                     record.written()
@@ -350,31 +420,41 @@ class OpRunner:
             if error is not None:
                 raise error from error.__cause__
             raise
-        self._raise_if_refused((func, args, kwargs), records)
+        if self.refusals.pending:
+            self._raise_if_refused((func, args, kwargs), records, trial)
         op.duration_ns = max(time.monotonic_ns() - started - (state.cold_ns - cold_ns), 0)
         with self._lock:
-            self._unpin(records)
             self.absorb()
+            if isinstance(trial, RerunTrial):
+                self._finish_trial(trial, op, result)
+            self._unpin(records)
             self._complete(op, result)
         return result
+
+    def _finish_trial(self, trial: RerunTrial, op: OpRecord, result: Any) -> None:
+        """Run the op once more, if there is room, and note whether its bits repeat."""
+        results = self._records_at(self._dispatcher.operands(result))
+        recorder = self.recording.recorder
+        if recorder is not None:  # else the step began anew, or entered a plan, within the op
+            inside = inside_op(len(recorder.ops))
+            born = [event for event in recorder.events if event.position == inside and event.kind == ALLOC]
+            lasting = [event.address in self._manager.records for event in born]
+            op.replayable = trial.conclude(result, results, [event.nbytes for event in born], lasting)
+        trial.close()
 
     def _complete(self, op: OpRecord, result: Any) -> None:
         recorder = self.recording.recorder
         assert recorder is not None
-        op.results = self._dispatcher.operands(result)
-        for address in op.results:
-            record = self._manager.records.get(address)
-            if record is not None and not record.seen:
-                record.note_seen()
-        for address in op.written:
-            record = self._manager.records.get(address)
-            if record is not None and record.stored:
-                record.written()
+        op.results = self._note_seen(result)
+        for record in self._records_at(op.written):
+            record.written()
         recorder.ops.append(op)
-        if len(recorder.ops) >= MAX_PERIOD_OPS:
+        if not recorder.is_begun:
+            self.recording.note_head(op, grad_mode=torch.is_grad_enabled())
+        if recorder.num_ops >= MAX_PERIOD_OPS:
             self._cut_period()
             return
-        self._allocator.state.set_between(len(recorder.ops))
+        self._allocator.state.set_between(recorder.num_ops)
 
     def _cut_period(self) -> None:
         """Start a new recording: no step has ended for so many ops that the recorder would take too much memory.
@@ -384,16 +464,22 @@ class OpRunner:
         if self.recording.recorder is not None and not self.recording.recorder.is_cut:
             _log.warning("no step ended in %d ops: they are not planned (is there an optimizer?)", MAX_PERIOD_OPS)
         self.recording.begin(self._manager.records, is_cut=True)
+        self._manager.foresight.begin(None)
         self._allocator.state.set_between(0)
 
     def _note_failed_op(self, func: Any) -> None:
         if self.recording.recorder is not None:
             self.recording.recorder.ops.append(OpRecord(func=func, where="", occurrences=(), written=()))
-            self._allocator.state.set_between(len(self.recording.recorder.ops))
+            self._allocator.state.set_between(self.recording.recorder.num_ops)
+
+    def _note_seen(self, result: Any) -> list[int]:
+        addresses = self._dispatcher.operands(result)
+        for record in self._records_at(addresses):
+            record.note_seen()
+        return addresses
 
     def _records_at(self, addresses: Any) -> list[VariableRecord]:
-        found = self._manager.records
-        return [found[a] for a in dict.fromkeys(addresses) if a in found]
+        return [r for a in dict.fromkeys(addresses) if (r := self._manager.records.get(a)) is not None]
 
     @staticmethod
     def _unpin(records: list[VariableRecord]) -> None:
@@ -418,7 +504,7 @@ class OpRunner:
                         address = executor.serve_between(nbytes)
                         if address:
                             return self._served(address, nbytes)
-                    if self._manager.pool.num_free < self._manager.chunks_of(nbytes):
+                    if self._manager.num_free < self._manager.chunks_of(nbytes):
                         self.bail_out("an allocation that the plan does not have")
                 self.absorb()
                 record = self._manager.allocate(nbytes)
@@ -427,7 +513,7 @@ class OpRunner:
                 return self._served(record.address, nbytes)
         except BaseException as error:  # noqa: BLE001 - nothing may be raised into C++; the op's caller raises it
             if threading.get_ident() == self._thread and self._dispatcher.depth > 1:  # one for this call, one for an op
-                self._pending = error if not isinstance(error, NoRoom) else _Failure(error, nbytes)
+                self.refusals.note(error, nbytes)
             return 0
 
     def _served(self, address: int, nbytes: int) -> int:
@@ -436,26 +522,25 @@ class OpRunner:
             self._watch.born(address, nbytes)
         return address
 
-    def absorb(self) -> None:
-        """Take the allocator's log: forget the records of freed variables, and record all events for the trace."""
+    def absorb(self, *, at_start: bool = False) -> None:
+        """Take the allocator's log: forget what was freed, and note all events; `at_start`, as before the first op."""
         if self._executor.active is not None:
             self._executor.absorb_events()
-            return
-        if not self._allocator.state.num_events:
-            return
-        events = self._allocator.drain()
-        for event in events:
-            if event.kind != 0:
-                self._manager.free(event.address)
-        if self.recording.recorder is not None:
-            self.recording.recorder.events.extend(events)
+        elif self._allocator.state.num_events:
+            events = self._allocator.drain()
+            for event in events:
+                if event.kind != 0:
+                    self._manager.free(event.address)
+            if self.recording.recorder is not None:
+                # Of a period that has ended their places mean nothing: while one is learned, garbage is collected.
+                self.recording.recorder.events += [e._replace(position=0) for e in events] if at_start else events
 
-    def _raise_if_refused(self, call: _Call, records: list[VariableRecord]) -> None:
+    def _raise_if_refused(self, call: Call, records: list[VariableRecord], trial: RerunTrial | bool) -> None:
         """Raise if an op was refused memory and ended well all the same: by another algorithm, with other bits."""
-        if self._pending is None:
-            return
         with self._lock:
-            error = self._pending_error(call, records)
+            if isinstance(trial, RerunTrial):
+                trial.close()
+            error = self.refusals.error(call, records)
             self._unpin(records)
             for record in records:
                 record.written()
@@ -463,49 +548,3 @@ class OpRunner:
             self.absorb()
         if error is not None:
             raise error from error.__cause__
-
-    def _pending_error(self, call: _Call, records: list[VariableRecord]) -> BaseException | None:
-        """The error for an op that raised because an allocation was refused; None if it raised for another reason."""
-        pending, self._pending = self._pending, None
-        if isinstance(pending, _Failure):
-            return self.too_small(call, records, pending.no_room, pending.nbytes)
-        return pending
-
-    def too_small(self, call: _Call, records: list[VariableRecord], no_room: NoRoom, nbytes: int) -> BudgetTooSmall:
-        func, args, kwargs = call
-        active, cursor = self._executor.active, self._dispatcher.cursor
-        is_planned = active is not None and cursor < active.num_ops and active.funcs[cursor] is func
-        error = budget_too_small(
-            func=func,
-            args=args,
-            kwargs=kwargs,
-            operands=records,
-            no_room=no_room,
-            new_nbytes=nbytes,
-            manager=self._manager,
-            earlier_ops=self.recording.recorder.ops if self.recording.recorder is not None else (),
-            address_of=self._dispatcher.address,
-            threshold_nbytes=self._threshold_nbytes,
-            place=active.trace.ops[cursor].where
-            if active is not None and is_planned
-            else self._call_sites.of_this_op(),
-            earlier_needed_nbytes=self._largest_refused_nbytes,
-        )
-        self._largest_refused_nbytes = error.largest_needed_nbytes
-        self._pending = None  # to find the sizes of results, it may have run the op once more
-        return error
-
-
-@functools.cache
-def _is_special(func: Any) -> bool:
-    """Whether an op is run in parts, or goes on after it has returned. One look, instead of three an op."""
-    return ops.is_list_op(func) or ops.is_convolution_backward(func) or is_collective(func)
-
-
-class _Failure(OocError):
-    """A refused allocation; becomes a `BudgetTooSmall` where the op is known."""
-
-    def __init__(self, no_room: NoRoom, nbytes: int) -> None:
-        super().__init__(str(no_room))
-        self.no_room = no_room
-        self.nbytes = nbytes

@@ -17,9 +17,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ooc.dispatch.expected_need import ExpectedNeed
 from ooc.errors import BudgetTooSmall
-from ooc.memory.record import State, VariableRecord
-from ooc.memory.residency import NoRoom, ResidencyManager
+from ooc.memory.no_room import NoRoom
+from ooc.memory.record import VariableRecord
+from ooc.memory.residency import ResidencyManager
+from ooc.tracing.gradients import raw_gradient
+from ooc.tracing.op_semantics import REGION_NAMESPACE
 from ooc.tracing.recorder import OpRecord
 
 
@@ -37,6 +41,7 @@ def budget_too_small(
     threshold_nbytes: int,
     place: str,
     earlier_needed_nbytes: int = 0,
+    expect: Callable[[int, Sequence[int]], ExpectedNeed | None] = lambda *_: None,
 ) -> BudgetTooSmall:
     """Make the error for an op whose operands, or an allocation of `new_nbytes`, did not fit the budget.
 
@@ -54,6 +59,7 @@ def budget_too_small(
         threshold_nbytes: Smaller storages are not counted.
         place: Where in the program the op is (`ooc.tracing.call_sites`).
         earlier_needed_nbytes: The largest need refused before.
+        expect: Guesses what the rest of the step needs, from what this op does and the sizes of its operands.
     """
     names = _names(address_of)
     tensors = _operand_tensors(func, args, kwargs, address_of)
@@ -61,7 +67,7 @@ def budget_too_small(
     must_stay = [
         record
         for record in manager.records.values()
-        if id(record) not in pinned and record.state is not State.AWAY and (record.pins or not record.seen)
+        if id(record) not in pinned and record.state.holds_chunks and (record.pins or not record.seen)
     ]
     listed = [(_label(record, names, tensors, earlier_ops), record.nbytes) for record in operands]
     listed += [(_label(record, names, tensors, earlier_ops), record.nbytes) for record in must_stay]
@@ -73,14 +79,20 @@ def budget_too_small(
     listed += [("result still to come", nbytes) for nbytes in results if nbytes != new_nbytes and nbytes not in made]
     together = no_room.num_needed + no_room.num_pinned
     at_its_end = sum(map(manager.chunks_of, [r.nbytes for r in operands] + results))
+    needed_nbytes = max(together, at_its_end) * manager.chunk_nbytes
+    expected = None
+    with contextlib.suppress(Exception):  # a guess, about a step that has just failed: no reason to fail otherwise
+        expected = expect(needed_nbytes, [record.nbytes for record in operands])
     return BudgetTooSmall(
         op_index=len(earlier_ops),
         op_name=str(func),
         where=_where(place, tensors, names),
-        needed_nbytes=max(together, at_its_end) * manager.chunk_nbytes,
+        needed_nbytes=needed_nbytes,
         budget_nbytes=manager.pool.num_chunks * manager.chunk_nbytes,
         operands=listed,
         earlier_needed_nbytes=earlier_needed_nbytes,
+        expected_nbytes=expected.nbytes if expected is not None else 0,
+        expected_for=expected.reason if expected is not None else "",
         advice=_advice(str(func)),
     )
 
@@ -89,7 +101,15 @@ _DATA_PARALLEL = os.path.join("torch", "nn", "parallel", "distributed.py")
 
 
 def _advice(op_name: str) -> str:
-    """What avoids an allocation of DistributedDataParallel's own, where it is one: it does not grow with the batch."""
+    """What avoids an op's need where more is known than its operands.
+
+    That of a compiled region, or an allocation of DistributedDataParallel's own, which does not grow with the batch.
+    """
+    if op_name.startswith(REGION_NAMESPACE):
+        return (
+            "This is one compiled region: what it uses, makes and keeps for the backward pass is in memory together. "
+            "Options: compile smaller blocks (block.compile())."
+        )
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename.endswith(_DATA_PARALLEL):
@@ -100,8 +120,9 @@ def _advice(op_name: str) -> str:
                 )
             if frame.f_code.co_name == "__init__" and "cat" in op_name:
                 return (
-                    "This is the broadcast in DistributedDataParallel's constructor, which copies the model together "
-                    "(250 MiB at a time). Options: init_sync=False, with equal weights on all ranks (a seed, a "
+                    "This is the broadcast in DistributedDataParallel's constructor, which copies the model together: "
+                    "250 MiB at a time where a rank has no session, else an eighth of the least budget, or one tensor. "
+                    "Options: a session on each rank; init_sync=False, with equal weights on all ranks (a seed, a "
                     "checkpoint)."
                 )
             if frame.f_code.co_name in ("__init__", "_ddp_init_helper"):
@@ -194,8 +215,8 @@ def _names(address_of: Callable[[Any], int]) -> dict[int, str]:
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             by_parameter.setdefault(id(tensor), name)
             found.setdefault(address_of(tensor), name)
-            if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
-                found.setdefault(address_of(tensor.grad), f"gradient of {name}")
+            if isinstance(tensor, nn.Parameter) and (gradient := raw_gradient(tensor)) is not None:
+                found.setdefault(address_of(gradient), f"gradient of {name}")
     for optimizer in (o for o in objects if issubclass(type(o), torch.optim.Optimizer)):
         for parameter, state in optimizer.state.items():
             for key, value in state.items() if isinstance(state, dict) else ():

@@ -80,12 +80,12 @@ class HeldSignals:
 class CriticalLock:
     """The session's lock. While the main thread holds it, signal handlers are deferred."""
 
-    __slots__ = ("_acquire", "_enter_section", "_exit_section", "_release")
+    __slots__ = ("_acquire", "_enter_section", "_exit_section", "_release", "acquire", "release")
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         lock = threading.RLock()
-        self._acquire = lock.acquire
-        self._release = lock.release
+        self._acquire = self.acquire = lock.acquire
+        self._release = self.release = lock.release
         self._enter_section = dispatcher.enter_section
         self._exit_section = dispatcher.exit_section
 

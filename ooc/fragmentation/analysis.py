@@ -11,7 +11,6 @@ back, and *releasable* where a whole segment (or a whole page of an expandable o
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -22,7 +21,6 @@ from ooc.fragmentation.allocators import MAX_TRIAL_EVENTS, Trial, model, trials
 from ooc.fragmentation.replay import Replay, alive_in, mapped_in
 from ooc.fragmentation.settings import CachingSettings
 from ooc.fragmentation.stream import IntArray, Stream
-from ooc.units import format_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,23 +42,6 @@ class Moment:
     largest_free_nbytes: int | None
     num_holes: int | None
     trapped_nbytes: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Culprit:
-    """Allocations from one place in the program that lie between free blocks.
-
-    Attributes:
-        stack: Where they were allocated, innermost first; empty if it was not recorded.
-        num_buffers, nbytes: How many, and what they take up.
-        adjoining_free_nbytes: Free bytes directly before and after them: what could join into
-            larger blocks if these buffers were not there. A hole between two places counts for both.
-    """
-
-    stack: tuple[str, ...]
-    num_buffers: int
-    nbytes: int
-    adjoining_free_nbytes: int
 
 
 class CapacityVerdict(Enum):
@@ -180,34 +161,6 @@ def _joined(ranges: list[tuple[int, int]], replay: Replay) -> list[tuple[int, in
     return joined
 
 
-def culprits(replay: Replay, stream: Stream, event_index: int, limit: int = 10) -> list[Culprit]:
-    """Which allocations lie between the free blocks after an event, worst first."""
-    if replay.address is None:
-        return []
-    stacks: dict[int, tuple[str, ...]] = {}
-    buffers: dict[tuple[str, ...], set[int]] = {}
-    adjoining: Counter[tuple[str, ...]] = Counter()
-    for hole in holes_of(replay, stream, event_index):
-        places = set()
-        for buffer in (hole.before, hole.after):
-            if buffer is not None:
-                stack = stacks.setdefault(buffer, stream.stack(buffer))
-                buffers.setdefault(stack, set()).add(buffer)
-                places.add(stack)
-        for stack in places:
-            adjoining[stack] += hole.nbytes
-    ranked = sorted(adjoining, key=lambda stack: (-adjoining[stack], stack))
-    return [
-        Culprit(
-            stack=stack,
-            num_buffers=len(buffers[stack]),
-            nbytes=int(sum(replay.block_nbytes[b] for b in buffers[stack])),
-            adjoining_free_nbytes=adjoining[stack],
-        )
-        for stack in ranked[:limit]
-    ]
-
-
 def summarise(replay: Replay, stream: Stream, capacity: int | None) -> Summary:
     """One row of the report."""
     judged = CapacityVerdict.FITS if replay.failure is None else CapacityVerdict.FAILS
@@ -237,98 +190,6 @@ def try_settings(stream: Stream, settings: CachingSettings, capacity: int | None
             )
         )
     return results
-
-
-_ADVICE = {
-    "expandable": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-    "first-fit-by-size": "a static plan, largest first, for a step that repeats",
-    "melon": "a static plan as Melon makes it, for a step that repeats",
-    "nntrainer": "a static plan as NNTrainer makes it, for a step that repeats",
-    "chunked-64KiB": "chunks of 64 KiB behind virtual addresses: ooc run --budget SIZE --chunk 64KiB",
-    "chunked-2MiB": "chunks of 2 MiB behind virtual addresses: ooc run --budget SIZE --chunk 2MiB",
-    "chunked-20MiB": "chunks of 20 MiB behind virtual addresses: ooc run --budget SIZE --chunk 20MiB",
-}
-
-
-def advice(
-    stream: Stream, summaries: list[Summary], tried: list[SettingsTrialResult], capacity: int | None, used: str
-) -> list[str]:
-    """What to do, most useful first.
-
-    Args:
-        used: The allocator to compare with: the one that the program ran with, where it is modelled.
-    """
-    wanted = stream.wanted_nbytes
-    if capacity is not None and wanted > capacity:
-        missing = wanted - capacity
-        first = (
-            f"No allocator can fit this: {format_nbytes(wanted)} are live at once, {format_nbytes(missing)} more than "
-            f"the capacity of {format_nbytes(capacity)}."
-        )
-        second = (
-            f"Hold less at once: a smaller batch, checkpointing, or `ooc run --budget {_budget(capacity)}`, which "
-            "keeps the rest outside."
-        )
-        return [first, second]
-    own = next((s for s in summaries if s.replay.allocator == used), None)
-    lines = []
-    if own is not None and own.outcome is CapacityVerdict.FITS:
-        spare = (capacity or 0) - own.replay.peak_reserved_nbytes
-        lines.append(f"{own.replay.title}: it fits, with {format_nbytes(spare)} to spare.")
-        if own.replay.num_retries:
-            lines.append(
-                f"But only after giving free segments back and asking again, {own.replay.num_retries} times; each one "
-                "waits for the device."
-            )
-    better = _better(summaries, tried, own, capacity)
-    if better:
-        lines.append("What would have fitted:" if capacity is not None else "What would have held less:")
-        lines += [f"  {what} (peak {format_nbytes(peak)})" for peak, what in better]
-    elif own is not None and own.outcome is CapacityVerdict.FAILS:
-        lines.append(
-            f"None of the allocators tried fits, though only {format_nbytes(wanted)} are live at once. Hold less at "
-            f"once, or `ooc run --budget {_budget(capacity or 0)}`."
-        )
-    elif own is not None and capacity is None:
-        lines.append("No other allocator tried holds less by 2 % or more.")
-    return lines
-
-
-def _better(
-    summaries: list[Summary], tried: list[SettingsTrialResult], own: Summary | None, capacity: int | None
-) -> list[tuple[int, str]]:
-    """`(peak, what)` of what fits where our own does not, or, without a capacity, holds at least 2 % less.
-
-    First what only needs an environment variable, then our own runtime, then what needs a plan.
-    """
-    if own is not None and own.outcome is CapacityVerdict.FITS:
-        return []
-    limit = own.replay.peak_reserved_nbytes * 98 // 100 if own is not None else 1 << 62
-
-    def is_better(peak: int, fits: bool | None) -> bool:
-        return bool(fits) if capacity is not None else peak <= limit
-
-    found = [
-        (s.replay.peak_reserved_nbytes, _ADVICE.get(s.replay.allocator, s.replay.title))
-        for s in summaries
-        if s is not own and is_better(s.replay.peak_reserved_nbytes, s.outcome is CapacityVerdict.FITS)
-    ]
-    found += [
-        (t.peak_reserved_nbytes, f"PYTORCH_CUDA_ALLOC_CONF={t.trial.settings.text()}: {t.trial.why}")
-        for t in tried
-        if is_better(t.peak_reserved_nbytes, t.fits)
-    ]
-
-    def effort(entry: tuple[int, str]) -> tuple[int, int, str]:
-        peak, what = entry
-        rank = 0 if what.startswith("PYTORCH") else 1 if "ooc run" in what else 2
-        return rank, peak, what
-
-    return sorted(found, key=effort)
-
-
-def _budget(capacity: int) -> str:
-    return f"{capacity // (1 << 20)}MiB"
 
 
 def curve(replay: Replay, stream: Stream, num_points: int = 400) -> list[dict[str, int]]:

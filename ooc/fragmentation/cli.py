@@ -1,4 +1,4 @@
-"""`ooc fragmentation FILE`: what became of the memory, and what would have fitted.
+"""`ooc fragmentation FILE`: what became of the memory, and what would have fitted. Of two files: what changed.
 
 Exit codes: 0 fine, 1 it would not fit in the capacity, 2 a bad file or a bad command line.
 """
@@ -8,18 +8,28 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ooc.units import parse_nbytes
 from vmm.printable import printable
+
+if TYPE_CHECKING:
+    from ooc.fragmentation.report import Report
+    from ooc.fragmentation.settings import CachingSettings
 
 FINE, DOES_NOT_FIT, BAD = 0, 1, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments on `parser`."""
-    parser.add_argument("file", metavar="FILE", help="a memory snapshot, a profiler trace, or a trace of ooc")
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        nargs="+",
+        help="a memory snapshot, a profiler trace, or a trace of ooc; of two files: what changed from one to the other",
+    )
     parser.add_argument("--capacity", metavar="SIZE", help="what the device has, such as 16GiB (default: as recorded)")
     parser.add_argument(
         "--allocator",
@@ -27,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="only this one; may be given several times (default: all; a wrong name lists them)",
     )
-    parser.add_argument("--alloc-conf", metavar="TEXT", help="settings as in PYTORCH_CUDA_ALLOC_CONF")
+    parser.add_argument("--alloc-conf", metavar="TEXT", help="settings as in PYTORCH_ALLOC_CONF")
     parser.add_argument("--device", metavar="NAME", help="such as cuda:1 (default: the one with the highest peak)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--png", metavar="FILE", help="write a picture of the address space over time")
@@ -57,36 +67,27 @@ def run(parsed: argparse.Namespace) -> int:
     except ValueError as error:
         return _complain(str(error))
     try:
-        return _report(parsed, capacity, settings, tuple(dict.fromkeys(parsed.allocator or ALLOCATORS)))
+        names = tuple(dict.fromkeys(parsed.allocator or ALLOCATORS))
+        if len(parsed.file) > 2:
+            return _complain(f"{len(parsed.file)} files: it takes one, or two to compare")
+        if len(parsed.file) == 2:
+            return _compare(parsed, capacity, settings, names)
+        return _report(parsed, capacity, settings, names)
     except BadFile as error:
         return _complain(str(error))
 
 
-def _report(parsed: argparse.Namespace, capacity: int | None, settings: object, names: tuple[str, ...]) -> int:
+def _report(
+    parsed: argparse.Namespace, capacity: int | None, settings: CachingSettings | None, names: tuple[str, ...]
+) -> int:
     from rich.console import Console
-    from rich.markup import escape
 
-    from ooc.fragmentation.errors import BadFile
-    from ooc.fragmentation.readers import read_streams
-    from ooc.fragmentation.report import make_report, to_document
-    from ooc.fragmentation.settings import CachingSettings
+    from ooc.fragmentation.report import to_document
     from ooc.fragmentation.show import PIPE_WIDTH, show
 
-    assert settings is None or isinstance(settings, CachingSettings)
-    progress = Console(stderr=True)
-    with progress.status(f"reading {escape(printable(parsed.file))}") as status:
-        streams = read_streams(parsed.file)
-        named = {stream.device: stream for stream in streams}
-        if parsed.device is not None and parsed.device not in named:
-            raise BadFile(f"no device {parsed.device!r} in it. Options: {', '.join(named)}", path=parsed.file)
-        stream = named[parsed.device] if parsed.device else max(streams, key=lambda s: s.wanted_nbytes)
-        report = make_report(
-            stream,
-            names=names,
-            capacity=capacity,
-            settings=settings,
-            progress=lambda what: status.update(f"replaying: {what}"),
-        )
+    (file,) = parsed.file
+    with Console(stderr=True).status("") as status:
+        report, devices = _made(file, parsed, capacity, settings, names, status.update)
         if parsed.png is not None:
             from ooc.fragmentation.picture import draw
 
@@ -96,15 +97,70 @@ def _report(parsed: argparse.Namespace, capacity: int | None, settings: object, 
             except OSError as error:
                 return _complain(f"cannot write {parsed.png}: {error.strerror or error}")
     if parsed.json:
-        print(json.dumps({"file": parsed.file, "devices": list(named), **to_document(report)}, indent=1))
+        print(json.dumps({"file": file, "devices": devices, **to_document(report)}, indent=1))
     else:
-        show(report, Console(width=None if sys.stdout.isatty() else PIPE_WIDTH), parsed.file)
-        if len(named) > 1:
-            others = ", ".join(name for name in named if name != stream.device)
+        show(report, Console(width=None if sys.stdout.isatty() else PIPE_WIDTH), file)
+        others = ", ".join(name for name in devices if name != report.stream.device)
+        if others:
             print(f"\nAlso in the file: {printable(others)} (--device NAME)")
         if parsed.png is not None:
             print(f"\nPicture: {parsed.png}")
     return DOES_NOT_FIT if report.does_not_fit else FINE
+
+
+def _compare(
+    parsed: argparse.Namespace, capacity: int | None, settings: CachingSettings | None, names: tuple[str, ...]
+) -> int:
+    """Two files: what changed. The exit code judges the second."""
+    from rich.console import Console
+
+    from ooc.fragmentation.difference import compare_reports, difference_document
+    from ooc.fragmentation.report import to_document
+    from ooc.fragmentation.show import PIPE_WIDTH, show_difference
+
+    if parsed.png is not None:
+        return _complain("--png draws one file")
+    with Console(stderr=True).status("") as status:
+        before, after = (_made(file, parsed, capacity, settings, names, status.update)[0] for file in parsed.file)
+    difference = compare_reports(before, after)
+    if parsed.json:
+        documents = [{"file": f, **to_document(r)} for f, r in zip(parsed.file, (before, after), strict=True)]
+        changed = difference_document(difference)
+        print(json.dumps({"before": documents[0], "after": documents[1], "changed": changed}, indent=1))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+        show_difference(difference, console, (parsed.file[0], parsed.file[1]))
+    return DOES_NOT_FIT if after.does_not_fit else FINE
+
+
+def _made(
+    file: str,
+    parsed: argparse.Namespace,
+    capacity: int | None,
+    settings: CachingSettings | None,
+    names: tuple[str, ...],
+    update: Callable[[str], None],
+) -> tuple[Report, list[str]]:
+    """The report on a file, and the devices that are in it. Raises `BadFile`."""
+    from rich.markup import escape
+
+    from ooc.fragmentation.errors import BadFile
+    from ooc.fragmentation.readers import read_streams
+    from ooc.fragmentation.report import make_report
+
+    update(f"reading {escape(printable(file))}")
+    named = {stream.device: stream for stream in read_streams(file)}
+    if parsed.device is not None and parsed.device not in named:
+        raise BadFile(f"no device {parsed.device!r} in it. Options: {', '.join(named)}", path=file)
+    stream = named[parsed.device] if parsed.device else max(named.values(), key=lambda s: s.wanted_nbytes)
+    report = make_report(
+        stream,
+        names=names,
+        capacity=capacity,
+        settings=settings,
+        progress=lambda what: update(f"replaying: {what}"),
+    )
+    return report, list(named)
 
 
 def _complain(message: str) -> int:

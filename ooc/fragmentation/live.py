@@ -86,10 +86,16 @@ class Recording:
 
     def stop(self) -> None:
         """End, and write down what was recorded. Idempotent."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self._end()
+
+    def _end(self) -> None:
+        """End the recording. The hook stays where it is: whoever calls it is walking over all hooks."""
         if not self.is_recording:
             return
         self.is_recording = False
-        self._hook.remove()
         file = self._target()
         if self.device == "cpu":
             profiler, self._profiler = self._profiler, None
@@ -135,9 +141,11 @@ class Recording:
         return make_report(stream, capacity=capacity, settings=settings, progress=progress)
 
     def _stepped(self) -> None:
+        if not self.is_recording:
+            return
         self.num_steps += 1
         if self._max_steps is not None and self.num_steps >= self._max_steps:
-            self.stop()
+            self._end()
 
     def _target(self) -> Path:
         if self._keep is not None:

@@ -23,7 +23,7 @@ from ooc.fragmentation.caching import replay_caching
 from ooc.fragmentation.replay import Failure, NotApplicable, Replay, SegmentEvent
 from ooc.fragmentation.settings import CachingSettings
 from ooc.fragmentation.stream import ALLOC, EMPTY, FREE, IntArray, Stream
-from ooc.units import KIB, format_nbytes
+from ooc.units import KIB, MIB, format_nbytes
 from scheduler.placement.greedy import first_fit_by_size, melon, nntrainer
 from scheduler.placement.problem import Buffer, Placement, Problem
 
@@ -86,6 +86,19 @@ def replay_chunked(stream: Stream, capacity: int | None, chunk_nbytes: int, *, n
         num_retries=0,
         failure=failure,
     )
+
+
+def pool_nbytes(stream: Stream, chunk_nbytes: int) -> int:
+    """The pool in which all tensors from the threshold on stay: the budget of a session that moves nothing."""
+    num_chunks = np.where(stream.nbytes >= THRESHOLD_NBYTES, -(-stream.nbytes // chunk_nbytes), 0)
+    sign = np.where(stream.kind == ALLOC, 1, np.where(stream.kind == FREE, -1, 0))
+    return max(int(np.cumsum(sign * num_chunks[stream.buffer]).max(initial=0)), 1) * chunk_nbytes
+
+
+def roomy_budget_nbytes(stream: Stream) -> int:
+    """A budget in which nothing moves, whole MiB: with some room for a session's own chunks, which round up more."""
+    pool = pool_nbytes(stream, THRESHOLD_NBYTES)
+    return -(-(pool + pool // 16 + 4 * MIB) // MIB) * MIB
 
 
 PLANNERS: dict[str, tuple[Callable[[Problem], Placement], str]] = {

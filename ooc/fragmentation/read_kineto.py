@@ -29,7 +29,7 @@ SOURCE = "Chrome trace of torch.profiler"
 PIECE_CHARS = 1 << 20
 MAX_ITEM_CHARS = 1 << 26
 """Longest single entry; an event has a few hundred characters, the longest header list a few thousand."""
-MAX_FRAMES = 24
+MAX_FRAMES = 512
 _DEVICE_NAMES = {0: "cpu", 1: "cuda", 20: "privateuse1", 12: "xpu", 13: "mps"}
 
 # Time, sequence, device key, thread key, bytes, address, total allocated, total reserved.

@@ -31,7 +31,8 @@ from ooc.fragmentation.unpickler import load_plain
 SOURCE = "PyTorch CUDA memory snapshot"
 MIN_EVENT_NBYTES = 8
 """A trace event takes over twenty bytes of the file; one list counted many times over takes two each time."""
-MAX_FRAMES = 64
+MAX_FRAMES = 512
+"""Of a stack, the innermost: the user's lines may lie behind thirty of torch's and a hundred of a library's."""
 _GIVES_BACK = ("segment_free", "segment_unmap")
 _TAKES = ("segment_alloc", "segment_map")
 _EMPTY_CACHE = ("empty_cache", "THCPModule_emptyCache(_object*, _object*)")
@@ -439,11 +440,19 @@ def _is_small(about: Mapping[str, Any], nbytes: int, settings: CachingSettings) 
 
 
 def _stack_reader(sites: list[object]) -> Callable[[int], tuple[str, ...]]:
+    texts: dict[int, str] = {}  # the file has one object for each frame, and many stacks with it
+
+    def text(frame: object) -> str:
+        known = texts.get(id(frame))
+        if known is None:
+            known = texts[id(frame)] = _frame_text(frame)
+        return known
+
     def stack(buffer: int) -> tuple[str, ...]:
         frames = sites[buffer]
         if not isinstance(frames, list):
             return ()
-        return tuple(_frame_text(frame) for frame in frames[:MAX_FRAMES])
+        return tuple(map(text, frames[:MAX_FRAMES]))
 
     return stack
 

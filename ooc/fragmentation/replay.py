@@ -55,7 +55,7 @@ class Replay:
     Attributes:
         allocator: The model's name, as on the command line.
         title: For people.
-        settings: For PyTorch's allocator, what `PYTORCH_CUDA_ALLOC_CONF` would say; else empty.
+        settings: For PyTorch's allocator, what `PYTORCH_ALLOC_CONF` would say; else empty.
         first_event, last_event: Which events it covers, half-open; planners are given a part of a long stream.
         reserved_nbytes, allocated_nbytes: Per covered event, held from the device after it; and of
             that, handed out to buffers, rounding included.

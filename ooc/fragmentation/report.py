@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ooc.fragmentation import analysis
+from ooc.fragmentation.advice import Remedy, advice, headline, remedies
 from ooc.fragmentation.allocators import ALLOCATORS, MAX_TRIAL_EVENTS, replay_all
-from ooc.fragmentation.analysis import CapacityVerdict, Culprit, Moment, SettingsTrialResult, Summary
+from ooc.fragmentation.analysis import CapacityVerdict, Moment, SettingsTrialResult, Summary
+from ooc.fragmentation.by_line import Culprit, MemoryHolder, culprits, holders
+from ooc.fragmentation.frames import origin_of
 from ooc.fragmentation.segments import is_below_device, recorded_capacity
 from ooc.fragmentation.settings import CachingSettings
 from ooc.fragmentation.stream import Stream
@@ -29,8 +32,12 @@ class Report:
         summaries: One per allocator, in the order of `ALLOCATORS`.
         missing: Why other allocators are not among them.
         tried: Other settings of the caching allocator.
-        culprits: Of the reference, at its worst moment.
-        advice: Lines of text.
+        headline: One line: why it failed and what would have fitted; or how much was lost.
+        holders_event, holders: Who holds memory of the reference, and after which event: that before the failed
+            request, else that with most live.
+        culprits: Of the reference, who lies between its free blocks then.
+        remedies: What would have helped, least effort first.
+        advice: The same in lines of text.
     """
 
     stream: Stream
@@ -41,7 +48,11 @@ class Report:
     summaries: tuple[Summary, ...]
     missing: dict[str, str]
     tried: tuple[SettingsTrialResult, ...]
+    headline: str
+    holders_event: int
+    holders: tuple[MemoryHolder, ...]
     culprits: tuple[Culprit, ...]
+    remedies: tuple[Remedy, ...]
     advice: tuple[str, ...]
 
     @property
@@ -89,7 +100,9 @@ def make_report(
         tried = analysis.try_settings(stream, chosen, capacity)
         if not tried:
             missing["other settings"] = f"tried for streams of up to {MAX_TRIAL_EVENTS:,} events"
-    found = analysis.culprits(own.replay, stream, own.replay.worst_event) if own is not None else []
+    options = remedies(stream, summaries, tried, own, capacity)
+    worst = own.replay.worst_event if own is not None else 0
+    fullest = worst if own is None or own.replay.failure is not None else int(stream.live_nbytes.argmax())
     return Report(
         stream=stream,
         settings=chosen,
@@ -99,8 +112,12 @@ def make_report(
         summaries=tuple(summaries),
         missing=missing,
         tried=tuple(tried),
-        culprits=tuple(found),
-        advice=tuple(analysis.advice(stream, summaries, tried, capacity, reference)),
+        holders_event=fullest,
+        headline=headline(stream, own, options, capacity),
+        holders=tuple(holders(own.replay, stream, fullest)) if own is not None else (),
+        culprits=tuple(culprits(own.replay, stream, worst)) if own is not None else (),
+        remedies=tuple(options),
+        advice=tuple(advice(stream, options, own, capacity)),
     )
 
 
@@ -143,14 +160,29 @@ def to_document(report: Report) -> dict[str, Any]:
             }
             for t in report.tried
         ],
+        "headline": report.headline,
+        "holders": [
+            {"lines": list(h.origin.lines), "library": h.origin.library, "module": h.origin.module}
+            | {"doing": h.origin.doing, "op": h.op, "num_buffers": h.num_buffers, "nbytes": h.nbytes}
+            for h in report.holders
+        ],
         "culprits": [
             {
+                "lines": list(c.origin.lines),
+                "library": c.origin.library,
+                "module": c.origin.module,
+                "doing": c.origin.doing,
+                "op": c.op,
                 "stack": list(c.stack),
                 "num_buffers": c.num_buffers,
                 "nbytes": c.nbytes,
                 "adjoining_free_nbytes": c.adjoining_free_nbytes,
             }
             for c in report.culprits
+        ],
+        "remedies": [
+            {"text": r.text, "peak_reserved_nbytes": r.peak_nbytes, "gain_nbytes": r.gain_nbytes}
+            for r in report.remedies
         ],
         "advice": list(report.advice),
     }
@@ -184,6 +216,7 @@ def _summary_document(summary: Summary, stream: Stream) -> dict[str, Any]:
             "reserved_nbytes": failure.reserved_nbytes,
             "allocated_nbytes": failure.allocated_nbytes,
             "largest_free_nbytes": failure.largest_free_nbytes,
+            "lines": list(origin_of(stream.stack(failure.buffer)).lines),
             "stack": list(stream.stack(failure.buffer)),
         },
         "recorded": {

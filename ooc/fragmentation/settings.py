@@ -1,4 +1,4 @@
-"""The settings of PyTorch's caching allocator, as `PYTORCH_CUDA_ALLOC_CONF` gives them."""
+"""The settings of PyTorch's caching allocator, as `PYTORCH_ALLOC_CONF` gives them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class CachingSettings:
         return self.roundup_power2_divisions[min(max(index, 0), NUM_DIVISION_CLASSES - 1)]
 
     def text(self) -> str:
-        """As one would write it into `PYTORCH_CUDA_ALLOC_CONF`; empty for the defaults."""
+        """As one would write it into `PYTORCH_ALLOC_CONF`; empty for the defaults."""
         parts = []
         if self.expandable_segments:
             parts.append("expandable_segments:True")
@@ -91,7 +91,7 @@ class CachingSettings:
 
 
 def parse_settings(text: str) -> CachingSettings:
-    """Settings from text in the form of `PYTORCH_CUDA_ALLOC_CONF`.
+    """Settings from text in the form of `PYTORCH_ALLOC_CONF`.
 
     Keys that do not change where memory lies (backend, pinned memory) are passed over.
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ooc.fragmentation.analysis import CapacityVerdict, Summary, meets_record
+from ooc.fragmentation.difference import Difference
+from ooc.fragmentation.frames import Origin, op_of, origin_of
 from ooc.fragmentation.report import Report
 from ooc.units import format_nbytes
 from vmm.printable import printable
@@ -14,13 +18,16 @@ from vmm.printable import printable
 PIPE_WIDTH = 120
 """Columns where the output is no terminal; the table has about 115."""
 
-MAX_FRAMES_SHOWN = 4
 MAX_CULPRITS_SHOWN = 5
+MAX_HOLDERS_SHOWN = 5
+MAX_LINE_CHANGES_SHOWN = 8
 
 
 def show(report: Report, console: Console, path: str) -> None:
-    """Print the report: verdict, table, the failed request, what is in the way, what to do."""
+    """Print the report: the answer in one line, the table, who holds memory, what is in the way, what to do."""
     stream = report.stream
+    style = "bold red" if report.does_not_fit else "bold"
+    console.print(f"[{style}]{_shown(report.headline)}[/]", soft_wrap=True, highlight=False)
     console.print(
         f"[bold]{_shown(path)}[/]: {_shown(stream.source)}, {_shown(stream.device)}", soft_wrap=True, highlight=False
     )
@@ -43,6 +50,36 @@ def show(report: Report, console: Console, path: str) -> None:
         console.print("\n[bold]What to do[/]")
         for line in report.advice:
             console.print(_shown(line), soft_wrap=True, highlight=False)
+
+
+def show_difference(difference: Difference, console: Console, paths: tuple[str, str]) -> None:
+    """Print what changed from one file to the other: the answer in one line, figures, lines of the program."""
+    console.print(f"[bold]{_shown(difference.headline)}[/]", soft_wrap=True, highlight=False)
+    console.print(f"before: {_shown(paths[0])}\nafter:  {_shown(paths[1])}", soft_wrap=True, highlight=False)
+    if difference.settings:
+        console.print(f"settings: {_shown(difference.settings)}", soft_wrap=True, highlight=False)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", no_wrap=True)
+    for column in ("before", "after", "change"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for figure in difference.figures:
+        text = format_nbytes if figure.is_nbytes else str
+        table.add_row(figure.name, text(figure.before), text(figure.after), _signed(figure.before, figure.after, text))
+    console.print(table)
+    if difference.lines:
+        console.print("\n[bold]Who holds more or less[/] (each at its worst moment)", highlight=False)
+    for line in difference.lines[:MAX_LINE_CHANGES_SHOWN]:
+        change = _signed(line.before_nbytes, line.after_nbytes, format_nbytes)
+        console.print(
+            f"  {change} ({format_nbytes(line.before_nbytes)}, then {format_nbytes(line.after_nbytes)})",
+            soft_wrap=True,
+            highlight=False,
+        )
+        _show_origin(line.origin, "", console)
+
+
+def _signed(before: int, after: int, text: Callable[[int], str]) -> str:
+    return "" if before == after else ("+" if after > before else "-") + text(abs(after - before))
 
 
 def _shown(text: str) -> str:
@@ -123,8 +160,16 @@ def _show_worst(own: Summary, report: Report, console: Console) -> None:
             soft_wrap=True,
             highlight=False,
         )
-        for frame in report.stream.stack(failure.buffer)[:MAX_FRAMES_SHOWN]:
-            console.print(f"    {_shown(frame)}", soft_wrap=True, highlight=False)
+        _show_origin(origin_of(stack := report.stream.stack(failure.buffer)), op_of(stack), console)
+    if report.holders:
+        console.print(
+            f"\n[bold]What holds memory[/] after event {report.holders_event:,}", soft_wrap=True, highlight=False
+        )
+        for holder in report.holders[:MAX_HOLDERS_SHOWN]:
+            console.print(
+                f"  {_buffers(holder.num_buffers)}, {format_nbytes(holder.nbytes)}", soft_wrap=True, highlight=False
+            )
+            _show_origin(holder.origin, holder.op, console)
     if report.culprits:
         console.print(
             f"\n[bold]What lies between the free blocks[/] after event {worst.event_index:,} "
@@ -133,10 +178,18 @@ def _show_worst(own: Summary, report: Report, console: Console) -> None:
         )
         for culprit in report.culprits[:MAX_CULPRITS_SHOWN]:
             console.print(
-                f"  {culprit.num_buffers} buffers, {format_nbytes(culprit.nbytes)}, beside "
+                f"  {_buffers(culprit.num_buffers)}, {format_nbytes(culprit.nbytes)}, beside "
                 f"{format_nbytes(culprit.adjoining_free_nbytes)} free",
                 soft_wrap=True,
                 highlight=False,
             )
-            for frame in culprit.stack[:MAX_FRAMES_SHOWN] or ("(no stack was recorded)",):
-                console.print(f"    {_shown(frame)}", soft_wrap=True, highlight=False)
+            _show_origin(culprit.origin, culprit.op, console)
+
+
+def _buffers(number: int) -> str:
+    return "1 buffer" if number == 1 else f"{number:,} buffers"
+
+
+def _show_origin(origin: Origin, op: str, console: Console) -> None:
+    for text in origin.texts(op):
+        console.print(f"    {_shown(text)}", soft_wrap=True, highlight=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ooc.html_report.metrics import Metrics, metrics_of
+from ooc.html_report.time_shares import TimeShare, time_shares
 from ooc.html_report.warnings import HIGH_STALL, warnings_of
 from ooc.reporting.documents import Document
 from ooc.reporting.step_view import StepView
@@ -29,12 +30,17 @@ Verdict = Literal["yes", "no", "unknown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure of the first screen: what it is, its value with a unit, and a remark."""
+    """One figure of the first screen: what it is, its value with a unit, and a remark.
+
+    Attributes:
+        warning: What is wrong with it and what can be done; empty: nothing. A figure is marked if, and only if, its
+            warning is among the page's.
+    """
 
     name: str
     value: str
     remark: str = ""
-    is_bad: bool = False
+    warning: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +75,7 @@ class ReportFacts:
     metrics: Metrics
     figures: tuple[Figure, ...]
     warnings: tuple[str, ...]
+    time: tuple[TimeShare, ...]
     variables: tuple[CostlyVariable, ...]
     ops: tuple[CostlyOp, ...]
 
@@ -88,12 +95,15 @@ def make_facts(
     """
     metrics = metrics_of(document, view)
     verdict, headline = _verdict(document, metrics)
+    figures = tuple(_figures(metrics, endurance_nbytes))
+    warnings = [figure.warning for figure in figures if figure.warning]
     return ReportFacts(
         verdict=verdict,
         headline=headline,
         metrics=metrics,
-        figures=tuple(_figures(metrics, endurance_nbytes)),
-        warnings=tuple(warnings_of(document, metrics, view, planned)),
+        figures=figures,
+        warnings=(*warnings, *warnings_of(document, metrics, view, planned)),
+        time=time_shares(view) if view is not None else (),
         variables=costly_variables(view) if view is not None else (),
         ops=costly_ops(view, planned) if view is not None else (),
     )
@@ -185,11 +195,15 @@ def _figures(m: Metrics, endurance_nbytes: int) -> list[Figure]:
 def _memory_figures(m: Metrics) -> Iterator[Figure]:
     if m.budget_nbytes is not None and m.peak_nbytes is not None:
         share = m.peak_nbytes / m.budget_nbytes if m.budget_nbytes else 0.0
+        over = (
+            f"{format_nbytes(m.peak_nbytes - m.budget_nbytes)} more than the budget were held at once: a plan for "
+            "another budget, or a fault of ooc."
+        )
         yield Figure(
             name="Peak against budget",
             value=f"{format_nbytes(m.peak_nbytes)} of {format_nbytes(m.budget_nbytes)}",
             remark=f"{share:.0%}",
-            is_bad=m.peak_nbytes > m.budget_nbytes,
+            warning=over if m.peak_nbytes > m.budget_nbytes else "",
         )
     if m.in_core_peak_nbytes is not None:
         remark = "all variables alive at once"
@@ -207,7 +221,11 @@ def _time_figures(m: Metrics) -> Iterator[Figure]:
     if m.stall_s is not None:
         fraction = m.stall_fraction or 0.0
         remark = f"{fraction:.1%} of the step"
-        yield Figure(name="Stall a step", value=format_duration(m.stall_s), remark=remark, is_bad=fraction > HIGH_STALL)
+        slow = ""
+        if fraction > HIGH_STALL:
+            options = "Options: a larger budget; a faster store; another policy."
+            slow = f"Ops wait for transfers {fraction:.1%} of the time. {options}"
+        yield Figure(name="Stall a step", value=format_duration(m.stall_s), remark=remark, warning=slow)
     if m.recompute_s:
         remark = f"{m.recompute_s / m.step_s:.1%} of the step" if m.step_s else ""
         yield Figure(name="Computed again a step", value=format_duration(m.recompute_s), remark=remark)
@@ -242,12 +260,16 @@ def _wear(m: Metrics, endurance_nbytes: int) -> list[Figure]:
         return [written, Figure(name="Written a day", value="0 B", remark="the store wears nothing out")]
     days = endurance_nbytes / per_day
     lasts = f"{days / 365:.1f} years" if days >= 365 else f"{days:.0f} days" if days >= 2 else f"{days * 24:.0f} hours"
+    wears = (
+        f"A disk rated for {rated} of writes lasts {lasts} of such training. Options: a larger budget, so that less is "
+        "written; a store on another disk; --endurance with what yours is rated for."
+    )
     return [
         written,
         Figure(
             name="Written a day",
             value=format_nbytes(int(per_day)),
             remark=f"{rated} of rated writes last {lasts} of training",
-            is_bad=days < 365,
+            warning=wears if days < 365 else "",
         ),
     ]

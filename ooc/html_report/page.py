@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from ooc.html_report.charts import chart_data
+from ooc.html_report.comparison import comparison
 from ooc.html_report.facts import DEFAULT_ENDURANCE_NBYTES, ReportFacts, make_facts
-from ooc.html_report.metrics import Metrics
+from ooc.html_report.tables import SYMBOLS, table
 from ooc.reporting.documents import Document
 from ooc.reporting.report import versions
 from ooc.units import format_duration, format_nbytes
 
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("chart.js", "page.js")
-_SYMBOLS = {"yes": "\u2713", "no": "\u2717", "unknown": "?"}
 
 _CHARTS = (
     ("steps", "Steps", "One bar a step; the dark part is stall. Colour is the mode: learning, planned, off plan."),
@@ -50,8 +50,11 @@ def make_page(documents: Sequence[Document], *, endurance_nbytes: int = DEFAULT_
         facts.append(make_facts(document, view, planned, endurance_nbytes))
         data.append(chart_data(document, view, planned))
     title = " against ".join(document.name for document in documents)
-    sections = [_comparison(documents, facts)] if len(documents) == 2 else []
-    sections += [_summary(document, fact) for document, fact in zip(documents, facts, strict=True)]
+    sections = [comparison(documents, facts)] if len(documents) == 2 else []
+    sections += [
+        _summary(document, fact, is_one_of_two=len(documents) == 2)
+        for document, fact in zip(documents, facts, strict=True)
+    ]
     sections.append(_charts(documents))
     footer = "; ".join(f"{name} {text}" for name, text in versions().items())
     return (
@@ -84,20 +87,21 @@ def _embedded(data: Any) -> str:
 # -- the first screen
 
 
-def _summary(document: Document, facts: ReportFacts) -> str:
+def _summary(document: Document, facts: ReportFacts, *, is_one_of_two: bool) -> str:
     tiles = "".join(
-        f'<div class="tile{" bad" if f.is_bad else ""}"><div class="name">{escape(f.name)}</div>'
+        f'<div class="tile{" bad" if f.warning else ""}"><div class="name">{escape(f.name)}</div>'
         f'<div class="value">{escape(f.value)}</div><div class="remark">{escape(f.remark)}</div></div>'
         for f in facts.figures
     )
     warnings = "".join(f"<li>{escape(text)}</li>" for text in facts.warnings)
     listed = f'<ul class="warnings">{warnings}</ul>' if warnings else '<p class="quiet">No warnings.</p>'
+    whose = f'<h2 class="whose">{escape(document.name)}</h2>\n' if is_one_of_two else ""
     return (
-        f'<section class="summary">\n<p class="verdict {facts.verdict}" data-fits="{facts.verdict}">'
-        f"<span>{_SYMBOLS[facts.verdict]}</span> {escape(facts.headline)}</p>\n"
+        f'<section class="summary">\n{whose}<p class="verdict {facts.verdict}" data-fits="{facts.verdict}">'
+        f"<span>{SYMBOLS[facts.verdict]}</span> {escape(facts.headline)}</p>\n"
         f'<p class="quiet">{escape(document.name)}: {escape(_origin(document))}</p>\n'
         f'<div class="tiles">{tiles}</div>\n<h2>Warnings</h2>\n{listed}\n'
-        f'<div class="tables">{_variables(facts)}{_ops(facts)}</div>\n</section>'
+        f'<div class="tables">{_time(facts)}{_variables(facts)}{_ops(facts)}</div>\n</section>'
     )
 
 
@@ -109,6 +113,16 @@ def _origin(document: Document) -> str:
     if document.plan is not None:
         return f"a plan, policy {document.plan.policy}; times are simulated"
     return "a traced step; times are those of the trace"
+
+
+def _time(facts: ReportFacts) -> str:
+    whole = sum(share.ns for share in facts.time)
+    rows = [
+        (share.name, share.remark, format_duration(share.ns / 1e9), f"{share.ns / whole:.1%}" if whole else "-")
+        for share in facts.time
+    ]
+    rows += [("the whole step", "as drawn below", format_duration(whole / 1e9), "100.0%")] if rows else []
+    return table("Where the step's time goes", ("", "what is in it", "time", "share"), rows, "time")
 
 
 def _variables(facts: ReportFacts) -> str:
@@ -123,7 +137,7 @@ def _variables(facts: ReportFacts) -> str:
         )
         for v in facts.variables
     ]
-    return _table(
+    return table(
         "Variables that cost most", ("#", "name or maker", "kind", "size", "moved", "waited for"), rows, "variables"
     )
 
@@ -139,81 +153,7 @@ def _ops(facts: ReportFacts) -> str:
         )
         for op in facts.ops
     ]
-    return _table("Ops that cost most", ("#", "op", "time", "planned", "waits"), rows, "ops")
-
-
-def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], name: str) -> str:
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    if not body:
-        return ""
-    columns = "".join(f"<th>{escape(text)}</th>" for text in head)
-    return (
-        f'<div class="table" id="{name}"><h2>{escape(title)}</h2><div class="scroll"><table><thead><tr>{columns}</tr>'
-        f"</thead><tbody>{body}</tbody></table></div></div>"
-    )
-
-
-# -- two documents side by side
-
-
-def _comparison(documents: Sequence[Document], facts: Sequence[ReportFacts]) -> str:
-    one, other = (fact.metrics for fact in facts)
-    rows = [row for row in (_compared(*line, one, other) for line in _COMPARED) if row is not None]
-    verdicts = "<br>".join(
-        f'<span class="verdict {f.verdict}">{_SYMBOLS[f.verdict]} {escape(d.name)}</span>'
-        for d, f in zip(documents, facts, strict=True)
-    )
-    head = ("", documents[0].name, documents[1].name, "change")
-    note = ""
-    traces = [document.trace for document in documents]
-    if traces[0] is not None and traces[1] is not None:
-        same = traces[0].fingerprint() == traces[1].fingerprint()
-        note = (
-            "Both run the same sequence of ops on the same variables."
-            if same
-            else "The two run different sequences of ops: compare their times with care."
-        )
-    return (
-        f'<section class="comparison" id="comparison"><p class="verdict">{verdicts}</p>'
-        f'{_table("Comparison", head, rows, "compared")}<p class="quiet">{note}</p></section>'
-    )
-
-
-def _compared(
-    name: str, value: Callable[[Metrics], float | None], show: Callable[[float], str], one: Metrics, other: Metrics
-) -> tuple[str, str, str, str] | None:
-    a, b = value(one), value(other)
-    if a is None and b is None:
-        return None
-    change = "" if a is None or b is None else "same" if a == b else f"{b / a - 1:+.1%}" if a else "new"
-    return name, "-" if a is None else show(a), "-" if b is None else show(b), change
-
-
-def _nbytes(value: float) -> str:
-    return format_nbytes(int(value))
-
-
-_COMPARED: tuple[tuple[str, Callable[[Metrics], float | None], Callable[[float], str]], ...] = (
-    ("budget", lambda m: m.budget_nbytes, _nbytes),
-    ("peak in the pool", lambda m: m.peak_nbytes, _nbytes),
-    ("needed in core", lambda m: m.in_core_peak_nbytes, _nbytes),
-    ("process peak", lambda m: m.process_peak_nbytes, _nbytes),
-    ("time a step", lambda m: m.step_s, format_duration),
-    ("as planned", lambda m: m.planned_s, format_duration),
-    ("lower bound", lambda m: m.bound_s, format_duration),
-    ("in ops", lambda m: m.compute_s, format_duration),
-    ("stall", lambda m: m.stall_s, format_duration),
-    ("computed again, as planned", lambda m: m.recompute_s, format_duration),
-    ("loaded a step", lambda m: m.loaded_nbytes, _nbytes),
-    ("evicted a step", lambda m: m.evicted_nbytes, _nbytes),
-    ("dropped a step", lambda m: m.dropped_nbytes, _nbytes),
-    ("chunks mapped anew a step", lambda m: m.num_remapped_chunks, lambda n: f"{n:g}"),
-    ("faults served", lambda m: m.num_faults, lambda n: f"{n:g}"),
-    ("steps", lambda m: m.num_steps, lambda n: f"{n:g}"),
-    ("of them planned", lambda m: m.num_planned_steps, lambda n: f"{n:g}"),
-    ("of them off plan", lambda m: m.num_off_plan_steps, lambda n: f"{n:g}"),
-    ("ops in the step", lambda m: m.num_ops, lambda n: f"{n:g}"),
-)
+    return table("Ops that cost most", ("#", "op", "time", "planned", "waits"), rows, "ops")
 
 
 # -- charts: the script fills the canvases
@@ -228,7 +168,8 @@ def _charts(documents: Sequence[Document]) -> str:
         )
         choice = f'<div class="choice" role="group" aria-label="which to draw">{buttons}</div>'
     figures = "".join(
-        f'<figure id="{name}" hidden><figcaption><h2>{title}</h2><p class="quiet">{escape(remark)}</p></figcaption>'
+        f'<figure id="{name}" hidden><figcaption><h2>{title}<span class="drawn"></span></h2>'
+        f'<p class="quiet">{escape(remark)}</p></figcaption>'
         f'<div class="legend"></div><canvas tabindex="0" role="img" aria-label="{title}"></canvas>'
         '<div class="readout" aria-live="polite"></div></figure>'
         for name, title, remark in _CHARTS

@@ -17,15 +17,14 @@ _SLOWER_THAN_PLANNED = 1.25
 
 
 def warnings_of(document: Document, m: Metrics, view: StepView | None, planned: StepView | None) -> list[str]:
-    """Warnings of a document; `view` and `planned` are its step as it went and as it was planned."""
+    """Warnings of a document, beyond those of its figures (`facts.py`).
+
+    Args:
+        view, planned: Its step as it went and as it was planned.
+    """
     found = []
     if document.run is not None:
         found += _run_warnings(document.run, m)
-    if m.stall_fraction is not None and m.stall_fraction > HIGH_STALL:
-        found.append(
-            f"Ops wait for transfers {m.stall_fraction:.1%} of the time. Options: a larger budget; a faster store; "
-            "another policy."
-        )
     if m.num_remapped_chunks:
         found.append(f"{m.num_remapped_chunks:g} chunks a step are mapped anew: each costs a system call and faults.")
     if view is not None and planned is not None and view.source == "measured":

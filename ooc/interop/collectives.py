@@ -25,7 +25,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ooc.dispatch.op_runner import OpRunner
 from ooc.errors import SessionError
+from ooc.interop.model_broadcast import ModelBroadcast
+from ooc.interop.replacements import Replacements
 from ooc.memory.residency import ResidencyManager
+from ooc.replay.bailout import records_of
 from ooc.tracing import collective_ops
 from vmm.threads import is_foreign_thread
 
@@ -42,7 +45,14 @@ class Collectives:
         num_apart, apart_nbytes: Allocations of the backend's threads so far, outside the budget.
     """
 
-    def __init__(self, *, manager: ResidencyManager, runner: OpRunner, is_open: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        *,
+        manager: ResidencyManager,
+        runner: OpRunner,
+        is_open: Callable[[], bool],
+        budget_nbytes: Callable[[], int],
+    ) -> None:
         self._manager = manager
         self._flights = manager.flights
         self._runner = runner
@@ -52,7 +62,8 @@ class Collectives:
         self._operands: WeakKeyDictionary[Any, Sequence[int]] = WeakKeyDictionary()  # by what the program waits for
         self._functional: dict[int, _FunctionalLanding] = {}  # by a result's address
         self._landed: tuple[int, list[int]] = (-1, [])  # before which op, what the program has waited for
-        self._replaced: dict[str, Any] = {}
+        self._replacements = Replacements()
+        self._model_broadcast = ModelBroadcast(budget_nbytes=budget_nbytes, is_ours=self._is_here)
         self.num_apart = self.apart_nbytes = 0
 
     def __repr__(self) -> str:
@@ -124,7 +135,7 @@ class Collectives:
         if not self._manager.is_host or not addresses:
             return
         written = operands(*collective_ops.written_by(func, args, kwargs, result))
-        planned = runner.executor.records_of(runner.dispatcher.cursor - 1)
+        planned = records_of(runner.executor.active, runner.dispatcher.cursor - 1)
         found = {address: planned.get(address) or self._manager.records.get(address) for address in addresses}
         records = {address: record for address, record in found.items() if record is not None}
         self._flights.begin(landing, list(records.values()), [records[a] for a in written if a in records])
@@ -149,6 +160,7 @@ class Collectives:
         """Replace `Work.wait` and `Work.get_future`. Without torch.distributed: nothing."""
         if not torch.distributed.is_available():
             return
+        self._model_broadcast.open()
         kind = torch._C._distributed_c10d.Work
         wait, get_future = kind.wait, kind.get_future
 
@@ -163,24 +175,27 @@ class Collectives:
         def get_finished_future(work: Any) -> Any:
             # Whatever its operands are: what is chained to it may touch any tensor. (A send or receive has no future.)
             future = get_future(work)
-            if threading.get_ident() == self._thread and self._is_open():
+            if self._is_here():
                 with contextlib.suppress(RuntimeError):  # the future has it, too
                     wait(work)
                 if self._is_ours(work):
                     self._note_waited(work)
             return future
 
-        self._replaced = {"wait": wait, "get_future": get_future}
-        kind.wait, kind.get_future = wait_and_tell, get_finished_future
+        self._replacements.replace(kind, "wait", wait_and_tell)
+        self._replacements.replace(kind, "get_future", get_finished_future)
 
     def close(self) -> None:
         """Put them back. Idempotent."""
-        for name, method in self._replaced.items():
-            setattr(torch._C._distributed_c10d.Work, name, method)
-        self._replaced = {}
+        self._model_broadcast.close()
+        self._replacements.put_back()
 
     def _is_ours(self, work: Any) -> bool:
-        return threading.get_ident() == self._thread and self._is_open() and work in self._operands
+        return self._is_here() and work in self._operands
+
+    def _is_here(self) -> bool:
+        """Whether this is the session's thread, and the session open."""
+        return threading.get_ident() == self._thread and self._is_open()
 
     def _note_waited(self, key: Any) -> None:
         """The program has waited for a collective: it is over as of this place in the step."""

@@ -16,7 +16,6 @@ import contextlib
 import functools
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,10 +27,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ooc.devices.protocols import Memory
 from ooc.dispatch.guest_ops import is_guest
 from ooc.dispatch.op_runner import OpRunner
-from ooc.errors import BudgetTooSmall
-from ooc.interop.uncompiled import Uncompiled
+from ooc.errors import BudgetTooSmall, SessionError
+from ooc.memory.no_room import NoRoom
 from ooc.memory.record import State, VariableRecord
-from ooc.memory.residency import NoRoom, ResidencyManager
+from ooc.memory.residency import ResidencyManager
 
 
 class _Local(threading.local):
@@ -67,8 +66,6 @@ class Exports:
         self._until_boundary: list[VariableRecord] = []
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._is_open = False
-        self._has_announced = False
-        self._uncompiled = Uncompiled(self.announce_uncompiled)
 
     def __repr__(self) -> str:
         return f"<Exports {'open' if self._is_open else 'closed'}, {len(self._until_boundary)} until the next step>"
@@ -78,7 +75,6 @@ class Exports:
         self._is_open = True
         for owner, name, make in _replacements():
             self._replace(owner, name, make)
-        self._uncompiled.install()
 
     # -- step boundaries; the session calls these with its lock held
 
@@ -140,6 +136,8 @@ class Exports:
             self._manager.load([record])
         except NoRoom as no_room:
             if not self._memory.is_host:
+                if self._runner.is_yielded:
+                    raise _yielded("an export") from None
                 raise self._too_small([record], no_room) from None
             # Else the kernel serves it from the store's file.
 
@@ -148,21 +146,10 @@ class Exports:
         with self._lock:
             record = self._find(address)
             if record is not None and record not in self._until_boundary:
+                if record.state is State.LOADING:  # read ahead: what the pointer writes would not be in what arrives
+                    self._manager.land()
                 record.export()
                 self._until_boundary.append(record)
-
-    def announce_uncompiled(self) -> None:
-        """Warn, once a session, that compiled code runs eagerly."""
-        if self._is_open and not self._has_announced:
-            self._has_announced = True
-            warnings.warn(
-                "torch.compile does nothing under an ooc session: dynamo does not compile under a dispatch mode, "
-                "so what is marked to be compiled is left as it is, and what was compiled before runs op by op (with "
-                "the results of eager execution). "
-                "Options: leave torch.compile away; compile outside the session.",
-                RuntimeWarning,
-                stacklevel=_users_stacklevel(),
-            )
 
     def end(self, record: VariableRecord) -> None:
         """Note that an export has ended. Takes no lock: finalizers call it, on any thread."""
@@ -222,6 +209,8 @@ class Exports:
     def resident(self, tensors: tuple[torch.Tensor, ...]) -> Iterator[None]:
         """See `Session.resident`."""
         addresses = [a for t in tensors if (a := self.address(t))]
+        if addresses and self._runner.is_yielded:
+            raise _yielded("resident")
         with self._lock:
             records = [r for a in dict.fromkeys(addresses) if (r := self._find(a)) is not None]
             for record in records:
@@ -243,7 +232,6 @@ class Exports:
     def close(self) -> None:
         """Restore every replaced function. Exports that are still held remain valid. Idempotent."""
         self._is_open = False
-        self._uncompiled.remove()
         for owner, name, ours, before in self._replaced:
             if owner.__dict__.get(name) is not ours:
                 continue  # other code has replaced ours, which from now on only passes calls on
@@ -277,7 +265,8 @@ class Exports:
         executor = self._executor
         if executor.active is not None:
             record = executor.record_at(address)
-            if record is not None and record.state is State.RESIDENT:
+            is_free = record is None or not executor.reruns.needs(executor.active, record)
+            if record is not None and record.state is State.RESIDENT and is_free:
                 return record
             if record is not None:
                 self._runner.bail_out("a variable that is away was used outside the dispatcher")
@@ -291,7 +280,7 @@ class Exports:
         setattr(owner, name, ours)
 
 
-def _users_stacklevel() -> int:
+def users_stacklevel() -> int:
     """The `stacklevel` for a warning about the user's code: the nearest frame that is not ours or torch's."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("ooc", "torch"):
@@ -474,3 +463,9 @@ def _make_bulk(exports: Exports, original: Any) -> Any:
             return original(*args, **kwargs)
 
     return bulk
+
+
+def _yielded(act: str) -> SessionError:
+    return SessionError(
+        f"{act} while session.yielded() has given all memory back: nothing can be loaded.\n  Options: after the block."
+    )

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 import vmm.posix  # noqa: F401  (its hook must be registered first: in a child it unmaps what ours then maps)
 from ooc.dispatch.op_runner import OpRunner
-from ooc.errors import StoreFailed
+from ooc.errors import RerunLost, StoreFailed
 from ooc.memory.fork_readers import PID
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
@@ -96,14 +96,14 @@ class HostForks:
         manager = self._manager
         manager.end_exports()
         manager.fork_readers.forget_gone()
-        records = [*manager.records.values(), *self._runner.executor.live_records()]
+        failures: list[Exception] = []
+        records = self._records(failures)
         self._descriptors = os.pipe()
         scratch: list[Slot] = []
         # Inside an op its operands change under us: what is written then is the child's alone.
         is_quiet = not self._allocator.state.is_inside_op and not any(r.pins for r in records)
         self._pages = []
         slots = []
-        failures = []
         for record in records:
             try:
                 slot = self._store(record, None if is_quiet else scratch)
@@ -112,7 +112,7 @@ class HostForks:
                 continue
             slots.append(slot)
             span = record.reservation.num_chunks * manager.chunk_nbytes
-            self._pages.append(_Pages(record.address, slot.capacity_nbytes, slot.offset, span))
+            self._pages.append(_Pages(record.address, min(slot.capacity_nbytes, span), slot.offset, span))
         for transfer in self._transfers:
             try:
                 transfer.wait()
@@ -124,6 +124,19 @@ class HostForks:
         manager.fork_readers.add(self._descriptors[0], slots)
         for slot in scratch:
             manager.fork_readers.free(slot)
+
+    def _records(self, failures: list[Exception]) -> list[VariableRecord]:
+        """All variables whose bytes are somewhere. What a plan has discarded is made again first, if it can be now."""
+        executor = self._runner.executor
+        if any(record.state is State.DISCARDED for record in executor.live_records()):
+            self._runner.bail_out("a fork while a variable was discarded")
+        if not self._allocator.state.is_inside_op:
+            executor.reruns.remake()
+        records = [*self._manager.records.values(), *executor.live_records()]
+        lost = sum(record.state is State.DISCARDED for record in records)
+        if lost:
+            failures.append(RerunLost(f"{lost} variables were discarded, and the fork is inside an op"))
+        return [record for record in records if record.state is not State.DISCARDED]
 
     def after_in_parent(self) -> None:
         """Go on."""

@@ -1,8 +1,9 @@
 """Guest threads: Python threads beside the session's, whose ops must be seen. See ooc/DESIGN.md, "Guest threads".
 
 Dispatch modes are per thread. So while a session is open, threads that Python starts enter a mode that gives their ops
-to `ooc.dispatch.guest_ops`, and executors' threads, also those that were there before, do so for each task. A thread
-that outlives its session keeps the mode: it passes everything on, to the next session if there is one.
+to `ooc.dispatch.guest_ops`, and executors' threads, also those that were there before, do so for each task. Other
+threads that are older than the session enter it at their next call, and leave it at their first call after the session.
+A younger thread that outlives its session keeps the mode: it passes everything on, to the next session if there is one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from ooc.dispatch.guest_ops import as_guest
+from ooc.dispatch.guest_ops import as_guest, become_guest, cease_to_be_guest
+from ooc.interop.older_threads import visit_running_threads
+from ooc.interop.replacements import Replacements
 
 Dispatch = Callable[[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -29,7 +32,7 @@ _OUR_THREADS = "ooc-"
 """Our own threads' names begin so. They run no ops."""
 
 
-class _GuestMode(TorchDispatchMode):
+class GuestMode(TorchDispatchMode):
     """Through which ops of guest threads go. One for all threads and sessions; with no session it passes everything on.
 
     It is pushed and popped without `__enter__`, which keeps notes for one thread only.
@@ -44,7 +47,15 @@ class _GuestMode(TorchDispatchMode):
         return dispatch(func, types, args, kwargs or {})
 
 
-_MODE = _GuestMode()
+_MODE = GuestMode()
+
+
+class _Here(threading.local):
+    is_adopted = False
+
+
+_here = _Here()
+"""`_here.is_adopted`: whether the thread entered the mode in the midst of its run, and not around all of it."""
 
 
 class GuestThreads:
@@ -57,25 +68,49 @@ class GuestThreads:
     def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
         self._thread = threading.get_ident()
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._replacements = Replacements()
+        self._adopted: set[int] = set()  # older threads that have become guests, by ident
 
     def __repr__(self) -> str:
-        return f"<GuestThreads {'open' if self._replaced else 'closed'}>"
+        return f"<GuestThreads {'open' if _MODE.dispatch == self._dispatch else 'closed'}>"
 
     def open(self) -> None:
-        """Threads that start from now on are guests."""
+        """Threads that start from now on are guests, and older ones from their next call on."""
         _MODE.dispatch = self._dispatch
         self._replace(threading.Thread, "_bootstrap_inner")
         self._replace(concurrent.futures.thread._WorkItem, "run")
+        older = {thread.ident or 0 for thread in threading.enumerate() if self._may_be_guest(thread)}
+        if older:
+            visit_running_threads(older, self._adopt)
 
     def close(self) -> None:
         """Put back what was replaced. Threads that are guests go on, and nobody looks at their ops. Idempotent."""
-        for owner, name, ours, before in self._replaced:
-            if owner.__dict__.get(name) is ours:  # else somebody has replaced ours, which from now on only passes on
-                setattr(owner, name, before)
-        self._replaced.clear()
+        self._replacements.put_back()
         if _MODE.dispatch == self._dispatch:
             _MODE.dispatch = None
+        if self._adopted:
+            visit_running_threads(frozenset(self._adopted), _release)
+            self._adopted.clear()
+
+    def _may_be_guest(self, thread: threading.Thread) -> bool:
+        """Whether it is a thread of the program's that Python started. (Others have no use for a Python mode.)"""
+        is_other = thread.ident is not None and thread.ident != self._thread
+        return is_other and not isinstance(thread, threading._DummyThread) and not thread.name.startswith(_OUR_THREADS)
+
+    def _adopt(self) -> bool:
+        """Make the calling thread, older than the session, a guest. False: not at this place in its program."""
+        if _MODE.dispatch != self._dispatch:
+            return True  # the session is over
+        modes = _get_current_dispatch_mode_stack()
+        if modes and _MODE not in modes:  # when it leaves its own mode, it would leave ours instead
+            return False
+        if not modes:
+            _push_mode(_MODE)
+            become_guest()
+            _here.is_adopted = True
+        if _here.is_adopted:
+            self._adopted.add(threading.get_ident())
+        return True
 
     def _replace(self, owner: Any, name: str) -> None:
         before = owner.__dict__[name]
@@ -85,8 +120,7 @@ class GuestThreads:
             with self._guest(getattr(this, "name", "")):
                 return before(this, *args, **kwargs)
 
-        self._replaced.append((owner, name, ours, before))
-        setattr(owner, name, ours)
+        self._replacements.replace(owner, name, ours)
 
     @contextlib.contextmanager
     def _guest(self, name: str) -> Iterator[None]:
@@ -107,3 +141,16 @@ class GuestThreads:
             modes = _get_current_dispatch_mode_stack()
             if modes and modes[-1] is _MODE:
                 _pop_mode()
+
+
+def _release() -> bool:
+    """The calling thread is no longer a guest. False: not at this place in its program."""
+    modes = _get_current_dispatch_mode_stack()
+    if _MODE.dispatch is not None or _MODE not in modes or not _here.is_adopted:
+        return True  # it is the next session's, or has come to its end
+    if modes[-1] is not _MODE:
+        return False
+    _pop_mode()
+    cease_to_be_guest()
+    _here.is_adopted = False
+    return True

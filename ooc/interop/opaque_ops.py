@@ -35,9 +35,9 @@ class OpaqueOp:
 
     namespace = "ooc_opaque"
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], *, name: str = "") -> None:
         self.fn = fn
-        self.name = f"{fn.__module__}.{getattr(fn, '__qualname__', repr(fn))}"
+        self.name = name or f"{fn.__module__}.{getattr(fn, '__qualname__', repr(fn))}"
         self._schema = SimpleNamespace(name=f"ooc_opaque::{self.name}", arguments=())
 
     def __str__(self) -> str:
@@ -65,8 +65,13 @@ def opaque(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _run_in_session is None:
-            return fn(*args, **kwargs)
-        return _run_in_session(op, args, kwargs)  # type: ignore[no-any-return]
+        return run_opaque(op, args, kwargs)  # type: ignore[no-any-return]
 
     return call
+
+
+def run_opaque(op: OpaqueOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an opaque op as an op of the open session; without one, as the plain function that it is."""
+    if _run_in_session is None:
+        return op.fn(*args, **kwargs)
+    return _run_in_session(op, args, kwargs)

@@ -80,6 +80,10 @@ class Flights:
     def __bool__(self) -> bool:
         return bool(self._flights or self._ended)
 
+    def lists(self) -> tuple[list[Flight], list[Flight]]:
+        """The lists themselves that are not empty where `poll` has something to do."""
+        return self._flights, self._ended
+
     def begin(self, landing: Landing, records: Sequence[VariableRecord], written: Sequence[VariableRecord]) -> Flight:
         """A collective has been launched: its operands stay."""
         flight = Flight(landing, records, written)

@@ -67,9 +67,8 @@ class Guards:
         assert record.slot is not None, record
         if not self._debug or record.exports:
             try:
-                self._space.map_file(
-                    record.reservation, self._store.descriptor, record.slot.offset, record.slot.capacity_nbytes
-                )
+                shown_nbytes = self._shown_nbytes(record)
+                self._space.map_file(record.reservation, self._store.descriptor, record.slot.offset, shown_nbytes)
                 self._end(record)
                 return
             except MemoryFault:  # too many mappings: show nothing, and serve a touch if there is one
@@ -138,7 +137,7 @@ class Guards:
                 Guard(
                     record.guard,
                     record.address,
-                    slot.capacity_nbytes,
+                    self._shown_nbytes(record),
                     record.reservation.num_chunks * chunk_nbytes,
                     slot.offset,
                     transfer.ticket if transfer is not None else 0,
@@ -164,10 +163,15 @@ class Guards:
         self._space.driver.note_guards(-1)
         if was_served and not record.reservation.is_file:
             assert record.slot is not None, record
-            self._space.note_file(
-                record.reservation, self._store.descriptor, record.slot.offset, record.slot.capacity_nbytes
-            )
+            shown_nbytes = self._shown_nbytes(record)
+            self._space.note_file(record.reservation, self._store.descriptor, record.slot.offset, shown_nbytes)
         return was_served
+
+    def _shown_nbytes(self, record: VariableRecord) -> int:
+        """Bytes of its slot that a record's addresses can show: a shrunk reservation is smaller than its slot."""
+        assert record.slot is not None, record
+        span_nbytes = record.reservation.num_chunks * self._space.driver.chunk_nbytes
+        return int(min(record.slot.capacity_nbytes, span_nbytes))
 
 
 def _address(record: VariableRecord) -> int:

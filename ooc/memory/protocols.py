@@ -36,8 +36,14 @@ class Space(Protocol):
     def map(self, reservation: Reservation, runs: Sequence[tuple[int, int]]) -> int:
         """Let a reservation show these chunks."""
 
+    def shrink(self, reservation: Reservation, nbytes: int) -> None:
+        """Let it span no more than so many bytes."""
+
     def unmap(self, reservation: Reservation) -> None:
         """Let it show nothing."""
+
+    def vacate(self, first_chunk: int) -> None:
+        """Let no reservation show a chunk from this one on."""
 
     def note_unused(self, reservation: Reservation, event: Any) -> None:
         """Nothing uses what it shows after `event`, until it is mapped again."""

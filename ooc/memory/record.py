@@ -1,8 +1,9 @@
 """The record of one variable (a live storage): where its bytes are, and the transitions by which that changes.
 
-A record is in one of three states. The bytes of a resident one are in chunks of the pool, those of an away one in the
-store, and a loading one is on its way in. Each transition is a method named for what has happened; it checks what it
-assumes and raises `InconsistentRecord` otherwise. Nobody outside this file assigns what transitions change:
+A record is in one of four states. The bytes of a resident one are in chunks of the pool, those of an away one in the
+store, a loading one is on its way in, and a discarded one has bytes nowhere: ops are run again to make them. Each
+transition is a method named for what has happened; it checks what it assumes and raises `InconsistentRecord`
+otherwise. Nobody outside this file assigns what transitions change:
 
     transition                  from                  to         chunks      the store's copy
     born                        any                   resident   as given    stale
@@ -10,10 +11,14 @@ assumes and raises `InconsistentRecord` otherwise. Nobody outside this file assi
     write_ended, write_failed   resident, away        the same   stay        as it was; stale if it failed
     released                    resident, stored      away       given up    current, once the transfer has ended
     restored                    away                  resident   as before   stale: the write had failed
+    trimmed                     resident              resident   the first   as it was
+    relocated                   resident              resident   as given    as it was
     load_started                away                  loading    as given    as it was
     loaded                      loading               resident   stay        as it was
     load_failed                 loading               away       given up    as it was
     load_undone                 resident              away       given up    counts: it may be newer than the chunks
+    discarded                   resident, away        discarded  given up    stale
+    recomputed                  discarded, away       resident   as given    as it was
     written                     any                   the same   stay        stale
 """
 
@@ -45,17 +50,29 @@ class State(enum.Enum):
     """On the way in; its chunks fill up and may not be touched yet. Holds its chunks."""
     AWAY = "away"
     """In the store only. Holds no chunk."""
+    DISCARDED = "discarded"
+    """Nowhere: the executor knows which ops make them again, and does so before anybody may ask. Holds no chunk."""
+
+    @property
+    def holds_chunks(self) -> bool:
+        """Whether a variable in this state takes room in the pool."""
+        return self in (State.RESIDENT, State.LOADING)
 
 
 # As globals they are read in half the time that an enum's attribute takes; transitions are on the path of each op.
 _RESIDENT, _LOADING, _AWAY = State.RESIDENT, State.LOADING, State.AWAY
+_DISCARDED = State.DISCARDED
 
 
 class VariableRecord:
     """What a session knows of one variable: a live storage at or above the threshold.
 
     Attributes:
-        address, nbytes: Of the storage; the address is its reservation's, for life.
+        address: Of the storage: its reservation's, for life.
+        nbytes: Of the storage. Of one that an elastic plan allocated, what the plan holds for it until its own size
+            is asked for (`ooc.replay.elastic`).
+        origin: Where it was born, if that was in the period before this one: the sequence's family, the position in
+            the step, and which of the allocations there. None: longer ago, or not known.
         slot: Its place in the store, once it has one. Given by the residency manager.
         checksum: In debug mode, of the bytes that the store has.
         guard: Entry of its guard in `ooc.memory.guards`, or `NO_GUARD`. Changed there alone.
@@ -63,6 +80,7 @@ class VariableRecord:
             there use it, so between two ops its bytes may go to other chunks.
         serial: Order of allocation in the session; the identity of this storage.
         variable_index: Index of the active plan's variable that is bound to it, or -1.
+        used_ns: When an op on demand last used it (`time.monotonic_ns`); native code notes it, too.
 
     Changed by transitions alone, and so read-only for everybody else:
         state: Where its bytes are.
@@ -92,9 +110,11 @@ class VariableRecord:
         "kind",
         "label",
         "nbytes",
+        "origin",
         "reservation",
         "serial",
         "slot",
+        "used_ns",
         "variable_index",
     )
 
@@ -108,8 +128,10 @@ class VariableRecord:
         self.guard = NO_GUARD
         self.is_workspace = False
         self.variable_index = -1
+        self.used_ns = 0
         self.kind = ""
         self.label = ""
+        self.origin: tuple[str, int, int] | None = None
         self._state = State.AWAY
         self._runs: Runs = ()
         self._stored = False
@@ -174,6 +196,37 @@ class VariableRecord:
         self._runs = runs
         self._stored = False
 
+    # -- discarding and recomputing
+
+    def discarded(self) -> None:
+        """Its chunks were given up although the store has no current copy: from here on its bytes are nowhere."""
+        if self._state not in (_RESIDENT, _AWAY):
+            self._refuse("discarded")
+        self._state = _DISCARDED
+        self._runs = ()
+        self._stored = False
+        self._transfer = None
+
+    def recomputed(self, runs: Runs) -> None:
+        """Its bytes are about to be made again in these chunks, by the ops that made them first."""
+        if self._state not in (_DISCARDED, _AWAY):
+            self._refuse("recomputed")
+        self._state = _RESIDENT
+        self._runs = runs
+        self._transfer = None
+
+    def trimmed(self, runs: Runs) -> None:
+        """It keeps the first of its chunks, these, which hold all of its bytes; the others were given up."""
+        if self._state is not _RESIDENT:
+            self._refuse("trimmed")
+        self._runs = runs
+
+    def relocated(self, runs: Runs) -> None:
+        """Its bytes were copied to these chunks, which its addresses show from now on; the others were given up."""
+        if self._state is not _RESIDENT:
+            self._refuse("relocated")
+        self._runs = runs
+
     # -- transfers
 
     def write_started(self, transfer: Transfer) -> None:
@@ -185,13 +238,13 @@ class VariableRecord:
 
     def write_ended(self) -> None:
         """The write under way has ended well."""
-        if self._state is _LOADING:
+        if self._state in (_LOADING, _DISCARDED):
             self._refuse("write_ended")
         self._transfer = None
 
     def write_failed(self) -> None:
         """The write under way has failed: the store's copy is of no use."""
-        if self._state is _LOADING:
+        if self._state in (_LOADING, _DISCARDED):
             self._refuse("write_failed")
         self._transfer = None
         self._stored = False

@@ -11,17 +11,22 @@ from nowhere else.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import time
-import zlib
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ooc.errors import HiddenWrite, StoreFailed
+from ooc.errors import RerunLost, StoreFailed
+from ooc.memory.ahead import Ahead
+from ooc.memory.counters import Counters
 from ooc.memory.flights import Flights
+from ooc.memory.foresight import Candidate, Foresight
 from ooc.memory.fork_readers import ForkReaders
-from ooc.memory.record import Runs, Segments, State, VariableRecord
+from ooc.memory.hidden_writes import hidden_write
+from ooc.memory.no_room import NoRoom
+from ooc.memory.record import NO_GUARD, Runs, Segments, State, VariableRecord
+from ooc.memory.view_segments import checksum, view_segments
+from ooc.memory.warm_reservations import WarmReservations
 from ooc.units import format_nbytes
 from vmm.chunks import ChunkPool
 from vmm.driver import MemoryFault
@@ -37,35 +42,8 @@ _NUM_MOVES_KEPT = 1 << 14
 """As many as the transfer engine keeps records of; `ooc.telemetry.timeline` empties it each step."""
 
 
-class NoRoom(Exception):
-    """The pool cannot give so many chunks, since what remains is pinned. The caller knows what they are for."""
-
-    def __init__(self, *, num_needed: int, num_free: int, num_pinned: int) -> None:
-        super().__init__(f"{num_needed} chunks needed, {num_free} free, {num_pinned} pinned")
-        self.num_needed = num_needed
-        self.num_free = num_free
-        self.num_pinned = num_pinned
-
-
-class Counters:
-    """Totals of what was moved, which only ever grow. Sizes in bytes, times in nanoseconds."""
-
-    __slots__ = ("dropped_nbytes", "evicted_nbytes", "loaded_nbytes", "num_faults", "stall_ns")
-
-    def __init__(self) -> None:
-        self.loaded_nbytes = 0
-        self.evicted_nbytes = 0
-        self.dropped_nbytes = 0
-        self.num_faults = 0
-        self.stall_ns = 0
-
-    def copy(self) -> dict[str, int]:
-        """The totals of now, by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
 class ResidencyManager:
-    """Manages the variables outside any active plan: tracks residency, loads and evicts on demand (LRU).
+    """Manages the variables outside any active plan: tracks residency, loads and evicts on demand, by guessed next use.
 
     The variables of the active plan are the executor's (`forget`); when a step bails out they come back to `records`,
     and `retake_pool` accounts for their chunks.
@@ -85,6 +63,9 @@ class ResidencyManager:
         moves: Transfers started since it was last emptied (by `ooc.telemetry.timeline`).
         stalls: When the session's thread waited for transfers: `(start, stop)` of the monotonic clock.
         peak_chunks: The most chunks in use at once so far.
+        foresight: Guesses when variables are used next.
+        ahead: Moves variables by these guesses before somebody waits for them.
+        position: Tells which op runs, or comes next.
     """
 
     def __init__(
@@ -112,18 +93,28 @@ class ResidencyManager:
         self.stalls: deque[tuple[int, int]] = deque(maxlen=_NUM_MOVES_KEPT)
         self.peak_chunks = 0
         self._next_serial = 0
-        self._by_use: OrderedDict[int, VariableRecord] = OrderedDict()  # resident, least recently used first
+        self._resident: dict[int, VariableRecord] = {}  # by address
+        self._warm = WarmReservations(space, debug=debug)
+        self._loading: dict[int, VariableRecord] = {}  # read ahead, by address
+        self.foresight = Foresight()
+        self.ahead = Ahead(self)
+        self.position: Callable[[], int] = lambda: 0
 
     def __repr__(self) -> str:
         return (
-            f"<ResidencyManager of {len(self.records)} variables, {len(self._by_use)} resident, "
-            f"{self._pool.num_free} chunks free>"
+            f"<ResidencyManager of {len(self.records)} variables, {len(self._resident)} resident, "
+            f"{self.num_free} chunks free>"
         )
 
     def close(self) -> None:
         """End the guards, and stop watching forked processes. Idempotent."""
         self.guards.close()
         self.fork_readers.close()
+
+    @property
+    def num_free(self) -> int:
+        """Chunks that hold no variable."""
+        return self._pool.num_free + self._warm.num_chunks
 
     @property
     def pool(self) -> ChunkPool:
@@ -154,14 +145,7 @@ class ResidencyManager:
 
     def segments(self, runs: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
         """The first `nbytes` of a variable in these chunks, as ranges of the linear view."""
-        view, chunk = self.space.driver.view_address, self.chunk_nbytes
-        found = []
-        left = nbytes
-        for first, count in runs:
-            length = min(left, count * chunk)
-            found.append((view + first * chunk, length))
-            left -= length
-        return found
+        return view_segments(self.space.driver.view_address, self.chunk_nbytes, runs, nbytes)
 
     def note_stall(self, start_ns: int) -> None:
         """Note that the session's thread waited for transfers from `start_ns` until now."""
@@ -173,9 +157,18 @@ class ResidencyManager:
 
     def allocate(self, nbytes: int) -> VariableRecord:
         """Allocate a resident variable; evicts others as needed. Raises `NoRoom`, `StoreFailed`."""
-        self.make_room(self.chunks_of(nbytes))
+        num_chunks = self.chunks_of(nbytes)
+        warm = self._warm.take(num_chunks)
+        if warm is not None:
+            warm[0].nbytes = nbytes
+            record = VariableRecord(nbytes=nbytes, reservation=warm[0], serial=self.next_serial())
+            record.born(warm[1])
+            self._note_peak()
+            self.enter(record)
+            return record
+        self.make_room(num_chunks)
         record = self.new_record(nbytes)
-        runs = self._pool.take(self.chunks_of(nbytes))
+        runs = self._pool.take(num_chunks)
         try:
             self.guards.lift(record)
             self.space.map(record.reservation, runs)
@@ -188,48 +181,87 @@ class ResidencyManager:
         self.enter(record)
         return record
 
+    def give_chunks(self, record: VariableRecord) -> None:
+        """Give chunks to a record whose bytes are about to be made; evicts others as needed. Manages it from now on.
+
+        Raises `NoRoom`, `StoreFailed`.
+        """
+        num_chunks = self.chunks_of(record.nbytes)
+        self.make_room(num_chunks)
+        runs = self._pool.take(num_chunks)
+        self.guards.lift(record)
+        self.space.map(record.reservation, runs)
+        if record.state is State.DISCARDED:
+            record.recomputed(runs)
+        else:
+            record.born(runs)
+        self._note_peak()
+        self.enter(record)
+
+    def give_up(self, record: VariableRecord) -> None:
+        """Discard a record that could not be made, wherever it is."""
+        self._resident.pop(record.address, None)
+        with contextlib.suppress(StoreFailed):
+            self.settle(record)
+        if record.state is State.RESIDENT:
+            self._pool.give(record.runs)
+        if record.state is not State.DISCARDED:
+            record.discarded()
+
     def enter(self, record: VariableRecord) -> None:
         """Manage this record from now on."""
         self.records[record.address] = record
+        record.used_ns = time.monotonic_ns()
         if record.state is State.RESIDENT:
-            self._by_use[record.address] = record
+            self._resident[record.address] = record
 
     def forget(self, record: VariableRecord) -> None:
         """Manage this record no more; it stays as it is, and from now on the executor moves it."""
         del self.records[record.address]
-        self._by_use.pop(record.address, None)
+        self._resident.pop(record.address, None)
 
     def free(self, address: int) -> VariableRecord | None:
         """Free the chunks and the slot of a storage that was freed. None if its record is not managed here."""
         record = self.records.pop(address, None)
         if record is None:
             return None
-        self._by_use.pop(address, None)
-        with contextlib.suppress(StoreFailed):  # nobody needs its bytes any more
-            self.settle(record)
-        if record.state is State.RESIDENT:
+        self._resident.pop(address, None)
+        was_loading = record.state is State.LOADING
+        if was_loading or not self.is_host:
+            self._loading.pop(address, None)
+            with contextlib.suppress(StoreFailed):  # nobody needs its bytes any more, but they come into its chunks
+                runs = record.runs
+                self.settle(record)
+            if record.state is not State.RESIDENT:
+                self._pool.give(runs)
+        if record.state is not State.RESIDENT:
+            self.dispose(record)
+        elif (
+            was_loading or not self.is_host or record.exports or record.guard != NO_GUARD or record.reservation.is_file
+        ):
             self._pool.give(record.runs)
-        self.dispose(record)
+            self.dispose(record)
+        else:
+            self._give_up_slot(record)
+            self._pool.give(self._warm.keep(record.reservation, record.runs))
         return record
 
     def dispose(self, record: VariableRecord) -> None:
         """Give back the reservation and the store slot of a record without chunks."""
         self.guards.lift(record)
+        self._give_up_slot(record)
+        self.space.release(record.reservation)
+
+    def _give_up_slot(self, record: VariableRecord) -> None:
         if record.slot is not None:
             self.fork_readers.free(record.slot)
             record.slot = None
-        self.space.release(record.reservation)
 
     def end_exports(self) -> None:
         """Take note of the exports that have ended (`ended_exports`, filled on any thread)."""
         while self.ended_exports:
             record = self.ended_exports.popleft()
             record.end_export()
-
-    def touch(self, record: VariableRecord) -> None:
-        """Note a use: the record is now the most recently used."""
-        if record.address in self._by_use:
-            self._by_use.move_to_end(record.address)
 
     # -- moving
 
@@ -238,26 +270,70 @@ class ResidencyManager:
         return not record.pins and record.seen and (self.is_host or not record.exports)
 
     def make_room(self, num_chunks: int) -> None:
-        """Evict least recently used variables until so many chunks are free. Raises `NoRoom`, `StoreFailed`."""
+        """Evict what is used last, by `foresight`, until so many chunks are free. Raises `NoRoom`, `StoreFailed`."""
+        self.cool(num_chunks)
         missing = num_chunks - self._pool.num_free
         if missing <= 0:
             return
         self.end_exports()
         victims: list[VariableRecord] = []
-        movable = [r for r in self._by_use.values() if self.may_be_evicted(r)]
-        for record in sorted(movable, key=_is_exported):  # a stable sort: what was given out goes last
+        movable = [record for record, _ in self.by_next_use(self.position())]
+        for record in movable:
             victims.append(record)
             missing -= self.chunks_of(record.nbytes)
             if missing <= 0:
                 break
         else:
-            if self.flights.wait_any():
+            if self.land() or self.flights.wait_any():
                 self.make_room(num_chunks)
                 return
             movable_chunks = sum(self.chunks_of(r.nbytes) for r in movable)
-            pinned = sum(self.chunks_of(r.nbytes) for r in self._by_use.values()) - movable_chunks
+            pinned = sum(self.chunks_of(r.nbytes) for r in self._resident.values()) - movable_chunks
             raise NoRoom(num_needed=num_chunks, num_free=self._pool.num_free, num_pinned=pinned)
         self.evict(victims)
+        self.ahead.write_behind(movable[len(victims) :])
+
+    def by_next_use(self, index: int) -> list[tuple[VariableRecord, int]]:
+        """What may be evicted, in the order in which it should go, and the op after `index` that uses it."""
+        movable = [r for r in self._resident.values() if self.may_be_evicted(r)]
+        candidates = [Candidate(serial=r.serial, used_ns=r.used_ns) for r in movable]
+        order = [(movable[place], later) for place, later in self.foresight.latest_first(candidates, index)]
+        return sorted(order, key=_is_exported)  # a stable sort: what was given out goes last
+
+    def cool(self, num_chunks: int) -> None:
+        """Take chunks back from freed variables' reservations until so many are free, or none are left there."""
+        while self._pool.num_free < num_chunks and self._warm.num_chunks:
+            self._pool.give(self._warm.release_oldest())
+
+    def land(self) -> bool:
+        """Wait for what is read ahead, which is then resident like all else, and for all writes. Whether it read any.
+
+        A read that fails leaves its variable away, a write dirty; whoever needs either does it again.
+        """
+        found = list(self._loading.values())
+        for record in found:
+            with contextlib.suppress(StoreFailed, MemoryFault):
+                self._arrive(record)
+        for record in self.records.values():
+            if record.transfer is not None:
+                with contextlib.suppress(StoreFailed):
+                    self.settle(record)
+        return bool(found)
+
+    def _arrive(self, record: VariableRecord) -> None:
+        """Wait for a record that is on its way in, and map it. Raises `StoreFailed`, `MemoryFault`: it is away."""
+        self._loading.pop(record.address, None)
+        runs = record.runs
+        try:
+            self.settle(record)
+            self.guards.lift(record)
+            self.space.map(record.reservation, runs)
+        except (StoreFailed, MemoryFault):
+            if record.state is State.RESIDENT:  # it has arrived, and cannot be mapped
+                record.load_undone()
+            self._pool.give(runs)
+            raise
+        self._resident[record.address] = record
 
     def evict(self, records: Sequence[VariableRecord]) -> None:
         """Evict records: write those out that the store has no current copy of, wait, and free the chunks.
@@ -269,7 +345,7 @@ class ResidencyManager:
         failure: StoreFailed | MemoryFault | None = None
         leaving = []
         for record in records:
-            if record.stored and not record.exports:
+            if record.stored and not record.exports and self._is_written(record):
                 self.check_clean(record)
                 self.counters.dropped_nbytes += record.nbytes
                 leaving.append(record)
@@ -290,7 +366,7 @@ class ResidencyManager:
             except StoreFailed as error:
                 failure = error
                 continue
-            self._by_use.pop(record.address, None)
+            self._resident.pop(record.address, None)
             self._pool.give(record.runs)
             record.released()
             self.guards.hide(record)
@@ -298,25 +374,26 @@ class ResidencyManager:
         if failure is not None:
             raise failure
 
+    def _is_written(self, record: VariableRecord) -> bool:
+        """Wait for a write behind, if one is under way. False: it failed, and nobody had waited for it; write again."""
+        try:
+            self.settle(record)
+        except StoreFailed:
+            return False
+        return True
+
     def check_clean(self, record: VariableRecord) -> None:
         """In debug mode, check that a resident record equals its copy in the store, which is to be relied on.
 
         Raises:
             HiddenWrite: It was written since, and nothing said so.
         """
-        if self.debug and record.checksum is not None and self._checksum(record) != record.checksum:
-            raise HiddenWrite(
-                f"{record.label or 'a variable'} ({format_nbytes(record.nbytes)}) was changed since it was last "
-                "written to the store, but no op that ran meanwhile says that it writes it: outside debug mode the "
-                "change would be lost.\n  Options: ooc.opaque(fn) around code that writes tensors behind the "
-                "dispatcher's back; a report, if it was an ATen op (its schema hides a write)."
-            )
+        if self.debug and record.checksum is not None and self.checksum(record) != record.checksum:
+            raise hidden_write(record)
 
-    def _checksum(self, record: VariableRecord) -> int:
-        total = 0
-        for address, nbytes in self.segments(record.runs, record.nbytes):
-            total = zlib.crc32((ctypes.c_char * nbytes).from_address(address), total)
-        return total
+    def checksum(self, record: VariableRecord) -> int:
+        """A checksum of a resident record's bytes (of host memory)."""
+        return checksum(self.segments(record.runs, record.nbytes))
 
     def load(self, records: Iterable[VariableRecord]) -> None:
         """Load records and wait for them. The caller has pinned them, so that none evicts another.
@@ -329,11 +406,18 @@ class ResidencyManager:
         if not missing:
             return
         for record in missing:
-            self.settle(record)
-        missing = [r for r in missing if r.state is State.AWAY]
-        self.make_room(sum(self.chunks_of(r.nbytes) for r in missing))
+            if record.state is State.DISCARDED:
+                raise RerunLost(f"{record.label or 'a variable'} was discarded, and is not made again yet")
         started = time.monotonic_ns()
         failure: StoreFailed | MemoryFault | None = None
+        for record in missing:
+            if record.state is State.LOADING:
+                with contextlib.suppress(StoreFailed, MemoryFault):  # it is read again below
+                    self._arrive(record)
+            else:
+                self.settle(record)
+        missing = [r for r in missing if r.state is State.AWAY]
+        self.make_room(sum(self.chunks_of(r.nbytes) for r in missing))
         loading = []
         for record in missing:
             taken = self._pool.take(self.chunks_of(record.nbytes))
@@ -345,22 +429,15 @@ class ResidencyManager:
                 continue
             loading.append(record)
         for record in loading:
-            runs = record.runs
             try:
-                self.settle(record)
-                self.guards.lift(record)
-                self.space.map(record.reservation, runs)
+                self._arrive(record)
             except (StoreFailed, MemoryFault) as error:
-                if record.state is State.RESIDENT:  # it has arrived, and cannot be mapped
-                    record.load_undone()
-                self._pool.give(runs)
                 failure = error
-                continue
-            self._by_use[record.address] = record
         self._note_peak()
         self.note_stall(started)
         if failure is not None:
             raise failure
+        self.ahead.read_ahead(self.position(), self._loading)
 
     # -- transfers: one at a time per record, kept in `record.transfer`
 
@@ -368,7 +445,7 @@ class ResidencyManager:
         """Start writing a resident record to the store. It stays resident; `settle` waits for the write."""
         self.flights.wait_for(record)  # or the bytes of a collective half done would be taken to be current
         if record.slot is None or self.fork_readers.hold(record.slot):
-            slot = self.store.allocate(record.nbytes)
+            slot = self.store.allocate(record.reservation.nbytes)  # for the largest that may come to lie there
             if record.slot is not None:
                 self.fork_readers.free(record.slot)
             record.slot = slot
@@ -378,7 +455,7 @@ class ResidencyManager:
         record.write_started(transfer)
         self.moves.append((transfer.ticket, record.address, record.nbytes))
         if self.debug and self.is_host:
-            record.checksum = self._checksum(record)
+            record.checksum = self.checksum(record)
         self.counters.evicted_nbytes += record.nbytes
         return transfer
 
@@ -442,16 +519,17 @@ class ResidencyManager:
 
     def resident_chunks(self) -> int:
         """Chunks held by the managed records."""
-        return sum(self.chunks_of(r.nbytes) for r in self.records.values() if r.state is not State.AWAY)
+        return sum(self.chunks_of(r.nbytes) for r in self.records.values() if r.state.holds_chunks)
 
     def retake_pool(self, pool: ChunkPool) -> None:
         """Go on with a fresh pool, in which resident records have their chunks: no plan is active any more."""
+        self._warm.release_all()
         self._pool = pool
-        self._by_use.clear()
+        self._resident.clear()
         for record in sorted(self.records.values(), key=lambda r: r.serial):
             if record.state is State.RESIDENT:
                 pool.take_exactly(record.runs)
-                self._by_use[record.address] = record
+                self._resident[record.address] = record
 
     def share_pool(self, pool: ChunkPool, num_chunks: int, workspaces: Sequence[VariableRecord]) -> None:
         """Go on with a fresh pool of which a plan has the first `num_chunks` chunks for itself.
@@ -461,11 +539,12 @@ class ResidencyManager:
         pool.take_exactly([(0, num_chunks)] if num_chunks else [])
         for record in workspaces:
             pool.take_exactly(record.runs)
+        self._warm.release_all()
         self._pool = pool
 
     def _note_peak(self) -> None:
-        self.peak_chunks = max(self.peak_chunks, self._pool.num_chunks - self._pool.num_free)
+        self.peak_chunks = max(self.peak_chunks, self._pool.num_chunks - self.num_free)
 
 
-def _is_exported(record: VariableRecord) -> bool:
-    return record.exports > 0
+def _is_exported(entry: tuple[VariableRecord, int]) -> bool:
+    return entry[0].exports > 0

@@ -9,7 +9,9 @@ from ooc.errors import StoreFailed
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.bailout import has_landed
-from ooc.replay.executable_plan import ExecutablePlan, ExecutableResidency
+from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.plan_variables import ExecutableResidency
+from ooc.replay.present_sizes import fitting, note_present_nbytes
 from vmm.driver import MemoryFault
 
 
@@ -61,7 +63,8 @@ class ResidencyActs:
             else:
                 after.append(other.transfer)
         # Its addresses show what they showed until it has arrived: a guarded variable stays guarded.
-        self._manager.start_load(record, residency.runs, after, residency.segments)
+        runs, segments = fitting(self._manager, residency, record)
+        self._manager.start_load(record, runs, after, segments)
         residency.transfer, residency.moved = record.transfer, record
         self.loads.append(residency)
 
@@ -130,13 +133,38 @@ class ResidencyActs:
         """Show the chunks in which a variable is about to be allocated."""
         record = residency.variable.record
         assert record is not None
-        if residency.transfer is not None and not residency.transfer.done():
-            # Its record of the step before was freed while it was written out. Nothing needs those bytes, well or not.
-            with contextlib.suppress(OSError):
-                residency.transfer.order()
+        self.forget_write(residency)
         self._manager.guards.lift(record)
+        record.nbytes = residency.variable.nbytes  # until its own size is known
         record.born(residency.runs)
         self._space.map(record.reservation, residency.runs)
+
+    @staticmethod
+    def forget_write(residency: ExecutableResidency) -> None:
+        """Let the residency's write of the step before end: its record was freed meanwhile.
+
+        Nothing needs those bytes, well or not.
+        """
+        if residency.transfer is not None and not residency.transfer.done():
+            with contextlib.suppress(OSError):
+                residency.transfer.order()
+
+    def start_write(self, executable: ExecutablePlan, residency: ExecutableResidency, record: VariableRecord) -> None:
+        """Start a planned write of the bytes that are there, unless the store has them already."""
+        note_present_nbytes(executable, residency.variable)
+        if record.stored:
+            self._manager.counters.dropped_nbytes += record.nbytes
+            return
+        _, segments = fitting(self._manager, residency, record)
+        residency.transfer, residency.moved = self._manager.start_write(record, segments), record
+        self.writes.append(residency)
+
+    def movable(self, executable: ExecutablePlan, residency: ExecutableResidency) -> VariableRecord | None:
+        """The record of a residency that is to end, if it may move; None also if the step has left the plan."""
+        record = residency.variable.record
+        if record is None or not executable.variable_alive[residency.variable.index]:
+            return None
+        return record if self.may_move(record) else None
 
     def prune(self) -> None:
         """Forget transfers that have ended well. A failed one stays, and fails the action that needs it."""

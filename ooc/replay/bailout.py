@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Container, Iterable, Mapping
 
 from ooc.errors import StoreFailed
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
-from ooc.replay.executable_plan import ExecutablePlan, ExecutableResidency
+from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.plan_variables import ExecutableResidency
+from ooc.replay.present_sizes import note_present_nbytes, trim
 from ooc.tracing.recorder import OpRecord, StepRecorder
 from vmm.torch_cpu import AllocatorTable, Event
+
+_log = logging.getLogger(__name__)
 
 
 def land_transfers(
@@ -19,14 +25,20 @@ def land_transfers(
     writes: Iterable[ExecutableResidency],
     loads: Iterable[ExecutableResidency],
 ) -> StoreFailed | None:
-    """Wait for all transfers under way, and undo the releases whose writes failed. The failure, if any."""
+    """Wait for all transfers under way, and undo the releases whose writes failed. A load's failure, if any.
+
+    A write that failed is none: its variable is still in memory, and whoever must evict it writes it again. After a
+    load, ops may be under way that have read what never came.
+    """
     failure: StoreFailed | None = None
     for variable in executable.variables:
         if variable.record is not None and variable.record.transfer is not None:
+            loading = variable.record.state is State.LOADING
             try:
                 manager.settle(variable.record)
             except StoreFailed as error:
-                failure = error
+                failure = error if loading else failure
+                _log.warning("while leaving the plan: %s", error)
     under_way = [(residency, True) for residency in writes] + [(residency, False) for residency in loads]
     for residency, is_write in under_way:
         # Not the variable's record: since the transfer began, it may have been bound to another.
@@ -37,7 +49,8 @@ def land_transfers(
         try:
             transfer.wait()
         except OSError as error:
-            if failure is None:
+            _log.warning("while leaving the plan: a transfer failed: %s", error)
+            if failure is None and not is_write:
                 failure = StoreFailed(f"a transfer failed: {error}", errno=error.errno)
                 failure.__cause__ = error
             if is_write and record is not None and record.state is State.AWAY:
@@ -57,6 +70,8 @@ def recorder_so_far(
     persistent = (executable.variables[i].record for i in executable.persistent.tolist())
     start.update({record.address: record for record in persistent if record is not None})
     recorder = StepRecorder(start)
+    recorder.grad_mode, recorder.num_replayed = executable.grad_mode, num_ops
+    recorder.is_begun = num_ops > executable.num_idle
     address = executable.variable_address
     for index in range(num_ops):
         op = executable.trace.ops[index]
@@ -73,6 +88,7 @@ def recorder_so_far(
                 duration_ns=int(executable.op_stop_ns[index] - executable.op_start_ns[index]),
                 in_flight=[int(address[r]) for r in launched],
                 is_held=is_held,
+                replayable=op.replayable,
                 landed=[int(address[r]) for r in landed],
             )
         )
@@ -100,16 +116,20 @@ def return_records(
         record.variable_index = -1
         if variable.evictable:
             record.note_seen()
+        note_present_nbytes(executable, variable)
         if variable.is_born:
             record.serial = manager.next_serial()
+        record.used_ns = time.monotonic_ns()
         manager.records[record.address] = record
         if record.state is State.RESIDENT and manager.guards.was_served(record):
             record.load_undone()  # it came in while somebody may have written to the store's copy
         if record.state is State.AWAY:
+            trim(manager, record)
             manager.guards.hide(record)
-        else:
+        elif record.state is not State.DISCARDED:
             manager.guards.lift(record)
             manager.space.map(record.reservation, record.runs)
+            trim(manager, record)
         if variable.index in pinned:
             record.pin()
             found.append(record)
@@ -123,6 +143,14 @@ def return_records(
 def pinned_by(executable: ExecutablePlan, index: int) -> set[int]:
     """Indices of the plan variables that op `index` uses or allocates: pinned until it has ended."""
     return {use.variable for use in executable.trace.ops[index].uses} | set(executable.occurrences[index])
+
+
+def records_of(executable: ExecutablePlan | None, index: int) -> dict[int, VariableRecord]:
+    """By address, the records that op `index` of a plan uses or has made."""
+    if executable is None:
+        return {}
+    records = (executable.variables[i].record for i in pinned_by(executable, index))
+    return {record.address: record for record in records if record is not None}
 
 
 def has_landed(residency: ExecutableResidency) -> bool:

@@ -9,13 +9,17 @@ both. A record that outlives its plan variable is evicted, and managed on demand
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from ooc.memory.record import State, VariableRecord
+from ooc.memory.relocation import relocate
 from ooc.memory.residency import ResidencyManager
-from ooc.replay.executable_plan import ExecutablePlan, ExecutableResidency, PlanVariable
+from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
+from ooc.replay.present_sizes import fitting, note_present_nbytes, spans, trim
 from ooc.tracing.recorder import ranks_by_age
 from scheduler.plan import Dropped, Evicted, Kept
+from vmm.chunks import ChunkPool
 from vmm.driver import MemoryFault
 from vmm.files import BLOCK_NBYTES
 from vmm.store import StoreFull
@@ -39,8 +43,11 @@ class Bindings:
 
     # -- before a plan's first step
 
-    def bind(self, executable: ExecutablePlan) -> Bound | None:
-        """Bind records to the plan variables that exist at the step's start. None: a persistent one is missing."""
+    def bind(self, executable: ExecutablePlan, *, is_begun: bool = False) -> Bound | None:
+        """Bind records to the plan variables that exist at the step's start. None: a persistent one is missing.
+
+        With `is_begun`, not those that are freed before the first op that touches a variable: that is about to run.
+        """
         records = self._manager.records
         by_serial = {record.serial: record for record in records.values()}
         ranks = ranks_by_age(records.values())
@@ -56,13 +63,23 @@ class Bindings:
                 bound.append((variable, record))
                 taken.add(record.serial)
         by_rank: dict[tuple[int, int | None], VariableRecord] = {}
+        by_origin: dict[tuple[str, int, int], VariableRecord] = {}
         for record in records.values():
             by_rank[record.nbytes, ranks[record.serial]] = record
+            if record.origin is not None:
+                by_origin[record.origin] = record
         for variable in executable.variables:
-            if variable.predecessor is None:
+            if variable.predecessor is None and not variable.is_standing:
                 continue
-            record = by_rank.get((variable.nbytes, variable.rank))
-            variable.record = record if record is not None and record.seen and record.serial not in taken else None
+            if is_begun and executable.is_freed_at_head(variable):
+                variable.record = None
+                continue
+            origin = variable.predecessor.origin if variable.predecessor is not None else None
+            record = by_origin.get(origin) if executable.is_elastic and origin is not None else None
+            if record is None and not variable.is_elastic:
+                record = by_rank.get((variable.nbytes, variable.rank))
+            may_be = record is not None and record.seen and variable.has_room(record.nbytes)
+            variable.record = record if may_be and record is not None and record.serial not in taken else None
             if variable.record is not None:
                 bound.append((variable, variable.record))
                 taken.add(variable.record.serial)
@@ -77,16 +94,84 @@ class Bindings:
             if variable.residencies and isinstance(variable.residencies[0].planned.start, Kept)
         }
 
-    @staticmethod
-    def in_place(bound: Bound, targets: Mapping[int, ExecutableResidency]) -> set[int]:
+    def in_place(self, bound: Bound, targets: Mapping[int, ExecutableResidency]) -> set[int]:
         """Addresses of the bound records that are resident in the very chunks in which the plan starts with them."""
         return {
             record.address
             for variable, record in bound
             if record.state is State.RESIDENT
             and variable.index in targets
-            and tuple(map(tuple, record.runs)) == tuple(map(tuple, targets[variable.index].runs))
+            and _plain(record.runs) == _plain(fitting(self._manager, targets[variable.index], record)[0])
         }
+
+    def may_make_way(
+        self,
+        executable: ExecutablePlan,
+        bound: Bound,
+        targets: Mapping[int, ExecutableResidency],
+        workspaces: Sequence[VariableRecord],
+    ) -> bool:
+        """Whether all that is in the plan's way, or in other chunks than it starts with, may be moved."""
+        found = self._in_the_way(executable, bound, self.in_place(bound, targets))
+        num_kept = sum(self._manager.chunks_of(r.nbytes) for r in workspaces)
+        if any(r.pins or not (r.seen or r in workspaces) for r in found):
+            self.refusal = "a variable that must stay where it is lies in the plan's way"
+        elif any(r.exports for r in self._manager.records.values()):
+            self.refusal = "memory of a variable was given out (.numpy() or the like) and is still held"
+        elif executable.num_chunks + num_kept > self._manager.pool.num_chunks:
+            self.refusal = "a library's workspace has grown into the plan's memory"
+        else:
+            return True
+        return False
+
+    def make_way(
+        self,
+        executable: ExecutablePlan,
+        bound: Bound,
+        targets: Mapping[int, ExecutableResidency],
+        new_pool: Callable[[], ChunkPool],
+    ) -> None:
+        """Bring all that is in memory to where the plan starts with it, or out of its way; else to the store.
+
+        On the host by copies within the pool, as far as there is room for that.
+
+        Raises:
+            StoreFailed: A write failed. `StoreFull`: there is no room for one.
+        """
+        manager = self._manager
+        if manager.is_host:
+            bound_addresses = {record.address for _, record in bound}
+            found = self._in_the_way(executable, bound, self.in_place(bound, targets))
+            manager.evict([r for v, r in bound if r.state is State.RESIDENT and v.index not in targets])
+            relocate(
+                manager,
+                targets={
+                    record.address: fitting(manager, targets[variable.index], record)[0]
+                    for variable, record in bound
+                    if record in found and record.state is State.RESIDENT
+                },
+                others=[r for r in found if r.address not in bound_addresses],
+                area=executable.num_chunks,
+            )
+            manager.retake_pool(new_pool())
+        manager.evict(self._in_the_way(executable, bound, self.in_place(bound, targets)))
+
+    def _in_the_way(self, executable: ExecutablePlan, bound: Bound, in_place: Container[int]) -> list[VariableRecord]:
+        """Resident records that have to move: bound ones that are not in place, and others in the plan's chunks."""
+        bound_addresses = {record.address for _, record in bound}
+        return [
+            record
+            for record in self._manager.records.values()
+            if record.state is State.RESIDENT
+            and record.address not in in_place
+            and (record.address in bound_addresses or min(first for first, _ in record.runs) < executable.num_chunks)
+        ]
+
+    def beside(self, bound: Bound, workspaces: Sequence[VariableRecord]) -> list[VariableRecord]:
+        """What is in memory beside the plan, and stays there until somebody needs the room."""
+        besides = {record.address for _, record in bound} | {record.address for record in workspaces}
+        records = self._manager.records.values()
+        return [r for r in records if r.state is State.RESIDENT and r.address not in besides]
 
     def map_all(self, executable: ExecutablePlan, others: Sequence[ExecutablePlan]) -> bool:
         """Map every variable's reservation to its first chunks. False, and nothing kept, if that cannot be."""
@@ -97,6 +182,7 @@ class Bindings:
                         self.give_new_record(variable)
                     self.map_first(variable)
                 # What is away may be guarded: there must be room for that, too.
+                self._map_scratch(executable)
                 num_guards = sum(self._manager.debug or not variable.dies_within for variable in executable.variables)
                 self._manager.guards.check_room(num_guards)
                 self._reserve_store(executable)
@@ -109,13 +195,29 @@ class Bindings:
                     self.give_up(executable, keep_bound=True)
         return False
 
+    def _map_scratch(self, executable: ExecutablePlan) -> None:
+        """Map what re-runs make and do not keep, each variable of each re-run through a reservation of its own.
+
+        On a device also what they keep: [Note: a re-run's addresses on a device] in `ooc.replay.rerun_device`.
+        """
+        for rerun in executable.reruns.by_op.values():
+            rooms = dict(rerun.scratch)
+            if not self._manager.is_host:
+                rooms |= {variable: residency.runs for variable, residency in rerun.kept.items()}
+            for variable, runs in rooms.items():
+                key = rerun.before_op, variable
+                if key not in executable.scratch:
+                    executable.scratch[key] = self._space.reserve(executable.variables[variable].nbytes)
+                self._space.map(executable.scratch[key], runs)
+
     def start_loads(
         self, missing: Sequence[tuple[ExecutableResidency, VariableRecord]], loads: list[ExecutableResidency]
     ) -> MemoryFault | None:
         """Start the loads of a plan's first step, noting each in `loads`. Stops at the first that a device refuses."""
         for residency, record in missing:
             try:
-                self._manager.start_load(record, residency.runs, (), residency.segments)
+                runs, segments = fitting(self._manager, residency, record)
+                self._manager.start_load(record, runs, (), segments)
             except MemoryFault as fault:
                 return fault
             residency.transfer, residency.moved = record.transfer, record
@@ -125,7 +227,7 @@ class Bindings:
     def _reserve_store(self, executable: ExecutablePlan) -> None:
         """Reserve room in the store for all that the plan evicts: a full disk must be found before the step."""
         new = {
-            variable.record.address: variable.record.nbytes
+            variable.record.address: variable.record.reservation.nbytes
             for variable in executable.variables
             if variable.record is not None
             and variable.record.slot is None
@@ -139,6 +241,8 @@ class Bindings:
         for _, record in bound:
             if record.state is State.AWAY and self._manager.records.get(record.address) is record:
                 self._manager.guards.hide(record)
+        while executable.scratch:
+            self._space.release(executable.scratch.popitem()[1])
         for record in executable.give_up_records():
             if record.address not in self._manager.records:
                 self._manager.dispose(record)
@@ -155,6 +259,24 @@ class Bindings:
             record for record in alive if record.state is State.AWAY and record.reservation.runs is not None
         )
 
+    def guard_away(self, executable: ExecutablePlan) -> None:
+        """Guard what may outlast the step and is not in memory."""
+        alive = executable.variable_alive
+        self._manager.guards.guard_away(
+            variable.record
+            for variable in executable.outlasting
+            if variable.record is not None and alive[variable.index] and variable.record.state is not State.RESIDENT
+        )
+
+    def unserve(self, executable: ExecutablePlan | None) -> None:
+        """What was served since it was guarded shows nothing again (in debug mode)."""
+        for record in self._manager.guards.served_records():
+            if self._manager.records.get(record.address) is record:
+                self._manager.guards.hide(record)
+            elif executable is not None and record.variable_index >= 0:
+                self.map_first(executable.variables[record.variable_index])
+                self._manager.guards.guard_away([record])
+
     # -- from one step to the next
 
     def can_pass_on(self, executable: ExecutablePlan) -> bool:
@@ -163,7 +285,10 @@ class Bindings:
         over = [executable.variables[index] for index in executable.dies[alive[executable.dies] != 0].tolist()]
         over += [variable for variable in executable.movers if alive[variable.index] and variable.successor is None]
         records = [(variable, variable.record) for variable in over if variable.record is not None]
-        return not any(record.exports or not (record.seen or variable.evictable) for variable, record in records)
+        return not any(
+            record.exports or record.state is State.DISCARDED or not (record.seen or variable.evictable)
+            for variable, record in records
+        )
 
     def pass_on(self, executable: ExecutablePlan) -> None:
         """Rebind records for the next step of the same plan: each that lives on passes to its variable's successor."""
@@ -185,12 +310,17 @@ class Bindings:
         for variable, successor, record in moves:
             assert successor is not None
             assert record is not None
+            note_present_nbytes(executable, variable)
             executable.variable_alive[variable.index] = 0
             record.serial = manager.next_serial()
+            record.origin = variable.origin
             successor.record = record
             if variable.double_buffered:
                 spare = spares[variable.index]
                 variable.record = spare if spare is not record else None
+                if spare is not None and spare is not record and not spans(manager, spare, variable):
+                    manager.dispose(spare)  # it came from outside of the plan, with a reservation of its own size
+                    variable.record = None
                 if variable.record is None:
                     self.give_new_record(variable)
                     self.map_first(variable)
@@ -211,8 +341,9 @@ class Bindings:
         """Give a plan variable that is born in the step a record with a reservation (perhaps its successor's)."""
         if variable.is_born:
             successor = variable.successor
-            if successor is not None and successor.record is not None and not variable.double_buffered:
-                variable.record = successor.record  # one reservation serves both: the one dies before the other is born
+            shared = successor.record if successor is not None and not variable.double_buffered else None
+            if shared is not None and spans(self._manager, shared, variable):
+                variable.record = shared  # one reservation serves both: the one dies before the other is born
                 return
             variable.record = self._manager.new_record(variable.nbytes)
             if variable.evictable:
@@ -225,7 +356,8 @@ class Bindings:
         if variable.successor is not None and variable.successor.record is variable.record:
             return  # one reservation: until this one is born it shows the successor's chunks
         self._manager.guards.lift(variable.record)
-        self._space.map(variable.record.reservation, variable.residencies[0].runs)
+        runs, _ = fitting(self._manager, variable.residencies[0], variable.record)
+        self._space.map(variable.record.reservation, runs)
 
     def set_alive(
         self, executable: ExecutablePlan, variable: PlanVariable, record: VariableRecord, *, is_born: bool = False
@@ -242,6 +374,7 @@ class Bindings:
         record = variable.record
         assert record is not None
         manager = self._manager
+        note_present_nbytes(executable, variable)
         if record.state is State.RESIDENT and not record.stored:
             manager.start_write(record, manager.segments(record.runs, record.nbytes))
         manager.settle(record)
@@ -252,6 +385,7 @@ class Bindings:
         record.serial = manager.next_serial()
         if record.state is State.RESIDENT:
             record.released()
+        trim(manager, record)
         manager.guards.hide(record)
         manager.records[record.address] = record
         for other in (variable, variable.successor, variable.predecessor):
@@ -276,3 +410,7 @@ class Bindings:
         executable.variable_address[variable.index] = 0
         if not any(other.record is record for other in executable.variables):
             self._manager.dispose(record)
+
+
+def _plain(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((first, count) for first, count in runs)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from ooc.tracing.recorder import OpLog
+
 
 class Dispatcher(Protocol):
     """Compares each op with the plan, runs those that are as planned, and calls Python for all else.
@@ -26,6 +28,39 @@ class Dispatcher(Protocol):
 
     def start(self, index: int) -> None:
         """Op `index` is next."""
+
+    def prepare_demand(self, *arguments: Any) -> None:
+        """Say what ops on demand need (`ooc.dispatch.op_runner`)."""
+
+    def new_log(self) -> OpLog:
+        """An empty log."""
+
+    def demand(self, log: OpLog | None) -> None:
+        """Log there the ops on demand that find all they need in memory, without calling Python; None: call it."""
+
+    def kind(self, func: Any, args: Any, kwargs: Any) -> int:
+        """What an op has in common with those that are tried once for all (`ooc.replay.rerun_trials`).
+
+        A hash of the op, its operands' geometry and its other arguments; 0: it is not run again in any case.
+        """
+
+    def trial(self, kind: int) -> int:
+        """What is known of a kind of op."""
+
+    def set_trial(self, kind: int, trial: int) -> None:
+        """Note it."""
+
+    def set_environment(self, number: int) -> None:
+        """A part of each kind from now on."""
+
+    def refuse(self, func: Any) -> None:
+        """Never call this op replayable again."""
+
+    def at_head(self, yes: bool, /) -> None:
+        """Whether ops on demand are Python's until it has seen what begins."""
+
+    def watch(self, mode: int, func: Any, /) -> None:
+        """Ops on demand in another grad mode than this (1: enabled; -1: any) are left to Python, and so is `func`."""
 
     def leave(self) -> None:
         """No plan is being replayed any more."""

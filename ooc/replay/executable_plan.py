@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left, bisect_right
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ooc.memory.record import Runs, VariableRecord
+from ooc.memory.record import VariableRecord
 from ooc.replay.op_timings import OpTimings
+from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
+from ooc.replay.planned_reruns import PlannedRerun, PlannedReruns, PlannedTrials
 from ooc.tracing.recorder import Observed
+from ooc.tracing.recording import MOST_IDLE_OPS
 from scheduler.plan import (
     Born,
     Dies,
@@ -27,13 +30,11 @@ from scheduler.plan import (
     Kept,
     Loaded,
     Plan,
-    PlanError,
     Recomputed,
-    Residency,
     occupied_ticks,
 )
 from scheduler.trace import Trace
-from vmm.store import Transfer
+from vmm.addresses import Reservation
 from vmm.torch_cpu import PLANNED_ALLOC_DTYPE, PlanTables
 
 PLAN_OP_DTYPE = np.dtype(
@@ -51,116 +52,42 @@ PLAN_OP_DTYPE = np.dtype(
 _BEFORE, _AFTER, _INTERCEPT = 1, 2, 4
 
 
-class PlanVariable:
-    """A variable of the plan, and the record that is bound to it in this step.
-
-    Attributes:
-        record: The one bound to it. For a variable born in the step, the record whose reservation it will get.
-        successor: The plan variable that its record passes to in the next step, where that is another one.
-        predecessor: The plan variable that its record had in the step before, where that is another one.
-        double_buffered: It is born while its successor's record, from the step before, is still
-            alive: the two take turns with two reservations.
-        is_persistent: The same storage in every step.
-        dies_within: It is born and freed within the step.
-        serial: For a persistent variable, its record's serial.
-        rank: For one that exists at the start: how many of its size were younger then.
-    """
-
-    __slots__ = (
-        "dies_within",
-        "double_buffered",
-        "evictable",
-        "successor",
-        "index",
-        "is_born",
-        "is_persistent",
-        "lives_on",
-        "nbytes",
-        "rank",
-        "predecessor",
-        "record",
-        "serial",
-        "residencies",
-    )
-
-    def __init__(self, *, index: int, trace: Trace) -> None:
-        traced = trace.variables[index]
-        self.index = index
-        self.nbytes = traced.nbytes
-        self.evictable = traced.evictable
-        self.is_born = traced.birth_tick is not None
-        self.lives_on = traced.death_tick is None
-        self.dies_within = self.is_born and not self.lives_on
-        self.is_persistent = traced.becomes == index
-        self.double_buffered = False
-        self.serial: int | None = None
-        self.rank: int | None = None
-        self.successor: PlanVariable | None = None
-        self.predecessor: PlanVariable | None = None
-        self.record: VariableRecord | None = None
-        self.residencies: list[ExecutableResidency] = []
-
-    def __repr__(self) -> str:
-        return (
-            f"<PlanVariable {self.index}, {self.nbytes} bytes, {len(self.residencies)} residencies, "
-            f"bound to {self.record!r}>"
-        )
-
-
-class ExecutableResidency:
-    """One residency of a plan variable: an interval of the step in which it is in memory, in fixed chunks.
-
-    Attributes:
-        runs: Its chunks.
-        start_op: The op before which it is loaded, or None.
-        waits: Earlier holders of its chunks whose transfer must be complete first.
-        dead: Indices of variables freed inside the op that it is born in, from which it takes chunks over.
-        transfer: Its latest load or write.
-        moved: The record that this transfer moves.
-        segments: Its bytes as ranges of the linear view.
-    """
-
-    __slots__ = ("dead", "moved", "planned", "variable", "runs", "segments", "transfer", "waits")
-
-    def __init__(self, *, variable: PlanVariable, planned: Residency, segments: list[tuple[int, int]]) -> None:
-        self.variable = variable
-        self.planned = planned
-        self.runs: Runs = planned.chunks
-        self.segments = segments
-        self.waits: tuple[ExecutableResidency, ...] = ()
-        self.dead: tuple[int, ...] = ()
-        self.transfer: Transfer | None = None
-        self.moved: VariableRecord | None = None
-
-    def __repr__(self) -> str:
-        return f"<ExecutableResidency of variable {self.variable.index}: {self.planned.start} to {self.planned.stop}>"
-
-
 class Before:
     """The actions right before an op, in this order."""
 
-    __slots__ = ("arrivals", "births", "loads", "releases")
+    __slots__ = ("arrivals", "births", "loads", "releases", "rerun")
 
     def __init__(self) -> None:
         self.releases: list[ExecutableResidency] = []  # written earlier; from now on only in the store
         self.loads: list[ExecutableResidency] = []  # start now
         self.arrivals: list[ExecutableResidency] = []  # loads that the op waits for
+        self.rerun: PlannedRerun | None = None  # ops that are run again
         self.births: list[ExecutableResidency] = []  # allocations of the op
 
 
 class After:
     """The actions right after an op, in this order."""
 
-    __slots__ = ("drops", "dirties", "writes")
+    __slots__ = ("discards", "drops", "dirties", "writes")
 
     def __init__(self) -> None:
         self.dirties: list[PlanVariable] = []  # the op made the store's copy stale
         self.writes: list[ExecutableResidency] = []  # start now
         self.drops: list[ExecutableResidency] = []
+        self.discards: list[ExecutableResidency] = []
 
 
 class ExecutablePlan:
-    """A plan, its variables and its tables. Owns the arrays that native code reads while it is installed."""
+    """A plan, its variables and its tables. Owns the arrays that native code reads while it is installed.
+
+    Args:
+        elastic: Variables whose sizes differ from step to step (`ooc.replay.elastic`).
+        standing: Variables that exist throughout, other storages each time.
+
+    Attributes:
+        grad_mode: Whether gradients were enabled when its first op ran.
+        num_idle: Ops at its head that touch no variable. Python sees these and the next one, which tell what begins.
+    """
 
     def __init__(
         self,
@@ -170,8 +97,9 @@ class ExecutablePlan:
         observed: Observed,
         view_address: int,
         intercepts: Container[Any],
+        elastic: frozenset[int] = frozenset(),
+        standing: frozenset[int] = frozenset(),
     ) -> None:
-        _refuse_reruns(plan)
         self.trace = trace
         self.plan = plan
         self.num_ops = len(trace.ops)
@@ -186,18 +114,31 @@ class ExecutablePlan:
         self.between_births: dict[int, list[ExecutableResidency]] = {}
         self.num_chunks = 0
         self.timings = OpTimings()
-        self._link_variables(observed)
+        self.observed = observed
+        self.grad_mode = observed.grad_mode
+        self.elastic = elastic
+        self.is_elastic = bool(elastic)
+        self.standing = standing
+        self._link_variables(observed, elastic)
         # What a step boundary looks at, so that it need not look at every variable.
-        self.movers = [r for r in self.variables if r.lives_on and not r.is_persistent]
-        self.successors = [r for r in self.variables if r.predecessor is not None]
+        self.movers = [r for r in self.variables if r.lives_on and not (r.is_persistent or r.is_standing)]
+        self.successors = [r for r in self.variables if r.predecessor is not None or r.is_standing]
         self.persistent = np.array([r.index for r in self.variables if r.is_persistent], dtype=np.int64)
         self.dies = np.array([r.index for r in self.variables if not r.lives_on], dtype=np.int64)
         deaths = ((self.trace.variables[i].death_tick, i) for i in self.dies.tolist())
         self.deaths = sorted((tick, i) for tick, i in deaths if tick is not None)
         residencies = self._make_residencies(view_address)
+        self.reruns = PlannedReruns(plan, trace, residencies)
+        self.trials: PlannedTrials | None = None
+        """What is to be tried in the next step."""
+        self.scratch: dict[tuple[int, int], Reservation] = {}
+        """For each re-run's op and each variable that it makes and does not keep: where that is. See `Bindings`."""
         self._find_predecessors(residencies)
+        self._wait_for_scratch(residencies)
         self.outlasting = [variable for variable in self.variables if not variable.dies_within and variable.residencies]
         births = self._place_acts(residencies)
+        idle = range(min(self.num_ops, MOST_IDLE_OPS))
+        self.num_idle = next((i for i in idle if not self.is_bystander(i)), len(idle))
         self._lay_out(births, intercepts)
 
     def __repr__(self) -> str:
@@ -205,7 +146,7 @@ class ExecutablePlan:
 
     # -- making it
 
-    def _link_variables(self, observed: Observed) -> None:
+    def _link_variables(self, observed: Observed, elastic: frozenset[int]) -> None:
         for variable, traced in zip(self.variables, self.trace.variables, strict=True):
             if traced.becomes is not None and traced.becomes != variable.index:
                 variable.successor = self.variables[traced.becomes]
@@ -214,9 +155,14 @@ class ExecutablePlan:
                 birth, _ = self.trace.lifetime(variable.index)
                 variable.double_buffered = successor_stop > birth
             serial = observed.start_serials[variable.index]
+            if variable.index in self.standing:
+                variable.is_persistent, variable.is_standing = False, True
             if variable.is_persistent:
                 variable.serial = serial
             variable.rank = observed.start_ranks[variable.index]
+            variable.is_elastic = variable.index in elastic
+            if variable.is_born:
+                variable.origin = observed.origins[variable.index]
 
     def _make_residencies(self, view_address: int) -> list[ExecutableResidency]:
         chunk = self.plan.machine.chunk_nbytes
@@ -254,9 +200,7 @@ class ExecutablePlan:
                     last[first : first + count] = number
                 before.discard(-1)
                 before.discard(number)
-                waits = {n for n in before if _has_transfer(residencies[n].planned)}.union(
-                    *(passed_on[n] for n in before)
-                )
+                waits = {n for n in before if self._has_transfer(residencies[n])}.union(*(passed_on[n] for n in before))
                 waits.discard(number)
                 op = self._birth_op(residency)
                 if isinstance(residency.planned.start, Kept) or (
@@ -268,6 +212,20 @@ class ExecutablePlan:
                 if lap and op is not None:
                     start_tick = self.trace.ops[op].start_tick
                     residency.dead = tuple(self._freed_inside(residency, start_tick))
+
+    def _has_transfer(self, residency: ExecutableResidency) -> bool:
+        """Whether a load or write of this residency may be under way when its chunks are passed on."""
+        planned = residency.planned
+        is_written = isinstance(planned.stop, Evicted | Dropped) or id(residency) in self.reruns.written_out
+        return isinstance(planned.start, Loaded) or is_written
+
+    def _wait_for_scratch(self, residencies: Sequence[ExecutableResidency]) -> None:
+        """Find for each re-run which residencies held its scratch chunks before: theirs may be under way."""
+        for rerun in self.reruns.by_op.values():
+            chunks = {c for runs in rerun.scratch.values() for first, n in runs for c in range(first, first + n)}
+            rerun.waits = tuple(
+                r for r in residencies if self._has_transfer(r) and not chunks.isdisjoint(r.planned.chunk_indices())
+            )
 
     def _birth_op(self, residency: ExecutableResidency) -> int | None:
         """The op inside which a residency begins with a birth; None if it begins otherwise, or between ops."""
@@ -318,6 +276,10 @@ class ExecutablePlan:
                 case Kept():
                     if index in late and mine:
                         self._before(mine[0][0]).arrivals.append(residency)
+                case Recomputed(before_op=op):
+                    acts = self._before(op)
+                    acts.rerun = self.reruns.by_op[op]
+                    acts.arrivals += [r for r in acts.rerun.arrivals if r not in acts.arrivals]
             if not isinstance(planned.start, Born):
                 writer = next((i for i, u in mine if u.writes), None)
                 if writer is not None:
@@ -331,6 +293,9 @@ class ExecutablePlan:
                         self.last_releases.append(residency)
                 case Dropped(after_op=op):
                     self._after(op).drops.append(residency)
+                case Discarded(after_op=op):
+                    is_written = id(residency) in self.reruns.written_out
+                    (self._after(op).drops if is_written else self._after(op).discards).append(residency)
                 case Dies() | Kept():
                     pass
         return births
@@ -360,6 +325,7 @@ class ExecutablePlan:
         num_variables = max(len(self.variables), 1)
         self.variable_address: npt.NDArray[np.uint64] = np.zeros(num_variables, dtype=np.uint64)
         self.variable_alive: npt.NDArray[np.uint8] = np.zeros(num_variables, dtype=np.uint8)
+        self.variable_nbytes: npt.NDArray[np.uint64] = np.zeros(num_variables, dtype=np.uint64)
         self.op_start_ns: npt.NDArray[np.int64] = np.zeros(max(self.num_ops, 1), dtype=np.int64)
         self.op_stop_ns: npt.NDArray[np.int64] = np.zeros(max(self.num_ops, 1), dtype=np.int64)
         self._ops = np.zeros(max(self.num_ops, 1), dtype=PLAN_OP_DTYPE)
@@ -372,11 +338,13 @@ class ExecutablePlan:
             for residency in births[index]:
                 first_dead = len(must_be_dead)
                 must_be_dead.extend(residency.dead)
-                allocs.append((residency.variable.nbytes, residency.variable.index, first_dead, len(must_be_dead), 0))
+                variable = residency.variable
+                ordinal = variable.origin[2] if variable.origin is not None else 0
+                allocs.append((variable.nbytes, variable.index, first_dead, len(must_be_dead), ordinal))
             flags = (
                 (_BEFORE if self.before[index] else 0)
                 | (_AFTER if self.after[index] else 0)
-                | (_INTERCEPT if self.funcs[index] in intercepts else 0)
+                | (_INTERCEPT if self.funcs[index] in intercepts or index <= self.num_idle else 0)
             )
             self._ops[index] = (first_use, len(uses), first_alloc, len(allocs), flags, 0)
         self._uses = np.array(uses or [0], dtype=np.uint32)
@@ -387,6 +355,8 @@ class ExecutablePlan:
             must_be_dead=self._must_be_dead.ctypes.data,
             variable_address=self.variable_address.ctypes.data,
             variable_alive=self.variable_alive.ctypes.data,
+            variable_nbytes=self.variable_nbytes.ctypes.data,
+            is_elastic=self.is_elastic,
             num_variables=len(self.variables),
         )
 
@@ -411,11 +381,11 @@ class ExecutablePlan:
         """Address of the allocator's `PlanTables`."""
         return ctypes.addressof(self.tables)
 
-    def install_arguments(self) -> tuple[Any, ...]:
-        """Arguments of `Dispatcher.install`."""
+    def install_arguments(self, calls: list[Any]) -> tuple[Any, ...]:
+        """Arguments of `Dispatcher.install`, with what is called for each op."""
         return (
             self.funcs,
-            self.calls,
+            calls,
             self,
             self._ops.ctypes.data,
             self._uses.ctypes.data,
@@ -424,6 +394,52 @@ class ExecutablePlan:
             self.op_stop_ns.ctypes.data,
             self.num_ops,
         )
+
+    def births_between(self, op: int, nbytes: int, ordinal: int) -> list[ExecutableResidency]:
+        """Births right before op `op` that an allocation of `nbytes` may be, the likeliest first.
+
+        `ordinal` says which allocation at this place it is.
+        """
+        fitting = [r for r in self.between_births.get(op, ()) if r.variable.has_room(nbytes)]
+        if self.is_elastic:
+            fitting.sort(key=lambda r: (r.variable.origin or ("", 0, 0))[2] != ordinal)
+        return fitting
+
+    @property
+    def head(self) -> Any:
+        """The first op that touches a variable."""
+        return self.funcs[min(self.num_idle, self.num_ops - 1)]
+
+    def is_freed_at_head(self, variable: PlanVariable) -> bool:
+        """Whether a variable is freed before the first op that touches one."""
+        death_tick = self.trace.variables[variable.index].death_tick
+        return (
+            death_tick is not None
+            and self.num_idle < self.num_ops
+            and death_tick <= self.trace.op_starts[self.num_idle]
+        )
+
+    def may_start_with(
+        self, func: Any, addresses: Sequence[int], grad_mode: bool, record_at: Callable[[int], VariableRecord | None]
+    ) -> bool:
+        """Whether an op may be the first of a replay: op 0, or one that only ops that touch no variable come before.
+
+        Of its operands, those that live across steps must be the plan's.
+        """
+        if grad_mode != self.grad_mode or func not in self.funcs[: self.num_idle + 1]:
+            return False
+        expected = self.occurrences[self.funcs.index(func)]
+        if len(expected) < len(addresses):
+            return False
+        if len(expected) > len(addresses):  # some fell below the threshold this time
+            return self.is_elastic
+        for index, address in zip(expected, addresses, strict=True):
+            record = record_at(address)
+            if self.variables[index].is_persistent and (
+                record is None or record.serial != self.variables[index].serial
+            ):
+                return False
+        return True
 
     def is_bystander(self, op: int) -> bool:
         """Whether an op touches no variable, so that a step may go without it and stay on its plan.
@@ -458,7 +474,7 @@ class ExecutablePlan:
             if int(self.variable_address[index]) == address:
                 continue
             variable, record = self.variables[index], records.get(address)
-            if record is None or variable.is_born or variable.is_persistent or record.nbytes != variable.nbytes:
+            if record is None or variable.is_born or variable.is_persistent or not variable.has_room(record.nbytes):
                 return []
             changes[index] = record
         if len({record.address for record in changes.values()}) != len(changes):
@@ -473,18 +489,3 @@ class ExecutablePlan:
             if first < stop and last > start:
                 return residency
         return None
-
-
-def _refuse_reruns(plan: Plan) -> None:
-    """Raise `PlanError` for a plan that recomputes: the executor cannot replay that yet."""
-    for planned in plan.residencies:
-        if isinstance(planned.start, Recomputed) or isinstance(planned.stop, Discarded):
-            raise PlanError(
-                f"the plan (policy {plan.policy!r}) recomputes variable {planned.variable}; plans that run ops "
-                "again can be simulated, not played. Options: policy 'auto', 'window' or 'on_demand'."
-            )
-
-
-def _has_transfer(planned: Residency) -> bool:
-    """Whether a load or write of this residency may be under way when its chunks are passed on."""
-    return isinstance(planned.start, Loaded) or isinstance(planned.stop, Evicted | Dropped)

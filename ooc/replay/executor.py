@@ -13,7 +13,6 @@ that the plan does not use. Ordering rules (DESIGN.md section 10):
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -26,8 +25,12 @@ from ooc.replay.acts import ResidencyActs
 from ooc.replay.bailout import land_transfers, pinned_by, recorder_so_far, return_records
 from ooc.replay.bindings import Bindings
 from ooc.replay.dispatcher import Dispatcher
-from ooc.replay.executable_plan import ExecutablePlan, PlanVariable
+from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.op_watch import OpWatch, named_calls
+from ooc.replay.plan_variables import PlanVariable
+from ooc.replay.planned_trials import TrialsInPlans
+from ooc.replay.rerun_device import RerunDevice
+from ooc.replay.reruns import Reruns
 from ooc.tracing.recording import StepRecording
 from scheduler.plan import Loaded, occupied_ticks
 from vmm.chunks import ChunkPool
@@ -49,6 +52,8 @@ class Executor:
         dispatcher: Dispatcher,
         recording: StepRecording,
         new_pool: Callable[[], ChunkPool],
+        rerun_device: RerunDevice,
+        new_trials: Callable[[Callable[[str], None]], TrialsInPlans],
         watch: OpWatch | None = None,
     ) -> None:
         self._manager = manager
@@ -63,23 +68,30 @@ class Executor:
         self.bailout_reason = ""
         self.events: list[Event] = []  # of the present period
         self._next_death = 0  # in `ExecutablePlan.deaths`
-        self._mid_op_pins: list[VariableRecord] = []
+        self.mid_op_pins: list[VariableRecord] = []  # unpinned by `finish`
         self._thread = threading.get_ident()
         self._start_successors: list[tuple[PlanVariable, VariableRecord]] = []
         self._start_foreign: dict[int, VariableRecord] = {}
         self._acts = ResidencyActs(manager, bail_out=self.bail_out)
+        self._trials = new_trials(self.bail_out)
+        self.reruns = Reruns(
+            manager, allocator, dispatcher, self._acts, rerun_device, self._trials, bail_out=self.bail_out
+        )
 
     def __repr__(self) -> str:
         return f"<Executor of {self.active!r}>"
 
     # -- between steps
 
-    def enter(self, executable: ExecutablePlan, others: Sequence[ExecutablePlan] = ()) -> bool:
+    def enter(
+        self, executable: ExecutablePlan, others: Sequence[ExecutablePlan] = (), *, is_begun: bool = False
+    ) -> bool:
         """Make a plan active: bring all variables to where its step starts. Called at a step boundary, on demand.
 
         Args:
             executable: The plan.
             others: Inactive plans; their mappings are given up if the kernel's limit on mappings stands in the way.
+            is_begun: The first op that touches a variable is about to run.
 
         Returns:
             False if the plan cannot start from here (`bailout_reason` says why); the step goes on on demand.
@@ -91,46 +103,39 @@ class Executor:
         if not manager.flights.settle():
             self.bailout_reason = f"not over: {', '.join(manager.flights.names())}"
             return False
-        bound = self._bindings.bind(executable)
+        manager.land()
+        bound = self._bindings.bind(executable, is_begun=is_begun)
         if bound is None:
             self.bailout_reason = self._bindings.refusal
             return False
         targets = self._bindings.start_residencies(executable)
-        in_place = self._bindings.in_place(bound, targets)
-        # All that is not in place goes to the store first; then what should be here comes in.
-        leaving = [r for r in manager.records.values() if r.state is State.RESIDENT and r.address not in in_place]
+        # All that is in the plan's way goes elsewhere first; then what should be here comes in.
         workspaces = [r for r in manager.workspaces() if r.state is State.RESIDENT and not r.pins]
-        leaving = [
-            r for r in leaving if r not in workspaces or min(first for first, _ in r.runs) < executable.num_chunks
-        ]
-        if any(r.pins or not (r.seen or r in workspaces) for r in leaving):
-            self.bailout_reason = "a variable that must stay where it is lies in the plan's way"
+        if not self._bindings.may_make_way(executable, bound, targets, workspaces):
+            self.bailout_reason = self._bindings.refusal
             return False
-        if any(r.exports for r in manager.records.values()):
-            self.bailout_reason = "memory of a variable was given out (.numpy() or the like) and is still held"
-            return False
-        num_kept = sum(manager.chunks_of(r.nbytes) for r in workspaces)
-        if executable.num_chunks + num_kept > manager.pool.num_chunks:
-            self.bailout_reason = "a library's workspace has grown into the plan's memory"
-            return False
+        manager.foresight.begin(None)  # nothing is to be on its way in
         try:
-            manager.evict(leaving)
+            self._bindings.make_way(executable, bound, targets, self._new_pool)
         except StoreFull as full:
             self.bailout_reason = str(full)
             manager.load([r for r in workspaces if r.state is State.AWAY])
             return False
+        in_place = self._bindings.in_place(bound, targets)
         try:
             resident = [r for r in workspaces if r.state is State.RESIDENT]
-            manager.share_pool(self._new_pool(), executable.num_chunks, resident)
+            beside = self._bindings.beside(bound, workspaces)
+            manager.share_pool(self._new_pool(), executable.num_chunks, [*resident, *beside])
             manager.load([r for r in workspaces if r.state is State.AWAY])  # beside the plan's chunks
             if not self._bindings.map_all(executable, others):
                 self.bailout_reason = self._bindings.refusal
                 return False
         finally:
             manager.retake_pool(self._new_pool())
+        beside = self._bindings.beside(bound, workspaces)
         for _, record in bound:
             manager.forget(record)
-        manager.share_pool(self._new_pool(), executable.num_chunks, workspaces)
+        manager.share_pool(self._new_pool(), executable.num_chunks, [*workspaces, *beside])
         missing = [
             (targets[variable.index], r)
             for variable, r in bound
@@ -155,7 +160,8 @@ class Executor:
         for _, record in bound:
             if record.state is State.LOADING:
                 self._acts.arrive(record)
-        _log.debug("entered %r with %d variables bound", executable, len(bound))
+        if self._acts.guards_releases:
+            self._bindings.guard_away(executable)  # as at the end of the step, which is over
         return True
 
     def retire(self, executable: ExecutablePlan) -> None:
@@ -166,15 +172,17 @@ class Executor:
     def _install(self, executable: ExecutablePlan) -> None:
         if self._watch is not None:
             executable.calls = self._watch.calls_of(executable)
+        executable.calls = self.reruns.calls_of(executable, executable.calls)
         if names_ops():
             executable.calls = named_calls(executable.funcs, executable.calls)
-        self._dispatcher.install(*executable.install_arguments())
+        self._dispatcher.install(*executable.install_arguments(self._trials.calls_of(executable)))
         self._allocator.state.plan = executable.tables_address
         self._allocator.state.mode = MODE_PLANNED
         self.active = executable
 
     def _start_period(self, executable: ExecutablePlan) -> None:
         self.events = []
+        self.reruns.begin()
         self.bailout_reason = ""
         self._next_death = 0
         self._start_successors = [
@@ -205,8 +213,7 @@ class Executor:
             record = residency.variable.record if executable.variable_alive[residency.variable.index] else None
             if record is not None and record.state is State.RESIDENT and not record.stored and not record.exports:
                 # Allocated after the last op: no op's end was there to start the write.
-                residency.transfer, residency.moved = self._manager.start_write(record, residency.segments), record
-                self._acts.writes.append(residency)
+                self._acts.start_write(executable, residency, record)
             if not self._acts.release(executable, residency):
                 return False
         self.absorb_events()
@@ -215,6 +222,8 @@ class Executor:
             return False
         self._bindings.pass_on(executable)
         self._acts.prune()
+        if self._trials.installed is not executable.trials:
+            self._install(executable)
         self._start_period(executable)
         return True
 
@@ -258,9 +267,11 @@ class Executor:
             if record.state is State.LOADING:
                 started = started or time.monotonic_ns()
                 self._acts.arrive(record)
-            elif record.state is State.AWAY:
+            elif record.state is not State.RESIDENT:
                 self.bail_out("a variable was not where the plan expects it")
                 return False
+        if acts.rerun is not None and not self.reruns.play(executable, acts.rerun):
+            return False
         for residency in acts.births:
             successor = residency.variable.successor
             if successor is not None and alive[successor.index] and successor.record is residency.variable.record:
@@ -287,7 +298,8 @@ class Executor:
             record = variable.record
             assert record is not None
             shared = variable.predecessor is not None and variable.predecessor.record is record
-            if record.exports or shared or not (variable.evictable or record.seen):
+            gone = record.state is State.DISCARDED
+            if record.exports or shared or gone or not (variable.evictable or record.seen):
                 self.bail_out("a variable was freed later than planned")
                 return False
             if not self._acts.may_move(record):
@@ -298,7 +310,7 @@ class Executor:
     def _is_anyone_late(self, executable: ExecutablePlan, tick: int) -> bool:
         """Whether something that should have been freed by `tick` was not."""
         deaths = executable.deaths[self._next_death :]
-        return any(executable.variable_alive[index] for _, index in itertools.takewhile(lambda d: d[0] <= tick, deaths))
+        return any(executable.variable_alive[index] for death, index in deaths if death <= tick)
 
     def after(self, index: int) -> None:
         """Do the writes and drops after op `index`."""
@@ -307,33 +319,29 @@ class Executor:
             return
         acts = executable.after[index]
         assert acts is not None
-        alive = executable.variable_alive
         for variable in acts.dirties:
             if variable.record is not None:
                 variable.record.written()
+        if self.reruns.broken:
+            self.bail_out(self.reruns.broken)
+            return
         for residency in acts.writes:
-            record = residency.variable.record
-            if record is None or not alive[residency.variable.index]:
-                continue
-            if not self._acts.may_move(record):
+            record = self._acts.movable(executable, residency)
+            if record is not None:
+                self._acts.start_write(executable, residency, record)
+            elif self.active is None:
                 return
-            if record.stored:
-                self._manager.counters.dropped_nbytes += record.nbytes
-            else:
-                residency.transfer, residency.moved = self._manager.start_write(record, residency.segments), record
-                self._acts.writes.append(residency)
         for residency in acts.drops:
-            record = residency.variable.record
-            if record is None or not alive[residency.variable.index]:
-                continue
-            if not self._acts.may_move(record):
+            record = self._acts.movable(executable, residency)
+            if record is not None:
+                self._acts.start_write(
+                    executable, residency, record
+                )  # in a plan's first step the store has no copy yet
+                self._acts.release(executable, residency)
+            if self.active is None:
                 return
-            if record.stored:
-                self._manager.counters.dropped_nbytes += record.nbytes
-            else:  # the first step of a plan, where the store has no copy yet
-                residency.transfer, residency.moved = self._manager.start_write(record, residency.segments), record
-                self._acts.writes.append(residency)
-            if not self._acts.release(executable, residency):
+        for residency in acts.discards:
+            if not self.reruns.discard(executable, residency):
                 return
 
     def fail(self, index: int) -> None:
@@ -346,13 +354,14 @@ class Executor:
 
     def mid_op_records(self) -> list[VariableRecord]:
         """Operands, and what was allocated so far, of the op in which the step bailed out."""
-        return list(self._mid_op_pins)
+        return list(self.mid_op_pins)
 
     def finish(self) -> None:
         """Unpin the operands of the op in which the step bailed out: it has ended."""
-        for record in self._mid_op_pins:
+        for record in self.mid_op_pins:
             record.unpin()
-        self._mid_op_pins.clear()
+        self.mid_op_pins.clear()
+        self.reruns.remake()
 
     # -- allocations that the table did not serve
 
@@ -360,9 +369,9 @@ class Executor:
         """Serve a planned allocation between two ops. Its address; 0 if the plan has none here."""
         executable = self.active
         assert executable is not None
-        for residency in executable.between_births.get(self._dispatcher.cursor, ()):
+        for residency in executable.births_between(self._dispatcher.cursor, nbytes, self._allocator.state.num_counted):
             variable = residency.variable
-            if variable.nbytes != nbytes or executable.variable_alive[variable.index] or variable.record is None:
+            if executable.variable_alive[variable.index] or variable.record is None:
                 continue
             birth_tick, _ = occupied_ticks(residency.planned, executable.trace)
             successor = variable.successor
@@ -376,6 +385,7 @@ class Executor:
                 if other.transfer is not None:
                     self._acts.await_transfer(other)
             self._acts.prepare_birth(residency)
+            executable.variable_nbytes[variable.index] = nbytes
             self._bindings.set_alive(executable, variable, variable.record, is_born=True)
             return variable.record.address
         return 0
@@ -398,7 +408,7 @@ class Executor:
         operands and allocations stay pinned until `finish`.
 
         Raises:
-            StoreFailed: A transfer had failed. All records are returned nevertheless.
+            StoreFailed: A load had failed. All records are returned nevertheless.
         """
         executable = self.active
         assert executable is not None
@@ -423,7 +433,8 @@ class Executor:
         recorder = recorder_so_far(executable, cursor, start_records=start, events=self.events)
         self.events = []
         pinned = pinned_by(executable, cursor) if inside else set()
-        self._mid_op_pins += return_records(self._manager, self._allocator, executable, pinned)
+        self.reruns.leave(executable, cursor + 1 if inside else cursor)
+        self.mid_op_pins += return_records(self._manager, self._allocator, executable, pinned)
         for variable in executable.variables:
             if not variable.is_born:
                 self._bindings.bury(executable, variable)
@@ -432,16 +443,8 @@ class Executor:
         self._recording.resume(recorder)  # also when a transfer had failed: the step goes on on demand
         if failure is not None:
             raise failure
-
-    # -- acts
-
-    def records_of(self, index: int) -> dict[int, VariableRecord]:
-        """By address, the records that op `index` uses or has made."""
-        executable = self.active
-        if executable is None:
-            return {}
-        records = (executable.variables[i].record for i in pinned_by(executable, index))
-        return {record.address: record for record in records if record is not None}
+        if not inside and not is_foreign:
+            self.reruns.remake()  # else when the op has ended: `finish`
 
     # -- steps that differ harmlessly, and what is alive
 
@@ -493,7 +496,9 @@ class Executor:
         if self._is_anyone_late(executable, executable.trace.ops[index].start_tick):
             return False
         if executable.variable_alive[variable.index]:
-            if variable.record is not None and not self._acts.may_move(variable.record):
+            if variable.record is not None and (
+                variable.record.state is State.DISCARDED or not self._acts.may_move(variable.record)
+            ):
                 return False
             self._bindings.expel(executable, variable)
         if record.state is State.RESIDENT:
@@ -519,12 +524,10 @@ class Executor:
         executable = self.active
         if executable is None:
             return
-        alive = executable.variable_alive
-        self._manager.guards.guard_away(
-            variable.record
-            for variable in executable.outlasting
-            if variable.record is not None and alive[variable.index] and variable.record.state is not State.RESIDENT
-        )
+        if self.reruns.any_discarded(executable):
+            self.bail_out("the step ended while a variable was discarded")
+            return
+        self._bindings.guard_away(executable)
 
     def step_begins(self) -> None:
         """From now on nothing but ops touches variables."""
@@ -532,13 +535,7 @@ class Executor:
 
     def unserve(self) -> None:
         """At the start of a step in debug mode: what was served between steps shows nothing again."""
-        for record in self._manager.guards.served_records():
-            if self._manager.records.get(record.address) is record:
-                self._manager.guards.hide(record)
-            elif self.active is not None and record.variable_index >= 0:
-                variable = self.active.variables[record.variable_index]
-                self._bindings.map_first(variable)
-                self._manager.guards.guard_away([record])
+        self._bindings.unserve(self.active)
 
     def live_records(self) -> list[VariableRecord]:
         """Records that are bound to a live plan variable now."""

@@ -20,10 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Read a plan from a file, if a session can replay it.
+    """Read a plan from a file.
 
     Raises:
-        ValueError: Not readable, not a plan, of another version, or one that runs ops again.
+        ValueError: Not readable, not a plan, or of another version.
     """
     try:
         plan = Plan.from_json(Path(path).read_text())
@@ -31,11 +31,6 @@ def read_plan(path: str | Path) -> Plan:
         raise ValueError(f"cannot read the plan {path}: {error}") from error
     except PlanError as error:
         raise ValueError(f"{path}: {error}") from error
-    if plan.recomputes:
-        raise ValueError(
-            f"{path}: this plan (policy {plan.policy!r}) runs ops again, which a session cannot play yet. "
-            f"Options: a plan of policy auto, window, lms, vdnn, nntrainer or on_demand."
-        )
     return plan
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from vmm.nvtx_ranges import marked
 
@@ -13,8 +16,18 @@ if TYPE_CHECKING:
     from ooc.replay.executable_plan import ExecutablePlan
 
 
+Range = tuple[int, int]
+"""Address and bytes."""
+
+
 class OpWatch(Protocol):
-    """Hooks that a device has called around each op. The CPU has none: there, what the host has run has happened."""
+    """Hooks that a device has called around each op. The CPU has none: there, what the host has run has happened.
+
+    Attributes:
+        device: Where tensors over the device's memory lie, as torch has it.
+    """
+
+    device: torch.device
 
     def begins(self, func: Any, operands: Iterable[VariableRecord], written: Container[int]) -> None:
         """An op is about to run on demand; `written` are the addresses of operands that it changes."""
@@ -27,6 +40,20 @@ class OpWatch(Protocol):
 
     def calls_of(self, executable: ExecutablePlan) -> list[Any]:
         """Per op of a plan, the function to call for it."""
+
+    def follow(self) -> None:
+        """What the host issues next on its current stream comes after all ops so far."""
+
+    def stream(self) -> Any:
+        """The stream on which the next op runs; `on_stream` takes it."""
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Within the block ops run on this stream."""
+
+    def runs_again(
+        self, name: str, *, reads: Sequence[Range] = (), writes: Sequence[Range] = (), births: Sequence[Range] = ()
+    ) -> None:
+        """An op is about to be run again, or something that a re-run needs; what it reads, changes and allocates."""
 
 
 def named_calls(funcs: Sequence[Any], calls: Sequence[Any]) -> list[Any]:

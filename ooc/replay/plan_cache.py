@@ -121,6 +121,7 @@ class PlanCache:
         body = repr(
             (
                 trace.fingerprint(),
+                _replayable_digest(trace),
                 machine.chunk_nbytes,
                 machine.num_chunks,
                 [_coarse(rate) for rate in (machine.load_bytes_per_s, machine.evict_bytes_per_s)],
@@ -161,6 +162,11 @@ class PlanCache:
 def _coarse(bytes_per_s: float) -> int:
     """The rate's power of two: a store measured twice differs by tens of percent, a hard disk from flash by more."""
     return round(math.log2(bytes_per_s))
+
+
+def _replayable_digest(trace: Trace) -> str:
+    """Which ops may run again: a plan that counts on more of them would be wrong, one that counts on fewer worse."""
+    return hashlib.sha256(bytes(op.replayable for op in trace.ops)).hexdigest()
 
 
 @functools.cache

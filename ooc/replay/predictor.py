@@ -7,6 +7,7 @@ patterns, too. A wrong guess costs the rest of a step on demand, so it is worth 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 
 _MOST_KEYS = 8
 """The longest context: patterns of up to eight steps are told apart."""
@@ -30,7 +31,7 @@ class SequencePredictor:
 
     def note(self, key: str) -> None:
         """Learn that the step that has just ended was `key`."""
-        for past in self._pasts():
+        for past in _pasts(tuple(self._recent)):
             followers = self._followers.pop(past, None) or Counter()  # to the end: seen most recently
             count = followers.pop(key, 0)
             followers[key] = count + 1
@@ -39,30 +40,42 @@ class SequencePredictor:
             del self._followers[next(iter(self._followers))]
         self._recent.append(key)
 
+    def rename(self, old: str, new: str) -> None:
+        """What was noted as `old` is called `new` from now on."""
+        if old not in self._recent and not any(old in past or old in f for past, f in self._followers.items()):
+            return
+        self._recent = deque((new if key == old else key for key in self._recent), maxlen=_MOST_KEYS)
+        followers, self._followers = self._followers, {}
+        for past, counts in followers.items():
+            renamed = self._followers.setdefault(tuple(new if key == old else key for key in past), Counter())
+            for key, count in counts.items():
+                renamed[new if key == old else key] += count
+
     def interrupt(self) -> None:
         """Something without a key has run: the next context begins after it."""
         self._recent.clear()
 
-    def next(self) -> str | None:
-        """The most likely next key; None before anything is known.
+    def next(self, may_come: Callable[[str], bool] = lambda _: True) -> str | None:
+        """The most likely next key of those that may come; None before anything is known.
 
         Of all contexts that match now, the one with the most probable follower decides, where contexts seen seldom
         count for less; of equally probable ones, the longest. Of followers seen equally often, the one seen last.
         """
         best: tuple[float, int, str] | None = None
-        for past in self._pasts():
-            followers = self._followers.get(past)
+        recent = tuple(self._recent)
+        for past in _pasts(recent):
+            followers = {key: count for key, count in self._followers.get(past, {}).items() if may_come(key)}
             if not followers:
                 continue
             count = max(followers.values())
             key = next(key for key in reversed(followers) if followers[key] == count)
-            sureness = count / (followers.total() + 1)
+            sureness = count / (sum(followers.values()) + 1)
             if best is None or (sureness, len(past)) > best[:2]:
                 best = sureness, len(past), key
         if best is not None:
             return best[2]
-        return self._recent[-1] if self._recent else None
+        return recent[-1] if recent and may_come(recent[-1]) else None
 
-    def _pasts(self) -> list[tuple[str, ...]]:
-        recent = tuple(self._recent)
-        return [recent[i:] for i in range(len(recent))]
+
+def _pasts(recent: tuple[str, ...]) -> list[tuple[str, ...]]:
+    return [recent[i:] for i in range(len(recent))]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from ooc.memory.protocols import Store
+from ooc.replay.background import BackgroundPlanner, PlanRequest
+from ooc.replay.elastic import HEADROOM, Alignment, Envelope, Shape
 from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.first_sightings import FirstSightings, name_of
 from ooc.replay.plan_cache import PlanCache
+from ooc.replay.planned_trials import trials_for, waits_much, with_replayable
 from ooc.replay.predictor import SequencePredictor
+from ooc.replay.rerun_trials import RerunTrials
 from ooc.replay.stoppable import Stopped, stoppable
-from ooc.tracing.recorder import Observed, close_cycle, need_nbytes
+from ooc.tracing.recorder import Observed, RecordedStep, need_nbytes
 from ooc.units import format_nbytes
 from scheduler.cost.simulate import simulate
 from scheduler.plan import Machine, Plan, PlanError
@@ -26,8 +31,13 @@ _log = logging.getLogger(__name__)
 
 _MAX_SEQUENCES = 64
 """Sequences without a plan that are remembered: a step that is never the same twice must not fill memory."""
+_MAX_KEYS = 1024
 _REFINE_AFTER = (3, 8)
 """Steps replayed from a plan after which it is made anew: early, and once more with a better minimum."""
+_MOST_TWINS = 2
+"""Sequences of the same ops that differ in the storages that they use."""
+_MOST_REPLACED = 2
+"""Observations after which what most variables are replaced by in each step is taken to be new in each step."""
 _WORTHWHILE = 0.995
 """A new plan must be predicted to take at most this part of the old one's time: a change is not free."""
 _WORTHWHILE_STALL = 0.005
@@ -37,11 +47,15 @@ _WORTHWHILE_STALL = 0.005
 class Sequences:
     """Learns op sequences, and plans each that was observed twice.
 
-    A sequence's key is its trace's fingerprint. The next one is predicted (`ooc.replay.predictor`), so shapes that take
-    turns, and an evaluation every few steps, are all replayed from their plans.
+    Steps that differ in sizes alone are one sequence (`ooc.replay.elastic`). The next one is predicted
+    (`ooc.replay.predictor`), so sequences that take turns, and an evaluation every few steps, are all
+    replayed from their plans.
 
     Args:
         planning: Told the number of ops, is entered while a plan is made.
+        is_elastic: Whether steps that differ in sizes share a plan.
+        in_background: Make plans in another process where training would be held up by them.
+        trials: Who knows which ops repeat their bits, where a plan that waits for the store is to have its ops tried.
     """
 
     def __init__(
@@ -53,6 +67,9 @@ class Sequences:
         view_address: int,
         cache: PlanCache | None = None,
         planning: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
+        is_elastic: bool = True,
+        in_background: bool = False,
+        trials: RerunTrials | None = None,
     ) -> None:
         self._policy = policy
         self._cache = cache
@@ -60,14 +77,32 @@ class Sequences:
         self._parameters = dict(parameters)
         if "thorough" in POLICIES[policy].parameters:
             self._parameters.setdefault("thorough", False)  # training waits for the plan
+        self.background: BackgroundPlanner | None = None
+        if in_background:
+            self.background = BackgroundPlanner(policy=policy, parameters=self._parameters)
+        self._trials = trials
+        self._proven: dict[
+            str, frozenset[int]
+        ] = {}  # by sequence: ops that were tried within a plan, and may run again
         self._intercepts = intercepts
         self._view_address = view_address
-        self._seen: dict[str, Observed] = {}
+        self._is_elastic = is_elastic
+        self._seen: dict[str, Shape] = {}
+        self._envelopes: dict[str, Envelope] = {}  # of the plans
+        self._first_asked: tuple[str, float, Envelope] | None = None
+        """Of the first plan that is made in another process: its sequence, the headroom, and what it is for."""
+        self._without_headroom: set[str] = set()  # sequences for whose headroom there is no room
         self._plans: dict[str, ExecutablePlan] = {}
         self._asked: dict[str, Machine] = {}  # what the first plan of each sequence was made for
         self._unplannable: dict[str, str] = {}
         self._predictor = SequencePredictor()
+        self._sightings = FirstSightings()
         self._last_played = ""
+        self._keys: dict[int, str] = {}  # by a recording's signature, as last learned
+        self._last_ended: str | None = None
+        self._segments: set[str] = set()
+        self.is_segmented = False
+        """Whether what is noted are segments of steps (`ooc.replay.segmentation`)."""
         self.active_key: str | None = None
         self.last_trace: Trace | None = None
         self.last_plan: Plan | None = None
@@ -86,87 +121,236 @@ class Sequences:
 
     def largest_need_nbytes(self) -> int:
         """What the worst op seen so far needed at once, in granules (of the sequences that are remembered)."""
-        return max((need_nbytes(observed.trace) for observed in self._seen.values()), default=0)
+        waiting = [recording.build() for recording in self._sightings.recordings()]
+        seen = [*(shape.observed for shape in self._seen.values()), *waiting]
+        return max((need_nbytes(observed.trace) for observed in seen), default=0)
+
+    def earlier_traces(self) -> Iterator[Trace]:
+        """Those of steps that were recorded, the latest first; each is built when it is asked for."""
+        for recording in reversed(list(self._sightings.recordings())):
+            yield recording.build().trace
+        for shape in reversed(self._seen.values()):
+            yield shape.observed.trace
 
     @property
     def unplannable(self) -> Mapping[str, str]:
         """Sequences that cannot be planned, with the reason."""
         return self._unplannable
 
+    def note(self, recording: RecordedStep, machine: Callable[[], Machine]) -> str:
+        """Note a step that ran on demand, and learn from it (`learn`) if it may be a repetition. Returns its key."""
+        self.last_num_ops = recording.num_ops
+        key = name_of(recording)
+        for repeated in self._sightings.note(recording):
+            key = self.learn(repeated.build(), machine())
+            self._predictor.rename(name_of(repeated), key)
+            self._keys.pop(repeated.signature, None)
+            self._keys[repeated.signature] = key
+            if len(self._keys) > _MAX_KEYS:
+                del self._keys[next(iter(self._keys))]
+        return key
+
+    def key_of(self, signature: int) -> str | None:
+        """The sequence that a step with these ops was last time; None if that was never learned."""
+        return self._keys.get(signature)
+
+    def is_new(self, key: str) -> bool:
+        """Whether the sequence of this key has been seen only once."""
+        return key not in self._seen or (key not in self._plans and self._seen[key].num_seen < 2)
+
     def learn(self, observed: Observed, machine: Machine) -> str:
         """Note a step that ran on demand; plan its sequence if it was seen before. Returns its key."""
-        key = observed.trace.fingerprint()
         self.last_num_ops = len(observed.trace.ops)
-        earlier = self._seen.pop(key, None)
-        self._seen[key] = observed  # last in order: the one seen most recently
+        known = self._find(observed)
+        if self.is_segmented and known is not None:
+            self._segments.add(known[0])
+        if known is None:
+            key = observed.trace.fingerprint() + ("" if observed.grad_mode else " without gradients")
+            while key in self._seen:
+                key += ", other storages"
+            self._remember(key, Shape(observed))
+            if self.is_segmented:
+                self._segments.add(key)
+            return key
+        key, alignment = known
+        shape = self._seen[key]
+        self._remember(key, shape)
+        changed, throughout = shape.num_persistent_changed(observed, alignment)
+        fits = key in self._plans and shape.fits(self._envelopes[key], observed, alignment)
+        if key in self._plans and not _can_be_bound(self._plans[key], observed, alignment):
+            # Its parameters were replaced (a load_state_dict by assignment, a new optimizer): the
+            # plan waits for variables that will not come back.
+            self._retire(key)
+            fits = False
+        shape.add(observed, alignment)
+        are_replaced = changed * 2 > throughout and shape.num_seen <= _MOST_REPLACED
+        if fits or key in self._unplannable or not observed.trace.ops or are_replaced:
+            # If parameters were replaced between the two observations, a third one is needed to know them from batches,
+            # or the gradients that an optimizer's step begins with, that are new in each step.
+            return key
+        self._plan_shape(key, shape, machine)
+        return key
+
+    def _find(self, observed: Observed) -> tuple[str, Alignment] | None:
+        """The shape that an observed step has, seen most recently first; None: it is new.
+
+        So are the same ops on another model's parameters (two networks of one form that are trained in turns), unless
+        the storages are new each time anyway.
+        """
+        others: list[tuple[str, Alignment]] = []
+        for key, shape in reversed(self._seen.items()):
+            alignment = shape.align(observed, exactly=not self._is_elastic)
+            if alignment is None:
+                continue
+            changed, throughout = shape.num_persistent_changed(observed, alignment)
+            if changed * 2 <= throughout:
+                return key, alignment
+            others.append((key, alignment))
+        return others[0] if len(others) >= _MOST_TWINS else None
+
+    def _remember(self, key: str, shape: Shape) -> None:
+        self._seen.pop(key, None)
+        self._seen[key] = shape  # last in order: the one seen most recently
         for old in list(self._seen)[:-_MAX_SEQUENCES]:
             if old not in self._plans:
                 del self._seen[old]
+                self._segments.discard(old)
                 self._unplannable.pop(old, None)
-        if key in self._plans and not _can_be_bound(self._plans[key], observed):
-            # Its parameters were replaced (a load_state_dict by assignment, a new optimizer): the
-            # plan waits for variables that will not come back.
-            self.retired.append(self._plans.pop(key))
-        if earlier is None or key in self._plans or key in self._unplannable or not observed.trace.ops:
-            return key
-        if not _same_persistent(earlier, observed):
-            return key
+
+    def _retire(self, key: str) -> None:
+        self.retired.append(self._plans.pop(key))
+        del self._envelopes[key]
+
+    def _plan_shape(self, key: str, shape: Shape, machine: Machine, ready: tuple[Envelope, Plan] | None = None) -> None:
+        """Make a plan for a sequence, or take one that was made beside training; or have it made there.
+
+        A wider plan replaces the old.
+        """
         started = time.monotonic()
-        trace = close_cycle(earlier, observed)
         self._asked[key] = machine
+        num_ops = len(shape.observed.trace.ops)
         try:
-            with self._planning(len(trace.ops)):
-                plan = self._plan(trace, machine)
-            executable = self._make_executable(trace, plan, observed)
+            found = ready or self._first_plan(key, shape, machine)
+            if found is None:
+                return  # if the other process is busy, it is asked for when this sequence comes again
+            envelope, plan = found
+            if self._cache is not None:
+                self._cache.save(plan, envelope.trace, self._parameters)
+            executable = self._make_executable(plan, envelope, shape.for_plan())
+            self._consider_trials(key, executable, plan.step_ns)
         except Stopped:
             _log.info("planning was interrupted; it is tried again when this sequence comes again")
-            return key
+            return
         except PlanError as error:
             self._unplannable[key] = str(error)
             _log.warning("this sequence stays on demand: %s", error)
-            return key
+            return
         except Exception as error:  # noqa: BLE001 - a fault of the planner's must not end the user's training
             self._unplannable[key] = f"a fault in the planner: {error!r}"
             _log.exception("a fault in the planner; this sequence stays on demand. Please report it")
-            return key
+            return
+        if key in self._plans:
+            self._retire(key)
         self._plans[key] = executable
-        self.last_trace, self.last_plan = trace, plan
+        self._envelopes[key] = envelope
+        self.last_trace, self.last_plan = envelope.trace, plan
         self.planning_s += time.monotonic() - started
-        _log.info("planned %d ops in %.2f s: %s", len(trace.ops), time.monotonic() - started, dict(plan.predicted))
-        return key
+        _log.info("planned %d ops in %.2f s: %s", num_ops, time.monotonic() - started, dict(plan.predicted))
 
-    def _plan(self, trace: Trace, machine: Machine) -> Plan:
-        """The plan kept from an earlier run, or a new one, which is kept."""
+    def _first_plan(self, key: str, shape: Shape, machine: Machine) -> tuple[Envelope, Plan] | None:
+        """A plan for the largest sizes seen, with headroom if there is room. None: another process makes it."""
+        background = self.background
+        for headroom in (1.0,) if key in self._without_headroom else (HEADROOM, 1.0):
+            envelope = shape.envelope(machine.chunk_nbytes, headroom=headroom, is_segment=key in self._segments)
+            if key in self._proven and not envelope.elastic:
+                envelope = replace(envelope, trace=with_replayable(envelope.trace, self._proven[key]))
+            trace = envelope.trace
+            try:
+                plan = self._kept_plan(trace, machine)
+                if plan is None and background is not None and not background.may_hold_up(trace):
+                    if background.ask(PlanRequest(key=key, trace=trace, machine=machine)):
+                        self._first_asked = key, headroom, envelope
+                    return None
+                if plan is None:
+                    started = time.monotonic()
+                    with self._planning(len(trace.ops)):
+                        plan = self._make_plan(trace, machine)
+                    if background is not None:
+                        background.note_held_up(len(trace.ops), time.monotonic() - started)
+                return envelope, plan
+            except PlanError:
+                if not shape.is_elastic or headroom == 1.0:
+                    raise
+        return None
+
+    def _kept_plan(self, trace: Trace, machine: Machine) -> Plan | None:
+        """The plan kept from an earlier run, if there is one."""
         _check_unseen(trace)
-        if self._cache is not None:
-            kept = self._cache.load(trace, machine, self._policy, self._parameters)
-            if kept is not None:
-                _log.info("this step was planned in an earlier run")
-                return kept
-        plan = self._make_plan(trace, machine)
-        if self._cache is not None:
-            self._cache.save(plan, trace, self._parameters)
-        return plan
+        kept = self._cache.load(trace, machine, self._policy, self._parameters) if self._cache is not None else None
+        if kept is not None:
+            _log.info("this step was planned in an earlier run")
+        return kept
+
+    def take_ready(self) -> None:
+        """At a step boundary: take the plan that was made beside training, if one is ready and still of use."""
+        if self.background is None:
+            return
+        try:
+            found = self.background.take()
+        except PlanError as error:
+            self._note_background_failure(error)
+            return
+        if found is None:
+            return
+        request, plan = found
+        asked, self._first_asked = self._first_asked, None
+        key, shape, present = request.key, self._seen.get(request.key), self._plans.get(request.key)
+        if shape is None or key in self._unplannable:
+            return
+        if request.old_ns is None:
+            if asked is not None and asked[2].is_of(shape.observed.trace):  # else it has grown since
+                self._plan_shape(key, shape, request.machine, (asked[2], plan))
+        elif present is not None and present.trace.fingerprint() == request.trace.fingerprint():
+            self._replace(key, present, request.trace, plan, request.old_ns)
+
+    def _note_background_failure(self, error: PlanError) -> None:
+        """As `_first_plan` and `_plan_shape` do where a plan is made here."""
+        asked, self._first_asked = self._first_asked, None
+        if asked is None or asked[0] not in self._seen:
+            _log.warning("cannot plan anew: %s", error)
+        elif asked[1] > 1.0 and self._seen[asked[0]].is_elastic:
+            self._without_headroom.add(asked[0])
+        else:
+            self._unplannable[asked[0]] = str(error)
+            _log.warning("this sequence stays on demand: %s", error)
 
     def _make_plan(self, trace: Trace, machine: Machine) -> Plan:
         return stoppable(lambda: make_plan(trace, machine, policy=self._policy, **self._parameters))
 
-    def _make_executable(self, trace: Trace, plan: Plan, observed: Observed) -> ExecutablePlan:
+    def _make_executable(self, plan: Plan, envelope: Envelope, observed: Observed) -> ExecutablePlan:
         return ExecutablePlan(
-            trace=trace,
+            trace=envelope.trace,
             plan=plan,
             observed=observed,
             view_address=self._view_address,
             intercepts=self._intercepts,
+            elastic=envelope.elastic,
+            standing=envelope.standing,
         )
 
     def forget_plans(self) -> None:
         """The budget has changed: no plan made so far is of use. Each sequence is planned anew when it is next seen."""
         self.retired += self._plans.values()
         self._plans.clear()
+        self._envelopes.clear()
         self._asked.clear()
         self._unplannable.clear()
+        self._without_headroom.clear()
+        self._first_asked = None
+        self._proven = {key: ops for key, ops in self._proven.items() if ops}  # there may have been no room for trials
         self.active_key = None
+        if self.background is not None:
+            self.background.cancel()
 
     def refine(self, executable: ExecutablePlan, store: Store) -> ExecutablePlan:
         """Plan anew with the measured times and rates, after a step was replayed whole from this plan.
@@ -175,27 +359,60 @@ class Sequences:
         computed. So plan again after some steps, and keep the better of the two as simulated with
         what was measured. Returns the plan to go on with; the other is `retired`, once it is left.
         """
-        log = executable.timings
-        log.note(executable.op_stop_ns - executable.op_start_ns, store)
-        if log.num_played not in _REFINE_AFTER or not executable.plan.predicted.get("loaded_nbytes"):
-            return executable
+        key, log = self._key_of_plan(executable), executable.timings
+        if key is None:
+            return executable  # another one has just taken its place
+        tried = executable.trials is not None and executable.trials.was_installed
+        if not tried:  # else ops have taken more than their own time
+            log.note(executable.op_stop_ns - executable.op_start_ns, store)
+            if log.num_played not in _REFINE_AFTER or not executable.plan.predicted.get("loaded_nbytes"):
+                return executable
         if self._cache is not None and self._cache.is_fixed(executable.plan):
             return executable
-        key = next(key for key, plan in self._plans.items() if plan is executable)
-        started = time.monotonic()
         machine = log.machine(executable.plan.machine, store)
         trace = log.timed(executable.trace)
         old = simulate(replace(executable.plan, machine=machine), trace, with_timeline=False)
-        if old.stall_ns < _WORTHWHILE_STALL * old.duration_ns and not executable.plan.predicted["num_remapped_chunks"]:
+        old_ns = old.duration_ns + executable.plan.predicted.get("remap_ns", 0)
+        if tried:
+            self._proven[key] = self._take_trials(executable)
+            if not self._proven[key]:
+                return executable
+            trace = with_replayable(trace, self._proven[key])
+        elif (
+            old.stall_ns < _WORTHWHILE_STALL * old.duration_ns and not executable.plan.predicted["num_remapped_chunks"]
+        ):
             return executable
+        present = self._plan_anew(key, executable, trace, machine, old_ns)
+        self._consider_trials(key, present, min(old_ns, present.plan.step_ns))
+        return present
+
+    def _consider_trials(self, key: str, executable: ExecutablePlan, step_ns: int) -> None:
+        """Have the ops of a plan tried in its next step, if it waits for the store so long that re-runs may pay."""
+        trials = self._trials
+        if trials is None or executable.is_elastic or key in self._proven or not waits_much(step_ns, executable.trace):
+            return
+        if self._cache is not None and self._cache.is_fixed(executable.plan):
+            return
+        executable.trials = trials_for(executable, trials.may_be_tried)
+
+    def _take_trials(self, executable: ExecutablePlan) -> frozenset[int]:
+        """The ops of a plan that were tried in the step that has just ended, and repeat their bits."""
+        done, executable.trials = executable.trials, None
+        assert done is not None
+        assert self._trials is not None
+        return frozenset(index for index, kind in done.kinds.items() if self._trials.repeats(kind))
+
+    def _plan_anew(
+        self, key: str, executable: ExecutablePlan, trace: Trace, machine: Machine, old_ns: int
+    ) -> ExecutablePlan:
+        """The plan to go on with: a new one for what was measured, if it is worth it."""
+        if self.background is not None and not self.background.may_hold_up(trace):
+            self.background.ask(PlanRequest(key=key, trace=trace, machine=machine, old_ns=old_ns))
+            return executable
+        started = time.monotonic()
         try:
             with self._planning(len(trace.ops)):
                 plan = self._make_plan(trace, machine)
-            old_ns = old.duration_ns + executable.plan.predicted.get("remap_ns", 0)
-            _log.info("planned anew: %.4f s a step instead of %.4f s", plan.step_ns / 1e9, old_ns / 1e9)
-            if plan.step_ns > old_ns * _WORTHWHILE:
-                return executable
-            better = self._make_executable(trace, plan, self._seen[key])
         except Stopped:
             return executable
         except PlanError as error:
@@ -206,6 +423,25 @@ class Sequences:
             return executable
         finally:
             self.planning_s += time.monotonic() - started
+            if self.background is not None:
+                self.background.note_held_up(len(trace.ops), time.monotonic() - started)
+        return self._replace(key, executable, trace, plan, old_ns)
+
+    def _replace(self, key: str, executable: ExecutablePlan, trace: Trace, plan: Plan, old_ns: int) -> ExecutablePlan:
+        """Take a new plan for a sequence if it is worth it. The plan to go on with; the other is `retired`."""
+        _log.info("planned anew: %.4f s a step instead of %.4f s", plan.step_ns / 1e9, old_ns / 1e9)
+        if plan.step_ns > old_ns * _WORTHWHILE:
+            return executable
+        try:
+            envelope = Envelope(trace=trace, elastic=executable.elastic, standing=executable.standing)
+            better = self._make_executable(plan, envelope, executable.observed)
+        except PlanError as error:
+            _log.warning("cannot plan anew: %s", error)
+            return executable
+        except Exception:  # noqa: BLE001 - as in learn()
+            _log.exception("a fault in the planner; the plan so far stays. Please report it")
+            return executable
+        log = executable.timings
         if self._cache is not None:
             # For the next run to find: it will ask with what it measures when it begins.
             self._cache.save(replace(plan, machine=self._asked[key]), trace, self._parameters)
@@ -219,45 +455,57 @@ class Sequences:
         """All plans but this one."""
         return [plan for plan in self._plans.values() if plan is not executable]
 
-    def next_after(self, key: str | None) -> ExecutablePlan | None:
-        """Note that sequence `key` was the last to run; the plan for what should come now, if there is one."""
+    def note_end(self, key: str | None) -> None:
+        """Note that sequence `key` was the last to run; None: something that has no key."""
+        self._last_ended = key
+        self.active_key = None
         if key is None:
             self._predictor.interrupt()
-            self.active_key = None
-            return None
-        self._predictor.note(key)
+        else:
+            self._predictor.note(key)
+
+    def expected(self) -> ExecutablePlan | None:
+        """The plan for what should come now, if there is one."""
         # A plan that turns out wrong costs little: the step bails out where it differs, and is
         # recorded whole. So any plan is better than none, the one replayed last above all others.
-        for expected in (self._predictor.next(), key, self._last_played):
-            if expected is not None and expected in self._plans:
-                self.active_key = self._last_played = expected
-                return self._plans[expected]
-        self.active_key = None
-        return None
+        if self._last_ended is None:
+            return None
+        keys = (self._predictor.next(), self._last_ended, self._last_played)
+        return next((self._plans[key] for key in keys if key is not None and key in self._plans), None)
+
+    def starting_with(self, fits: Callable[[ExecutablePlan], bool]) -> ExecutablePlan | None:
+        """The plan for what begins now, of those that fit: what is expected, or else the one replayed last."""
+        known: dict[str, bool] = {}
+
+        def may_come(key: str) -> bool:
+            plan = self._plans.get(key)
+            if plan is None or plan.num_idle == plan.num_ops or (self.is_segmented and key not in self._segments):
+                return False
+            if key not in known:
+                known[key] = fits(plan)
+            return known[key]
+
+        keys = (self._predictor.next(may_come), self._last_played, *reversed(self._plans))
+        return next((self._plans[key] for key in keys if key is not None and may_come(key)), None)
+
+    def begin(self, executable: ExecutablePlan) -> None:
+        """Note that a plan is entered, or replayed again."""
+        key = self._key_of_plan(executable)
+        assert key is not None
+        self.active_key = self._last_played = key
+        self._plans[key] = self._plans.pop(key)  # last in order: the one replayed most recently
+
+    def _key_of_plan(self, executable: ExecutablePlan) -> str | None:
+        """The sequence that this plan is for; None: another plan has taken its place."""
+        return next((key for key, plan in self._plans.items() if plan is executable), None)
 
 
-def _can_be_bound(executable: ExecutablePlan, observed: Observed) -> bool:
+def _can_be_bound(executable: ExecutablePlan, observed: Observed, alignment: Alignment) -> bool:
     """Whether the variables that live across steps are still those that the plan was made for."""
+    serials = {ours: observed.start_serials[theirs] for theirs, ours in alignment.items()}
     return all(
-        variable.serial == observed.start_serials[variable.index]
-        for variable in executable.variables
-        if variable.is_persistent
+        variable.serial == serials.get(variable.index) for variable in executable.variables if variable.is_persistent
     )
-
-
-def _same_persistent(first: Observed, second: Observed) -> bool:
-    """Whether what exists throughout a step was the same in both, or changes from step to step anyway.
-
-    If parameters were replaced between the two observations, a third one is needed to know them
-    from batches that are new in each step.
-    """
-    throughout = [
-        index
-        for index, variable in enumerate(second.trace.variables)
-        if variable.birth_tick is None and variable.death_tick is None
-    ]
-    changed = [index for index in throughout if first.start_serials[index] != second.start_serials[index]]
-    return len(changed) * 2 <= len(throughout)
 
 
 def _check_unseen(trace: Trace) -> None:

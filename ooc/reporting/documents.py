@@ -87,7 +87,10 @@ def read_documents(paths: Sequence[str | Path]) -> list[Document]:
     Raises:
         BadDocument: A file cannot be read, is not one of ours, or contradicts itself or the others.
     """
-    documents = [read_document(path) for path in paths]
+    documents = [
+        replace(document, name=name)
+        for document, name in zip(map(read_document, paths), _told_apart(paths), strict=True)
+    ]
     traces = {d.trace.fingerprint(): d for d in documents if d.kind == "trace" and d.trace is not None}
     used, found = set(), []
     for document in documents:
@@ -99,6 +102,16 @@ def read_documents(paths: Sequence[str | Path]) -> list[Document]:
         _check_pair(document, partner)
         found.append(replace(document, name=f"{document.name} on {partner.name}", trace=partner.trace))
     return [document for document in found if document.kind != "trace" or document.name not in used]
+
+
+def _told_apart(paths: Sequence[str | Path]) -> list[str]:
+    """The files' names, with as many of their folders as it takes to tell them apart."""
+    parts = [Path(path).absolute().parts for path in paths]
+    for depth in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(own[-depth:]) for own in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{own[-1]} ({number})" for number, own in enumerate(parts, start=1)]  # the same file twice
 
 
 def read_document(path: str | Path) -> Document:

@@ -42,7 +42,7 @@ class Explanation:
         name: The tensor's name.
         is_managed: Whether the session manages it; if not, `reason` says why, and the rest is empty.
         nbytes: Size of the storage.
-        state: "resident", "loading" or "away".
+        state: "resident", "loading", "away (in the store)" or "discarded (...)"; more where its memory was given out.
         stays: One line for each residency that the plan has for it, in order.
         reasons: Why it is kept or evicted between its uses.
         reason: Why the plan says nothing about it.
@@ -109,6 +109,7 @@ def _explain(engine: Engine, record: VariableRecord, name: str) -> Explanation:
         State.RESIDENT: "resident",
         State.LOADING: "loading",
         State.AWAY: "away (in the store)",
+        State.DISCARDED: "discarded (ops are run again to make it)",
     }[record.state]
     if record.exports:
         where += ", its memory given out (.numpy() or the like), so it stays"
@@ -192,10 +193,12 @@ def _reasons(variable: int, residencies: list[Residency], trace: Trace, plan: Pl
             kept = (gap.nanoseconds, place)
         if is_away:
             live = format_nbytes(_most_live(view, gap.before, gap.after))
+            again = _made_again(residencies, gap, trace)
+            instead = f"; its {again}" if again else " of transfer"
             found.append(
                 f"away between its uses by {place}, {format_duration(gap.nanoseconds / 1e9)}: meanwhile the step has "
                 f"up to {live} alive, and the budget is {format_nbytes(machine.budget_nbytes)}; out and back takes "
-                f"{format_duration(way_ns / 1e9)} of transfer"
+                f"{format_duration(way_ns / 1e9)}{instead}"
             )
     if kept is not None and (not found or kept[0] > way_ns):
         if way_ns >= kept[0]:
@@ -236,6 +239,16 @@ def _is_away(residencies: list[Residency], trace: Trace, before: int, after: int
         crosses = isinstance(residencies[-1].stop, Kept) and isinstance(residencies[0].start, Kept)
         return not (crosses and spans[-1][0] <= start and spans[0][1] > stop)
     return not any(first < trace.ops[before].stop_tick and last > stop for first, last in spans if last > start)
+
+
+def _made_again(residencies: list[Residency], gap: _Gap, trace: Trace) -> str:
+    """The ops that make a variable again within a gap, and how long they took; empty if it is loaded."""
+    for residency in residencies:
+        start = residency.start
+        if isinstance(start, Recomputed) and gap.before < start.before_op <= gap.after:
+            length = format_duration(sum(trace.ops[op].duration_ns for op in start.ops) / 1e9)
+            return f"{len(start.ops)} ops took {length}, and are run again instead"
+    return ""
 
 
 def _most_live(view: StepView, before: int, after: int) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from ooc.engine import Engine
 from ooc.output_files import write_output
+from ooc.reporting.hints import planned_share
 from ooc.units import format_duration, format_nbytes
 
 REPORT_SCHEMA_VERSION = 1
@@ -101,4 +102,6 @@ def summary(report: Mapping[str, Any]) -> str:
             f"a planned step takes {format_duration(duration_s / count)}, of it {format_duration(stall_s / count)} "
             f"waiting, and moves {format_nbytes(moved // count)}"
         )
+    if steps:
+        parts.append(f"{planned_share(steps):.0%} of the steps' time planned")
     return "; ".join(parts)

@@ -11,16 +11,18 @@ from ooc.memory.record import State
 def session_stats(engine: Engine) -> dict[str, int]:
     """The statistics of `ooc.memory_stats`, for this session."""
     chunk_nbytes = engine.options.chunk_nbytes
-    alive = resident = away = chunks = num_alive = num_resident = 0
+    alive = resident = away = discarded = chunks = num_alive = num_resident = 0
     for record in engine.live_records():
         num_alive += 1
         alive += record.nbytes
-        if record.state is State.AWAY:
-            away += record.nbytes
-        else:
+        if record.state.holds_chunks:
             num_resident += 1
             resident += record.nbytes
             chunks += -(-record.nbytes // chunk_nbytes)
+        elif record.state is State.AWAY:
+            away += record.nbytes
+        else:
+            discarded += record.nbytes
     counters = engine.steps.counters()
     modes = Counter(row.mode for row in engine.steps.rows)
     return {
@@ -29,6 +31,7 @@ def session_stats(engine: Engine) -> dict[str, int]:
         "resident_bytes.all.current": chunks * chunk_nbytes,
         "resident_bytes.all.peak": engine.steps.peak_chunks * chunk_nbytes,
         "away_bytes.all.current": away,
+        "discarded_bytes.all.current": discarded,
         "inactive_bytes.all.current": chunks * chunk_nbytes - resident,
         "reserved_bytes.all.current": engine.budget_nbytes,
         "reserved_bytes.all.peak": engine.budget_nbytes,
@@ -37,6 +40,8 @@ def session_stats(engine: Engine) -> dict[str, int]:
         "loaded_bytes.all.total": counters["loaded_nbytes"],
         "evicted_bytes.all.total": counters["evicted_nbytes"],
         "dropped_bytes.all.total": counters["dropped_nbytes"],
+        "recomputed_bytes.all.total": counters["recomputed_nbytes"],
+        "recompute_ns.all.total": counters["recompute_ns"],
         "stall_ns.all.total": counters["stall_ns"],
         "num_faults": counters["num_faults"],
         "num_remapped_chunks": counters["num_remapped_chunks"],
@@ -59,6 +64,8 @@ def step_metrics(engine: Engine) -> dict[str, float]:
         "ooc/step_dropped_bytes": row.dropped_nbytes,
         "ooc/step_remapped_chunks": row.num_remapped_chunks,
         "ooc/step_faults": row.num_faults,
+        "ooc/step_recomputed_bytes": row.recomputed_nbytes,
+        "ooc/step_recompute_s": row.recompute_s,
         "ooc/step_is_planned": float(row.mode == "planned"),
         "ooc/allocated_bytes": stats["allocated_bytes.all.current"],
         "ooc/resident_bytes": stats["resident_bytes.all.current"],

@@ -99,6 +99,7 @@ class StepView:
         op_start_ns, op_stop_ns: Start and stop of each op of the trace.
         moves, waits, reruns: In order of start. Re-runs are known of simulated steps.
         duration_ns: The step's length.
+        stalls: All measured waits, those too that no op or transfer of the plan explains.
         unix_ns: When it started on the wall clock; None if it never ran.
     """
 
@@ -111,6 +112,7 @@ class StepView:
     waits: tuple[Wait, ...]
     duration_ns: int
     reruns: tuple[RerunRow, ...] = ()
+    stalls: tuple[tuple[int, int], ...] = ()
     unix_ns: int | None = None
 
     def tick_times(self) -> list[int]:
@@ -259,6 +261,7 @@ def measured_view(trace: Trace, plan: Plan, measured: Measured) -> StepView:
         moves=ordered,
         waits=tuple(_measured_waits(step_actions(plan, trace), measured, ordered)),
         duration_ns=measured.duration_ns,
+        stalls=measured.stalls,
         unix_ns=measured.unix_ns,
     )
 

@@ -178,7 +178,7 @@ def step_line(number: int, row: StepRow, resident_nbytes: int) -> str:
     return (
         f"ooc: step {number} {row.mode.replace('_', ' ')} {format_duration(row.duration_s)}, stall {share:.1%}, "
         f"moved {format_nbytes(row.loaded_nbytes + row.evicted_nbytes)}, resident {format_nbytes(resident_nbytes)}, "
-        f"remapped chunks {row.num_remapped_chunks}"
+        f"remapped chunks {row.num_remapped_chunks}" + (f"; {row.why}" if row.why else "")
     )
 
 

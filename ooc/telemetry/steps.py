@@ -12,8 +12,9 @@ from ooc.memory.protocols import Space, Store
 from ooc.memory.residency import ResidencyManager
 from ooc.telemetry.memory_watch import MemoryWatch
 from ooc.telemetry.past_budgets import PastBudget, PastBudgets
+from ooc.telemetry.why import Cause, Reason
+from ooc.tracing.recorder import RecordedStep
 from scheduler.plan import Machine
-from scheduler.trace import Trace
 from vmm.store import StoreError, StoreSpeed
 
 _NUM_ROWS_KEPT = 20_000
@@ -25,6 +26,8 @@ _UNMEASURED = StoreSpeed(
 )
 """An average solid-state disk, assumed for a store that is full or failing when it is measured."""
 
+_PLANNED = Reason()
+
 _measured: dict[Path | None, StoreSpeed] = {}
 """Store speeds by directory. Measuring takes 0.3 s, so it is done once a process; real transfers refine plans later."""
 
@@ -35,7 +38,10 @@ StepKind = Literal["learning", "planned", "off_plan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """One finished step. Bytes moved and stalls are those between its start and its end."""
+    """One finished step. Bytes moved and stalls are those between its start and its end.
+
+    `cause` and `why` are its `ooc.telemetry.why.Reason`, unless it was planned.
+    """
 
     mode: StepKind
     duration_s: float
@@ -45,6 +51,13 @@ class StepRow:
     dropped_nbytes: int
     num_remapped_chunks: int
     num_faults: int
+    recomputed_nbytes: int = 0
+    recompute_s: float = 0.0
+    num_reruns: int = 0
+    num_planned_ops: int = 0
+    num_demand_ops: int = 0
+    cause: Cause = ""
+    why: str = ""
 
 
 class StepLog:
@@ -56,7 +69,6 @@ class StepLog:
         memory: Samples of the process's memory at step ends.
         refusals: Why an existing plan could not be replayed, and how often.
         past_budgets: Earlier budgets.
-        in_core_peak_nbytes: The largest peak of the traces recorded so far: what a step needs in core.
     """
 
     def __init__(self, manager: ResidencyManager, space: Space) -> None:
@@ -72,7 +84,7 @@ class StepLog:
         self._planned_chunks = 0
         self.memory = MemoryWatch(space.driver.num_chunks * space.driver.chunk_nbytes)
         self.past_budgets = PastBudgets()
-        self.in_core_peak_nbytes = 0
+        self._largest: RecordedStep | None = None
         self.refusals: dict[str, int] = {}
 
     def __repr__(self) -> str:
@@ -86,16 +98,44 @@ class StepLog:
         self._before["num_faults"], self._num_faults = self._num_faults, self._before["num_faults"]
         self._started = time.perf_counter()
 
-    def end(self, *, on_plan: bool, learned: bool) -> None:
-        """End the step that began last."""
+    @property
+    def began_planned(self) -> bool:
+        """Whether the step that began last began on a plan."""
+        return self._began_planned
+
+    def end(
+        self, *, on_plan: bool, learned: bool, num_planned_ops: int, num_demand_ops: int, reason: Reason = _PLANNED
+    ) -> None:
+        """End the step that began last.
+
+        Args:
+            on_plan: Whether a plan is being replayed.
+            learned: Whether there are plans.
+            num_planned_ops, num_demand_ops: Its ops that were replayed from plans, and those that were not.
+            reason: Why it was not planned.
+        """
         if not self._before:
             return
         duration_s = time.perf_counter() - self._started
         after, before = self.counters(), self._before
         self._num_faults = after["num_faults"]
         moved = {name: after[name] - before[name] for name in after}
-        mode: StepKind = "planned" if self._began_planned and on_plan else "off_plan" if learned else "learning"
-        self.rows.append(StepRow(mode=mode, duration_s=duration_s, stall_s=moved.pop("stall_ns") / 1e9, **moved))
+        is_planned = num_demand_ops == 0 and ((self._began_planned and on_plan) or num_planned_ops > 0)
+        mode: StepKind = "planned" if is_planned else "off_plan" if learned else "learning"
+        stall_s, recompute_s = moved.pop("stall_ns") / 1e9, moved.pop("recompute_ns") / 1e9
+        self.rows.append(
+            StepRow(
+                mode=mode,
+                duration_s=duration_s,
+                stall_s=stall_s,
+                recompute_s=recompute_s,
+                num_planned_ops=num_planned_ops,
+                num_demand_ops=num_demand_ops,
+                cause="" if is_planned else reason.cause,
+                why="" if is_planned else reason.text,
+                **moved,
+            )
+        )
         self.num_steps += 1
         if len(self.rows) >= 2 * _NUM_ROWS_KEPT:
             del self.rows[:_NUM_ROWS_KEPT]
@@ -127,9 +167,15 @@ class StepLog:
         if reason in self.refusals or len(self.refusals) < _NUM_REASONS_KEPT:
             self.refusals[reason] = self.refusals.get(reason, 0) + 1
 
-    def note_trace(self, trace: Trace) -> None:
-        """Note the trace of a step."""
-        self.in_core_peak_nbytes = max(self.in_core_peak_nbytes, trace.peak_nbytes())
+    def note_recording(self, recording: RecordedStep) -> None:
+        """Note a step that ran on demand."""
+        if self._largest is None or recording.bound_nbytes > self._largest.bound_nbytes:
+            self._largest = recording
+
+    @property
+    def in_core_peak_nbytes(self) -> int:
+        """The peak of the largest step recorded so far: what a step needs in core."""
+        return self._largest.build().trace.peak_nbytes() if self._largest is not None else 0
 
     def counters(self) -> dict[str, int]:
         """Counters of what was moved so far, by name; they only grow."""
@@ -153,4 +199,5 @@ class StepLog:
             load_bytes_per_s=speed.read_bytes_per_s,
             evict_bytes_per_s=speed.write_bytes_per_s,
             shared_bytes_per_s=speed.read_together_bytes_per_s + speed.write_together_bytes_per_s,
+            remap_ns=self._space.driver.remap_ns,
         )

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ooc.tracing.gradients import raw_gradient
+
 _log = logging.getLogger(__name__)
 
 
@@ -47,8 +49,8 @@ def named_tensors(address_of: Callable[[torch.Tensor], int]) -> Iterator[tuple[T
         for name, parameter in root.named_parameters():
             labels.setdefault(id(parameter), prefix + name)
             yield TensorName(kind="parameter", label=prefix + name), parameter
-            if parameter.grad is not None:
-                yield TensorName(kind="gradient", label=f"gradient of {prefix}{name}"), parameter.grad
+            if (gradient := raw_gradient(parameter)) is not None:
+                yield TensorName(kind="gradient", label=f"gradient of {prefix}{name}"), gradient
         for name, buffer in root.named_buffers():
             yield TensorName(kind="buffer", label=prefix + name), buffer
     for optimizer in optimizers:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ooc.devices.cuda_memory import DeviceMemory
 from ooc.devices.detach import become_ordinary
@@ -24,7 +26,9 @@ from vmm.testing.fake_cuda import FakeCuda
 from vmm.torch_cpu import GRANULE_NBYTES, cpu_allocator
 
 if TYPE_CHECKING:
-    from ooc.replay.executable_plan import ExecutablePlan, PlanVariable
+    from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.op_watch import Range
+from ooc.replay.plan_variables import PlanVariable
 
 
 class FakeCudaDevice:
@@ -34,6 +38,7 @@ class FakeCudaDevice:
         seed, eagerness: Determine the fake's order of execution.
         host_budget: Bytes of pinned host memory.
         staging: Bytes of it for transfers to and from the file.
+        spare: Bytes of device memory beside the first budget's, for a larger one.
         uses_file: Whether there is a file behind the host memory.
         prepare: Called with each fake before it is used.
 
@@ -53,6 +58,7 @@ class FakeCudaDevice:
         eagerness: float = 0.3,
         host_budget: int = 64 << 20,
         staging: int = 1 << 20,
+        spare: int = 0,
         uses_file: bool = False,
         prepare: Callable[[FakeCuda], object] = lambda _: None,
     ) -> None:
@@ -60,6 +66,7 @@ class FakeCudaDevice:
         self._eagerness = eagerness
         self._host_budget_nbytes = host_budget
         self._staging_nbytes = staging
+        self._spare_nbytes = spare
         self._uses_file = uses_file
         self._prepare = prepare
         self.fake: FakeCuda
@@ -76,10 +83,10 @@ class FakeCudaDevice:
         store: str | Path | None,
         checkpoint: Callable[[], None] = lambda: None,
     ) -> FakeDeviceMemory:
-        """As `Device.open`; the device has exactly the pool's memory."""
+        """As `Device.open`; the device has exactly the pool's memory, and what is spare."""
         allocator = cpu_allocator()
         self.fake = FakeCuda(
-            total_nbytes=num_chunks * chunk_nbytes,
+            total_nbytes=num_chunks * chunk_nbytes + self._spare_nbytes,
             granularity=GRANULE_NBYTES,
             seed=self._seed,
             eagerness=self._eagerness,
@@ -197,6 +204,8 @@ FakeCudaDevice.memory_type = FakeDeviceMemory
 class FakeOps:
     """Tells the fake of ops. Each allocation is a kernel of its own, since it may reuse what its op has freed."""
 
+    device = torch.device("cpu")
+
     def __init__(self, memory: FakeKernels, manager: ResidencyManager) -> None:
         self._memory = memory
         self._manager = manager
@@ -237,6 +246,26 @@ class FakeOps:
                 self._memory.kernel(f"{name}, what it allocates", writes=[_range_of(variable)])
         func = executable.funcs[index]
         return getattr(func, "_op", func)(*args, **kwargs)
+
+    def follow(self) -> None:
+        """As `OpWatch.follow`."""
+        self._memory.streams.follow()
+
+    def stream(self) -> int:
+        """As `OpWatch.stream`."""
+        return self._memory.stream
+
+    def on_stream(self, stream: int) -> contextlib.AbstractContextManager[None]:
+        """As `OpWatch.on_stream`."""
+        return self._memory.on_stream(stream)
+
+    def runs_again(
+        self, name: str, *, reads: Sequence[Range] = (), writes: Sequence[Range] = (), births: Sequence[Range] = ()
+    ) -> None:
+        """As `OpWatch.runs_again`."""
+        self._memory.kernel(name, reads=reads, writes=writes)
+        for born in births:
+            self._memory.kernel(f"{name}, what it allocates", writes=[born])
 
 
 def _write(content: bytes, address: int) -> None:

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ooc.tracing import op_semantics as ops
 from ooc.tracing.call_sites import CallSites
+from ooc.tracing.gradients import raw_gradient
 from ooc.tracing.recorder import NEED, Observed, OpRecord, StepRecorder, close_cycle, need_nbytes
 from scheduler.profiles import Profile
 from scheduler.trace import Trace
@@ -50,6 +51,7 @@ class _Storage:
     kind: str = ""
     label: str = ""
     seen: bool = True
+    origin: None = None
 
     @property
     def serial(self) -> int:
@@ -253,7 +255,7 @@ class FakeRecording:
             for number, parameter in enumerate(group["params"]):
                 name = names.get(id(parameter), f"parameter {number}")
                 self._name(parameter, "parameter", name)
-                self._name(parameter.grad, "gradient", f"gradient of {name}")
+                self._name(raw_gradient(parameter), "gradient", f"gradient of {name}")
                 state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
                 for key, value in state.items():
                     self._name(value, "optimizer_state", f"{key} of {name}")

@@ -31,8 +31,15 @@ _HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
     "aten::batch_norm_update_stats": ("running_mean", "running_var"),
     "aten::batch_norm_gather_stats": ("running_mean", "running_var"),
     "aten::batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
-    "aten::_thnn_fused_lstm_cell": (),
+    # cuDNN keeps the states of its random-number generators in an operand, and writes its reserve in backward passes.
+    "aten::_cudnn_rnn": ("dropout_state",),
+    "aten::_cudnn_rnn_backward": ("dropout_state", "reserve"),
+    "aten::miopen_rnn": ("dropout_state",),
+    "aten::miopen_rnn_backward": ("dropout_state", "reserve"),
 }
+REGION_NAMESPACE = "inductor"
+"""Of compiled regions, which say themselves what they write (`ooc.interop.compiled_region`)."""
+
 _VETTED_NAMESPACES = frozenset({"aten", "prims", "prim", "mkldnn", "mkl", "onednn"})
 
 
@@ -52,6 +59,8 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...] | None:
 
 def written_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The argument values that the op writes."""
+    if func.namespace == REGION_NAMESPACE:
+        return func.written_values(args)  # type: ignore[no-any-return]
     written = written_arguments(func)
     if written is None:
         return (*args, *kwargs.values())

@@ -11,14 +11,31 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from ooc.memory.foresight import Allocation, StepUses
 from ooc.memory.record import VariableRecord
 from scheduler.budget import smallest_num_chunks
 from scheduler.plan import Machine
 from scheduler.trace import Op, Trace, Use, Variable
 from vmm.table import between_ops, inside_op
 from vmm.torch_cpu import ALLOC, GRANULE_NBYTES, Event
+
+Origin = tuple[str, int, int]
+"""Where a variable was born: a sequence's family, a step position, and which of the allocations there it was."""
+
+
+class OpLog(Protocol):
+    """Ops that ran on demand natively, since it was made or last taken: native/op_log.h."""
+
+    def __len__(self) -> int:
+        """How many."""
+
+    def take(self) -> list[tuple[Any, str, list[int], list[int], list[int], int, bool]]:
+        """Take them, oldest first: op, call site, operands with repeats, those written, results, ns, replayable."""
+
+    def signature(self, start: int) -> int:
+        """Continue a hash of which ops there were."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +50,7 @@ class OpRecord:
         in_flight: Addresses that it goes on using after it has returned: a collective's operands.
         is_held: Whether that ends only when the program says so (a send or receive).
         landed: Addresses no more in use so, since the program has waited between the op before and this one.
+        replayable: Whether it may be run again later in the step.
     """
 
     func: Any
@@ -44,6 +62,7 @@ class OpRecord:
     in_flight: Sequence[int] = ()
     is_held: bool = False
     landed: Sequence[int] = ()
+    replayable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +77,9 @@ class Observed:
             step's start, or is alive at its end; else None.
         flights: Per op, `OpRecord.in_flight`, `is_held` and `landed`, of variables; empty where there is no collective.
         start_ranks: Per variable that exists at the step's start, its record's rank (`ranks_by_age`).
+        family: Identity of the sequence of ops; sizes and lifetimes may differ.
+        origins: Per variable, where it was born (`VariableRecord.origin`); None where that is not known.
+        grad_mode: Whether gradients were enabled when its first op ran.
     """
 
     trace: Trace
@@ -67,6 +89,9 @@ class Observed:
     start_ranks: tuple[int | None, ...]
     end_serials: tuple[int | None, ...]
     flights: tuple[tuple[tuple[int, ...], bool, tuple[int, ...]] | None, ...] = ()
+    family: str = ""
+    origins: tuple[Origin | None, ...] = ()
+    grad_mode: bool = True
 
 
 NEED = "largest_need_nbytes"
@@ -90,9 +115,10 @@ class _Draft:
     start_serial: int | None = None
     kind: str = ""
     label: str = ""
+    origin: Origin | None = None
 
 
-def ranks_by_age(records: Iterable[VariableRecord]) -> dict[int | None, int]:
+def ranks_by_age(records: Iterable[VariableRecord | StartVariable]) -> dict[int | None, int]:
     """For each record, by serial, how many of the same size are younger.
 
     A variable that is another storage in every step is identified by its size and this rank: its place in the order
@@ -111,24 +137,167 @@ class StepRecorder:
 
     Attributes:
         is_cut: Recording began in mid-step: no sequence to learn.
+        events: The allocator's, so far.
+        log: Where native code notes ops that need nothing from Python.
         flight_nbytes: In the trace so many bytes at once stay in use by collectives under way. Of what is beyond,
             whoever moves it waits.
+        grad_mode: Whether gradients were enabled when the first op ran that touches a variable.
+        is_begun: Whether there was one, or `MOST_IDLE_OPS` others.
+        num_replayed: How many of its ops were replayed from a plan, which was then left.
     """
 
     def __init__(self, start_records: Mapping[int, VariableRecord], *, is_cut: bool = False) -> None:
         self.start_records = dict(start_records)
         self.is_cut = is_cut
         self.flight_nbytes = 0
-        self.ops: list[OpRecord] = []
+        self.grad_mode, self.num_replayed, self.is_begun = True, 0, False
         self.events: list[Event] = []
+        self.log: OpLog | None = None
+        self._ops: list[OpRecord] = []
 
     def __repr__(self) -> str:
-        return f"<StepRecorder {len(self.ops)} ops, {len(self.events)} events>"
+        return f"<StepRecorder {self.num_ops} ops, {len(self.events)} events>"
+
+    @property
+    def num_ops(self) -> int:
+        """Ops so far. At once, unlike `ops`."""
+        return len(self._ops) + (len(self.log) if self.log is not None else 0)
+
+    @property
+    def ops(self) -> list[OpRecord]:
+        """The ops so far; also those that native code has logged, which are turned into records here."""
+        if self.log is not None and len(self.log):
+            self._ops += [
+                OpRecord(
+                    func=func,
+                    where=where,
+                    occurrences=occurrences,
+                    written=written,
+                    results=results,
+                    duration_ns=duration_ns,
+                    replayable=replayable,
+                )
+                for func, where, occurrences, written, results, duration_ns, replayable in self.log.take()
+            ]
+        return self._ops
+
+    def finish(self, end_records: Mapping[int, VariableRecord]) -> RecordedStep:
+        """What was recorded, which later changes of records do not touch. `end_records` are those alive now."""
+        return RecordedStep(
+            recorder=self,
+            start={
+                address: StartVariable(
+                    nbytes=r.nbytes, serial=r.serial, seen=r.seen, kind=r.kind, label=r.label, origin=r.origin
+                )
+                for address, r in self.start_records.items()
+            },
+            end_serials={address: r.serial for address, r in end_records.items()},
+        )
 
     def build(self, end_records: Mapping[int, VariableRecord]) -> Observed:
         """Build the step's trace. `end_records` are the variables alive now, by address."""
-        builder = _Builder(dict(self.start_records), _InFlight(self.flight_nbytes))
-        return builder.build(self.ops, self.events, end_records)
+        return self.finish(end_records).build()
+
+    def signature(self) -> int:
+        """A hash of the ops, whatever their operands: equal for steps that differ in sizes alone, and cheap."""
+        found = _HASH_START
+        for op in self._ops:
+            found = ((found ^ id(op.func)) * _HASH_FACTOR) & _HASH_MASK
+        found = self.log.signature(found) if self.log is not None else found
+        return found if self.grad_mode else found ^ _HASH_MASK
+
+
+_HASH_START, _HASH_FACTOR, _HASH_MASK = 0xCBF29CE484222325, 0x100000001B3, (1 << 64) - 1
+"""FNV-1a, as in native/op_log.h."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartVariable:
+    """What a recording keeps of a record that existed at the step's start."""
+
+    nbytes: int
+    serial: int
+    seen: bool
+    kind: str
+    label: str
+    origin: Origin | None
+
+
+class RecordedStep:
+    """A recorded step that has ended. Its trace, which takes longer than recording it, is built when it is needed.
+
+    Attributes:
+        signature: See `StepRecorder.signature`.
+        family: The same, as a text.
+        num_ops: Its ops.
+        bound_nbytes: No more than this was alive at once.
+    """
+
+    def __init__(self, *, recorder: StepRecorder, start: dict[int, StartVariable], end_serials: dict[int, int]) -> None:
+        self._recorder = recorder
+        self.start = start
+        self.end_serials = end_serials
+        self.signature = recorder.signature()
+        self.family = f"{self.signature:x}"
+        self.num_ops = recorder.num_ops
+        self.grad_mode, self.flight_nbytes = recorder.grad_mode, recorder.flight_nbytes
+        self.bound_nbytes = _most_alive(start, recorder.events)
+        self._observed: Observed | None = None
+        self._uses: StepUses | None = None
+
+    def __repr__(self) -> str:
+        return f"<RecordedStep {self.signature:#x} of {self.num_ops} ops>"
+
+    @property
+    def ops(self) -> Sequence[OpRecord]:
+        """Its ops."""
+        return self._recorder.ops
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """Its allocations and frees."""
+        return self._recorder.events
+
+    def uses(self) -> StepUses:
+        """Which op used which variables, for foresight: less than a trace, and sooner made."""
+        if self._uses is not None:
+            return self._uses
+        recorder = self._recorder
+        self._uses = StepUses(
+            ((op.func, op.occurrences) for op in recorder.ops),
+            start={address: variable.serial for address, variable in self.start.items()},
+            allocations=[
+                Allocation(address=e.address, is_free=e.kind != ALLOC, position=e.position) for e in recorder.events
+            ],
+        )
+        return self._uses
+
+    def note_origins(self, records: Mapping[int, VariableRecord]) -> None:
+        """Note in the records of what is alive when the step ends, by address, where in it they were born, if so."""
+        born = {event.address: event for event in self._recorder.events if event.kind == ALLOC}
+        for address, record in records.items():
+            event = born.get(address)
+            record.origin = (self.family, event.position, event.ordinal) if event and event.ordinal else None
+
+    def build(self) -> Observed:
+        """The step as it was observed."""
+        if self._observed is None:
+            builder = _Builder(dict(self.start), _InFlight(self.flight_nbytes), self.family, self.grad_mode)
+            self._observed = builder.build(self._recorder.ops, self._recorder.events, self.end_serials)
+        return self._observed
+
+
+def _most_alive(start: Mapping[int, StartVariable], events: Iterable[Event]) -> int:
+    sizes = {address: variable.nbytes for address, variable in start.items()}
+    most = alive = sum(sizes.values())
+    for event in events:
+        if event.kind == ALLOC:
+            sizes[event.address] = event.nbytes
+            alive += event.nbytes
+            most = max(most, alive)
+        else:
+            alive -= sizes.pop(event.address, 0)
+    return most
 
 
 class _InFlight:
@@ -140,9 +309,11 @@ class _InFlight:
         self._held: set[int] = set()
 
     def launch(
-        self, variables: Iterable[int], written: Container[int | None], drafts: Sequence[_Draft], is_held: bool
+        self, variables: Sequence[int], written: Container[int | None], drafts: Sequence[_Draft], is_held: bool
     ) -> None:
         """A collective uses these from now on."""
+        if not variables and not self._writes:
+            return
         for index in variables:
             self._writes[index] = index in written
             if is_held:
@@ -167,6 +338,8 @@ class _InFlight:
 
     def uses(self, drafts: Sequence[_Draft], *, besides: Container[int]) -> list[Use]:
         """Uses of these during an op that names only `besides`."""
+        if not self._writes:
+            return []
         self.end([index for index in self._writes if drafts[index].death_tick is not None])
         return [
             Use(variable=index, reads=True, writes=writes)
@@ -177,16 +350,16 @@ class _InFlight:
 
 @dataclass(slots=True)
 class _Builder:
-    start_records: dict[int, VariableRecord]
+    start_records: dict[int, StartVariable]
     in_flight: _InFlight
+    family: str
+    grad_mode: bool
     tick: int = 1  # tick 0 is the start itself: what is freed first of all has lived until then
     drafts: list[_Draft] = field(default_factory=list)
     live: dict[int, int] = field(default_factory=dict)  # address -> draft index
     ranks: dict[int | None, int] = field(default_factory=dict)  # of records at the start, by serial
 
-    def build(
-        self, ops: Sequence[OpRecord], events: Sequence[Event], end_records: Mapping[int, VariableRecord]
-    ) -> Observed:
+    def build(self, ops: Sequence[OpRecord], events: Sequence[Event], end_serials: Mapping[int, int]) -> Observed:
         self.ranks = ranks_by_age(self.start_records.values())
         made: list[Op] = []
         occurrences: list[tuple[int, ...]] = []
@@ -234,11 +407,12 @@ class _Builder:
                     stop_tick=self.tick,
                     duration_ns=op.duration_ns,
                     uses=tuple(uses),
+                    replayable=op.replayable,
                 )
             )
             occurrences.append(operands)
         consume(between_ops(len(ops) + 1), "")
-        return self._finish(made, occurrences, flights, ops, end_records)
+        return self._finish(made, occurrences, flights, ops, end_serials)
 
     def _known(self, addresses: Iterable[int]) -> tuple[int, ...]:
         """The variables alive at these addresses."""
@@ -246,7 +420,8 @@ class _Builder:
 
     def _apply(self, event: Event, label: str) -> int | None:
         if event.kind == ALLOC:
-            self.drafts.append(_Draft(nbytes=event.nbytes, birth_tick=self.tick, label=label))
+            origin = (self.family, event.position, event.ordinal) if event.ordinal else None
+            self.drafts.append(_Draft(nbytes=event.nbytes, birth_tick=self.tick, label=label, origin=origin))
             self.live[event.address] = len(self.drafts) - 1
             self.tick += 1
             return len(self.drafts) - 1
@@ -273,6 +448,7 @@ class _Builder:
                     seen=record.seen,
                     kind=record.kind,
                     label=record.label,
+                    origin=record.origin,
                 )
             )
             index = self.live[address] = len(self.drafts) - 1
@@ -286,10 +462,10 @@ class _Builder:
         occurrences: list[tuple[int, ...]],
         flights: list[tuple[tuple[int, ...], bool, tuple[int, ...]] | None],
         ops: Sequence[OpRecord],
-        end_records: Mapping[int, VariableRecord],
+        end_serials: Mapping[int, int],
     ) -> Observed:
         ends: dict[int, int] = {
-            index: end_records[address].serial for address, index in self.live.items() if address in end_records
+            index: end_serials[address] for address, index in self.live.items() if address in end_serials
         }
         variables = tuple(
             Variable(
@@ -310,6 +486,9 @@ class _Builder:
             start_ranks=tuple(self.ranks.get(d.start_serial) for d in self.drafts),
             end_serials=tuple(ends.get(i) for i in range(len(self.drafts))),
             flights=tuple(flights),
+            family=self.family,
+            origins=tuple(d.origin for d in self.drafts),
+            grad_mode=self.grad_mode,
         )
 
 

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from ooc.memory.record import VariableRecord
 from ooc.tracing.call_sites import CallSites
-from ooc.tracing.recorder import StepRecorder
+from ooc.tracing.recorder import OpLog, OpRecord, StepRecorder
+
+MOST_IDLE_OPS = 16
+"""So many ops at the head of a sequence that touch no variable are looked at for what begins."""
+
+
+class NativeLogging(Protocol):
+    """Runs and logs ops on demand without Python: the native dispatcher."""
+
+    def new_log(self) -> OpLog:
+        """An empty log."""
+
+    def demand(self, log: OpLog | None) -> None:
+        """Log ops there from now on; None: leave each to Python."""
+
+    def at_head(self, yes: bool, /) -> None:
+        """Leave ops to Python all the same, or no more: it has yet to see what begins."""
 
 
 class StepRecording:
@@ -20,6 +37,7 @@ class StepRecording:
     def __init__(self) -> None:
         self.recorder: StepRecorder | None = StepRecorder({})
         self._flight_nbytes = 0
+        self._native: NativeLogging | None = None
         self.call_sites = CallSites()
 
     def __repr__(self) -> str:
@@ -40,7 +58,32 @@ class StepRecording:
         self.recorder = recorder
         recorder.flight_nbytes = self._flight_nbytes
         self.call_sites.clear()
+        if self._native is not None:
+            recorder.log = self._native.new_log()
+            self._native.demand(recorder.log)
+            self._native.at_head(not recorder.is_begun)
+
+    def note_head(self, op: OpRecord, *, grad_mode: bool) -> None:
+        """Note one of the first ops, which has run: with the first that touches a variable it is known what begins."""
+        recorder = self.recorder
+        assert recorder is not None
+        recorder.grad_mode = grad_mode
+        recorder.is_begun = bool(op.occurrences or op.results) or recorder.num_ops >= MOST_IDLE_OPS
+        if self._native is not None:
+            self._native.at_head(not recorder.is_begun)
+
+    def log_natively(self, dispatcher: NativeLogging) -> None:
+        """From now on ops that need nothing from Python are logged without it."""
+        self._native = dispatcher
+
+    def see_every_op(self) -> None:
+        """From now on Python sees every op on demand."""
+        if self._native is not None:
+            self._native.demand(None)
+            self._native = None
 
     def stop(self) -> None:
         """A plan is replayed from now on."""
+        if self._native is not None:
+            self._native.demand(None)
         self.recorder = None

@@ -214,7 +214,7 @@ class Walk:
             start = set(forced)
             self._run(start)
         clean = self._unchanged() & start
-        if clean and not start <= self._run(start, clean):
+        if not clean.isdisjoint(r.variable for r in self.book.residencies) and not start <= self._run(start, clean):
             self._run(start)
         return ordered(self._close(start), self.trace)
 

@@ -8,14 +8,16 @@ and fewer while the simulation does not agree, and only what makes the simulated
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from scheduler.budget import BudgetTooSmall
 from scheduler.colouring.colouring import Shortage
 from scheduler.cost.evaluate import Evaluation, evaluate
 from scheduler.plan import Discarded, Dropped, Evicted, Loaded, Machine, Recomputed, Residency, occupied_ticks
-from scheduler.policies import capuchin, dtr, melon
+from scheduler.policies import capuchin
+from scheduler.policies._greedy import Facts, Stuck
 from scheduler.policies._remat_search import fewest_reruns
 from scheduler.reruns import ReplayGraph, reruns_of
 from scheduler.residency_builder import ordered
@@ -36,22 +38,31 @@ _MOST_OPS_FOR_OTHERS = 2_000
 _MOST_OPS_FOR_FEWEST = 10_000
 
 
-def with_reruns(
-    proposal: tuple[Residency, ...], trace: Trace, machine: Machine, *, wrap: bool
-) -> tuple[Residency, ...]:
-    """The fastest of: `proposal`, with some of its gaps recomputed, or what a recomputing policy proposes."""
-    best = evaluate(proposal, trace, machine)
-    if isinstance(best, Shortage) or not any(op.replayable for op in trace.ops) or _is_perfect(best, trace):
-        return proposal
+def with_reruns(best: Evaluation, trace: Trace, *, wrap: bool) -> Evaluation:
+    """The fastest of: the best plan without re-runs, it with some of its gaps recomputed, what recomputing policies do.
+
+    What runs again for longer than all of the best so far is not even coloured, which takes longer than to find it.
+    """
+    if not any(op.replayable for op in trace.ops) or _is_perfect(best, trace):
+        return best
     best = exchanged(best, trace)
-    others = fewest_reruns(trace, machine, wrap=wrap) if len(trace.ops) <= _MOST_OPS_FOR_FEWEST else []
-    if len(trace.ops) <= _MOST_OPS_FOR_OTHERS:
-        others.extend(_others(trace, machine, wrap=wrap))
-    for other in others:
+    machine, limit_ns = best.plan.machine, best.duration_ns - trace.duration_ns
+    fewest: list[tuple[Residency, ...]] = []
+    if len(trace.ops) <= _MOST_OPS_FOR_FEWEST:
+        fewest = fewest_reruns(trace, machine, wrap=wrap, limit_ns=limit_ns)
+    others = _others(trace, machine, wrap=wrap) if len(trace.ops) <= _MOST_OPS_FOR_OTHERS else ()
+    for other in chain(fewest, others):
+        if trace.duration_ns + reruns_ns(other, trace, machine) >= best.duration_ns:
+            continue
         outcome = evaluate(other, trace, machine)
         if not isinstance(outcome, Shortage) and outcome.rank < best.rank:
             best = outcome
-    return best.proposal
+    return best
+
+
+def reruns_ns(proposal: tuple[Residency, ...], trace: Trace, machine: Machine) -> int:
+    """Time of all that runs again: no plan with these residencies takes less than that and the step's own."""
+    return sum(rerun.duration_ns for rerun in reruns_of(proposal, trace, machine))
 
 
 def exchanged(best: Evaluation, trace: Trace) -> Evaluation:
@@ -65,15 +76,12 @@ def _is_perfect(outcome: Evaluation, trace: Trace) -> bool:
     return outcome.rank[0] <= (1 + _NO_STALL) * trace.duration_ns
 
 
-def _others(trace: Trace, machine: Machine, *, wrap: bool) -> list[tuple[Residency, ...]]:
-    """What `capuchin`, `melon` and `dtr` propose, where they find something."""
-    found = []
-    for policy in (capuchin, melon, dtr):
-        try:
-            found.append(policy.schedule(trace, machine, wrap=wrap))
-        except BudgetTooSmall:
-            continue
-    return found
+def _others(trace: Trace, machine: Machine, *, wrap: bool) -> Iterator[tuple[Residency, ...]]:
+    """What `capuchin` proposes, if it finds something; the others that recompute move nothing, and re-run more."""
+    try:
+        yield capuchin.propose(Facts(trace, machine), wrap=wrap, recompute=True)
+    except (BudgetTooSmall, Stuck):
+        return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,10 @@ _RULES = (
 _MOST_OPS_BY_RULES = 40_000
 _MOST_OPS_CLIMBED = 12_000
 
+# A long step is climbed by some walks, too: with the two that it had before, an unrolled GAN's plan stayed behind.
+_FEWEST_WALKS_CLIMBED = 8
+_MOST_OPS_CLIMBED_OF_LONG = 40_000
+
 # So many of the best rules are climbed from, and every so many tries one of them instead of the best so far.
 _MOST_BASES = 3
 _TURN = 3
@@ -61,10 +65,17 @@ class _Found:
     proposal: tuple[Residency, ...]
 
 
-def fewest_reruns(trace: Trace, machine: Machine, *, wrap: bool) -> list[tuple[Residency, ...]]:
-    """Proposals that only recompute, the one of least time first, then h_DTR's own; none if nothing was found."""
+def fewest_reruns(
+    trace: Trace, machine: Machine, *, wrap: bool, limit_ns: int | None = None
+) -> list[tuple[Residency, ...]]:
+    """Proposals that only recompute, the one of least time first, then h_DTR's own; none if nothing was found.
+
+    Args:
+        trace, machine, wrap: As of `RematWalk`.
+        limit_ns: What takes more re-runs than this is of no use to the caller.
+    """
     try:
-        search = _Search(RematFacts(trace, machine), wrap=wrap)
+        search = _Search(RematFacts(trace, machine), wrap=wrap, limit_ns=limit_ns)
     except BudgetTooSmall:
         return []
     search.try_rules()
@@ -77,9 +88,10 @@ def fewest_reruns(trace: Trace, machine: Machine, *, wrap: bool) -> list[tuple[R
 class _Search:
     """What was found so far."""
 
-    def __init__(self, facts: RematFacts, *, wrap: bool) -> None:
+    def __init__(self, facts: RematFacts, *, wrap: bool, limit_ns: int | None = None) -> None:
         self.facts = facts
         self.wrap = wrap
+        self.limit_ns = limit_ns
         self.found: list[_Found] = []
         self.num_ops_walked = 0
         graph = facts.graph
@@ -92,14 +104,15 @@ class _Search:
 
     def try_rules(self) -> None:
         """All of them, as far as there is time; where none fits, again with restarts."""
-        tried = []
+        stuck = []
         for rule in _RULES:
             if self.num_ops_walked >= _MOST_OPS_BY_RULES:
                 break
-            tried.append(rule)
-            self._walk(rule, {})
-        for rule in tried if not self.found else ():
-            walk = RematWalk(self.facts, rule)
+            walk = self._walk(rule, {})
+            if self.limit_ns is None or walk.spent_ns <= walk.limit_ns:
+                stuck.append(rule)
+        for rule in stuck if not self.found else ():
+            walk = RematWalk(self.facts, rule, limit_ns=self.limit_ns)
             try:
                 proposal = walk.schedule(wrap=self.wrap)
             except Stuck:
@@ -111,7 +124,8 @@ class _Search:
         """Change weights, and keep what takes less time."""
         rng = random.Random(0)
         bases = sorted(self.found, key=lambda found: found.spent_ns)[:_MOST_BASES]
-        until = self.num_ops_walked + _MOST_OPS_CLIMBED
+        num_ops = min(_FEWEST_WALKS_CLIMBED * len(self.facts.trace.ops), _MOST_OPS_CLIMBED_OF_LONG)
+        until = self.num_ops_walked + max(num_ops, _MOST_OPS_CLIMBED)
         turn = 0
         while (best := self.best) is not None and best.spent_ns and self.num_ops_walked < until:
             turn += 1
@@ -127,15 +141,17 @@ class _Search:
                     weights[v] = weights.get(v, 1.0) * math.exp(rng.gauss(0, 1))
             self._walk(base.rule, weights, limit_ns=best.spent_ns - 1)
 
-    def _walk(self, rule: FreeingRule, weights: Mapping[int, float], limit_ns: int | None = None) -> None:
-        walk = RematWalk(self.facts, rule, weights, limit_ns=limit_ns)
+    def _walk(self, rule: FreeingRule, weights: Mapping[int, float], limit_ns: int | None = None) -> RematWalk:
+        """Walk the step, and note what comes of it."""
+        walk = RematWalk(self.facts, rule, weights, limit_ns=self.limit_ns if limit_ns is None else limit_ns)
         try:
             proposal = walk.walk_once(wrap=self.wrap)
         except Stuck as stuck:
             self.num_ops_walked += stuck.op_index + 1
-            return
-        self.num_ops_walked += len(self.facts.trace.ops)
-        self._note(walk, weights, proposal)
+        else:
+            self.num_ops_walked += len(self.facts.trace.ops)
+            self._note(walk, weights, proposal)
+        return walk
 
     def _note(self, walk: RematWalk, weights: Mapping[int, float], proposal: tuple[Residency, ...]) -> None:
         self.found.append(

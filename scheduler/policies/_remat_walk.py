@@ -11,7 +11,7 @@ kept as a **ghost** (`scheduler.plan.Recomputed`) while something that is away i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.budget import Pin
@@ -84,8 +84,23 @@ class Neighbourhoods:
 
     def around_ns(self, variable: int) -> int:
         """Time of all classes next to the variable."""
-        roots = {self._root(self.node[other]) for other in self.near[variable] if other in self.node}
-        return sum(self._sum_ns[root] for root in roots)
+        node, parent = self.node, self._parent
+        first, more = -1, None
+        for other in self.near[variable]:
+            own = node.get(other)
+            if own is None:
+                continue
+            while parent[own] != own:
+                parent[own] = own = parent[parent[own]]
+            if first < 0:
+                first = own
+            elif own != first:
+                more = {own} if more is None else more
+                more.add(own)
+        if first < 0:
+            return 0
+        found = self._sum_ns[first]
+        return found if more is None else found + sum(self._sum_ns[root] for root in more)
 
     def _root(self, node: int) -> int:
         parent = self._parent
@@ -137,6 +152,7 @@ class RematFacts(Facts):
             for v, own in enumerate(graph.writers)
         ]
         self.near = [sorted(own.union(self.made_from[v])) for v, own in enumerate(parents)]
+        self.evictable = [v.evictable for v in trace.variables]
 
 
 class RematWalk(Walk):
@@ -166,7 +182,8 @@ class RematWalk(Walk):
     ) -> None:
         self.rule = rule
         self.weights = weights or {}
-        self.limit_ns = _MOST_OVERHEAD * facts.start_ns[-1] if limit_ns is None else limit_ns
+        most_ns = _MOST_OVERHEAD * facts.start_ns[-1]
+        self.limit_ns = most_ns if limit_ns is None else min(limit_ns, most_ns)
         super().__init__(facts, Advice())
 
     def _reset(self) -> None:
@@ -177,13 +194,19 @@ class RematWalk(Walk):
         self.spent_ns = 0
         self._held = 0  # chunks of what is resident and can be away
         self._needs: dict[int, int] = {}  # ghosts' next needs, as of the present op
+        self._may_go: dict[int, bool] = {}  # whether each may be discarded, as of its last use
+        self._next: dict[int, int] = {}  # its next use, likewise
+        self._cost_ns: dict[int, float] = {}  # what it takes to make each again, with its neighbours, or less
 
     # -- what is worth how much ----------------------------------------------------------------
 
     def next_use(self, variable: int, op_index: int) -> int:
         """As of every walk; of a ghost, the next use of what is made from it."""
         if variable not in self.ghosts:
-            return super().next_use(variable, op_index)
+            known = self._next.get(variable)
+            if known is None or known < op_index:
+                known = self._next[variable] = super().next_use(variable, op_index)
+            return known
         return self._next_need(variable, op_index, (), self._needs)
 
     def _next_need(self, ghost: int, op_index: int, back: Collection[int], known: dict[int, int]) -> int:
@@ -207,25 +230,63 @@ class RematWalk(Walk):
         return known[ghost]
 
     def may_discard(self, variable: int, op_index: int) -> bool:
-        """As of every walk; nothing depends on a ghost."""
-        return variable in self.ghosts or super().may_discard(variable, op_index)
+        """As of every walk; nothing depends on a ghost.
+
+        The answer holds from one use of the variable to the next, and is asked for at each op between them.
+        """
+        if variable in self.ghosts:
+            return True
+        known = self._may_go.get(variable)
+        if known is None:
+            known = self._may_go[variable] = super().may_discard(variable, op_index)
+        return known
+
+    def _releasable(self, zone: int, pinned: Collection[int], guarded: Collection[int]) -> list[int]:
+        """What may be discarded right before an op, least recently used first."""
+        may_go, evictable = self._may_go, self.facts.evictable
+        found = []
+        for v in self.recent:
+            if v in pinned or v in guarded or not evictable[v]:
+                continue
+            known = may_go.get(v)
+            if known or (known is None and self.may_discard(v, zone)) or v in self.ghosts:
+                found.append(v)
+        return found
+
+    def _worths(self, variables: Iterable[int], op_index: int) -> list[tuple[float, int]]:
+        """At least how much it is worth to keep each of these, and which it is.
+
+        The time of the neighbours is what it was when `_worth` last looked at it, or nothing: it takes more than all
+        else to find out, and most variables are worth too much already.
+        """
+        rule, facts, num_ops = self.rule, self.facts, len(self.trace.ops)
+        stale, ahead = rule.stale, rule.ahead
+        start_ns, own_ns, chunks, ghosts = facts.start_ns, facts.own_ns, facts.chunks, self.ghosts
+        weights, last_used_ns, cost_ns = self.weights, self.last_used_ns, self._cost_ns
+        here_ns, now_ns = start_ns[op_index], start_ns[op_index] + self.spent_ns
+        found = []
+        for v in variables:
+            needed = self.next_use(v, op_index) if ahead or v in ghosts else 0
+            if needed >= num_ops and v in ghosts:
+                found.append((_NO_WORTH, v))
+                continue
+            cost = cost_ns.get(v)
+            worth = (own_ns[v] + 1.0 if cost is None else cost) * weights.get(v, 1.0) / chunks[v]
+            if stale:
+                idle_ns = now_ns - last_used_ns.get(v, 0)
+                worth /= float(idle_ns if idle_ns > 1 else 1) ** stale
+            if ahead:
+                ahead_ns = start_ns[needed if needed < num_ops else num_ops] - here_ns
+                worth /= float(ahead_ns if ahead_ns > 1 else 1) ** ahead
+            found.append((worth, v))
+        return found
 
     def _worth(self, variable: int, op_index: int) -> float:
-        rule, start_ns = self.rule, self.facts.start_ns
-        needed = self.next_use(variable, op_index) if rule.ahead or variable in self.ghosts else 0
-        if variable in self.ghosts and needed >= len(self.trace.ops):
-            return _NO_WORTH
-        cost = float(self.facts.own_ns[variable])
-        if rule.neighbours:
-            cost += rule.neighbours * self.away.around_ns(variable)
-        worth = (cost + 1) * self.weights.get(variable, 1.0) / self.facts.chunks[variable]
-        if rule.stale:
-            idle_ns = start_ns[op_index] + self.spent_ns - self.last_used_ns.get(variable, 0)
-            worth /= float(max(idle_ns, 1)) ** rule.stale
-        if rule.ahead:
-            ahead_ns = start_ns[min(needed, len(self.trace.ops))] - start_ns[op_index]
-            worth /= float(max(ahead_ns, 1)) ** rule.ahead
-        return worth
+        """How much it is worth to keep a variable, by the rule."""
+        if self.rule.neighbours:
+            around_ns = self.rule.neighbours * self.away.around_ns(variable)
+            self._cost_ns[variable] = self.facts.own_ns[variable] + 1.0 + around_ns
+        return self._worths((variable,), op_index)[0][0]
 
     # -- the walk ------------------------------------------------------------------------------
 
@@ -261,6 +322,8 @@ class RematWalk(Walk):
     def _touch(self, v: int, pin: Pin, zone: int) -> None:
         super()._touch(v, pin, zone)
         self.last_used_ns[v] = self.facts.start_ns[zone + 1] + self.spent_ns
+        self._may_go.pop(v, None)
+        self._next.pop(v, None)
 
     def _bring_back(self, zone: int, pinned: dict[int, Pin]) -> None:
         self._needs.clear()
@@ -293,6 +356,7 @@ class RematWalk(Walk):
             self.discarded.discard(v)
             self.away.leave(v)
             self._enter(v)
+        self._cost_ns.clear()  # some have fewer neighbours away now
         now_ns = self.facts.start_ns[zone] + self.spent_ns
         for v in (*rerun.made, *rerun.sources):
             self.last_used_ns[v] = now_ns
@@ -331,16 +395,16 @@ class RematWalk(Walk):
 
     def _free(self, zone: int, pinned: dict[int, Pin], back: _Return, excess: int) -> bool:
         """Release, or do not keep, what is worth least, until that should do; False if there is nothing."""
-        candidates = [v for v in self._candidates(pinned, back.guarded) if self.may_discard(v, zone)]
-        heap = [(self._worth(v, zone), v) for v in (*candidates, *sorted(back.extras))]
+        heap = self._worths((*self._releasable(zone, pinned, back.guarded), *sorted(back.extras)), zone)
         heapq.heapify(heap)
         freed, num_extras = 0, len(back.extras)
         while heap and freed < excess:
-            worth, v = heapq.heappop(heap)
+            worth, v = heap[0]
             now = self._worth(v, zone)
-            if now > worth:  # something next to it went
-                heapq.heappush(heap, (now, v))
+            if now > worth:  # its neighbours count, too, or something next to it went
+                heapq.heapreplace(heap, (now, v))
                 continue
+            heapq.heappop(heap)
             freed += self.facts.chunks[v]
             if v in back.extras:
                 back.extras.discard(v)

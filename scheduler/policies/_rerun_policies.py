@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from scheduler.budget import BudgetTooSmall, budget_too_small
+from scheduler.budget import BudgetTooSmall, budget_too_small, smallest_num_chunks
+from scheduler.colouring.scratch import schedule_that_colours
 from scheduler.cost.bounds import lower_bounds
 from scheduler.plan import Machine, Residency
 from scheduler.policies._greedy import Advice, Stuck, Victim, Walk
@@ -13,6 +14,8 @@ from scheduler.trace import Trace
 
 # The smallest budget that works is looked for to this share of the budget in core.
 _RESOLUTION = 0.02
+# Of more chunks than this no colouring is tried for the message's sake: a budget far too small has small chunks.
+_MOST_COLOURED = 1 << 16
 
 
 def or_too_small(
@@ -33,6 +36,9 @@ def or_too_small(
     """
     try:
         return attempt(machine)
+    except BudgetTooSmall as refused:
+        smallest = _smallest(attempt, probe or attempt, trace, machine)
+        raise refused.naming(smallest * machine.chunk_nbytes) from None
     except Stuck as stuck:
         raise budget_too_small(
             trace,
@@ -50,7 +56,10 @@ def _smallest(
     trace: Trace,
     machine: Machine,
 ) -> int:
-    """A number of chunks that works, by bisection; everything at once is the upper end, and always works."""
+    """A number of chunks that works: the least of all if it does, else by bisection up to everything at once."""
+    least = smallest_num_chunks(trace, machine)
+    if least > machine.num_chunks and _leads_to_a_plan(attempt, trace, replace(machine, num_chunks=least)):
+        return least
     most = sum(machine.chunks_of(v.nbytes) for v in trace.variables)
     works = min(most, lower_bounds(trace, machine)["in_core_nbytes"] // machine.chunk_nbytes)
     fails = machine.num_chunks
@@ -63,9 +72,19 @@ def _smallest(
             works = middle
         else:
             fails = middle
-    while probe is not attempt and not _fits(attempt, machine, works):
+    while not _leads_to_a_plan(attempt, trace, replace(machine, num_chunks=works)):
         works = min(most, works + resolution) if works < most else 2 * works
     return works
+
+
+def _leads_to_a_plan(attempt: Callable[[Machine], tuple[Residency, ...]], trace: Trace, machine: Machine) -> bool:
+    """Whether what is proposed also gets chunks, as `scheduler.planning` gives them."""
+    if machine.num_chunks > _MOST_COLOURED:
+        return _fits(attempt, machine, machine.num_chunks)
+    try:
+        return schedule_that_colours(attempt, trace, machine) is not None
+    except (Stuck, BudgetTooSmall):
+        return False
 
 
 def _fits(attempt: Callable[[Machine], tuple[Residency, ...]], machine: Machine, num_chunks: int) -> bool:

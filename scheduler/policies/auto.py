@@ -32,6 +32,7 @@ from scheduler.budget import BudgetTooSmall, IntArray, pinned_chunks, pins_of, r
 from scheduler.chains import Chain, chains_of, residencies_of
 from scheduler.colouring.colouring import Shortage
 from scheduler.colouring.scratch import schedule_that_colours
+from scheduler.cost.bounds import lower_bounds
 from scheduler.cost.evaluate import Evaluation, estimate, evaluate
 from scheduler.plan import Machine, Residency
 from scheduler.policies import (
@@ -72,23 +73,23 @@ _MOST_OPS_SIMULATED = 40_000
 _NO_STALL = 0.002
 _NO_STALL_AT_ALL = 0.00002
 
-# The others, the likely winners first, and the most ops of a step for which they are asked: they search their own
-# parameters by simulation, or walk op by op.
-_OTHERS = ((window, 2_500), (capuchin, 2_500), (lms, 2_500), (on_demand, 2_500), (vdnn, 2_500), (nntrainer, 2_500))
+# The most ops of a step for which others are asked. They search their own parameters by simulation, or walk op by op:
+# together 50 s of a core for 2,752 ops, and minutes for 8,000, which is why only a thorough search asks them, and of a
+# long step only the quick ones. Who has the others' plans anyway takes the best (`scheduler.compare`).
+_MOST_OPS_FOR_OTHERS = 4_000
+_QUICK = (on_demand, vdnn)
+
+# The others, the likely winners first.
+_OTHERS = (capuchin, window, on_demand, vdnn, lms, nntrainer)
 
 # Likewise, those that recompute: asked where that is allowed and some op may run again.
-_RECOMPUTING = (
-    (poet, 2_500),
-    (capuchin, 2_500),
-    (melon, 2_000),
-    (dtr, 2_000),
-    (sublinear, 2_000),
-    (checkmate, 2_500),
-)
+_RECOMPUTING = (poet, capuchin, melon, dtr, sublinear, checkmate)
 
-# Those of them that move nothing and take longest: a third of the time of the whole search. Where the programs need not
-# be solved, and the search for the fewest re-runs has found something, they are not asked.
-_ONLY_RECOMPUTING = (sublinear, checkmate)
+# Those of them that solve programs, or move nothing as the fewest re-runs do: two thirds of the search's time.
+# Where the programs need not be solved, and the search for the fewest re-runs has found something, they are not asked:
+# at no rate and budget tried was one of them the best then (`resnet32`'s published recording, and the steps of
+# tests/scheduler/model_traces.py at 40 and 70 % of their peaks, with stores of 0.1 and 1 GB/s).
+_SLOW_OR_LIKE_FEWEST = (poet, melon, dtr, sublinear, checkmate)
 
 # The most ops of a step for which the fewest re-runs are looked for: about ten seconds of a core for 8,000.
 _MOST_OPS_FOR_FEWEST = 10_000
@@ -101,8 +102,8 @@ _MOST_ADOPTED = 6
 _MUCH_STALL = 0.02
 _MOST_OPS_FOR_ANOTHER = 2_500
 
-# So many candidates at most are coloured as the finished plan will be, the fastest first; fewer of a long step, whose
-# colouring takes seconds: as many as have so many ops together, but for two.
+# So many candidates at most are coloured as the finished plan will be, the fastest first. While training waits, fewer
+# of a long step, whose colouring takes seconds: as many as have so many ops together, but for two.
 _MOST_FINALS = 8
 _MOST_OPS_COLOURED = 8_000
 
@@ -140,8 +141,7 @@ def schedule(
         wrap: Whether variables may stay in memory over the boundary of a cyclic step.
         thorough: Whether to look at other policies' plans, too, and at plans for much less memory. It
             takes several times as long; while a training run waits, it is not worth that.
-        recompute: Whether ops may be run again where that pays. Off, because the executor does not play
-            such plans yet.
+        recompute: Whether ops may be run again where that pays. Off by default, because not every executor can.
         exact: With `thorough` and `recompute`: whether the programs of `poet` and `checkmate` are solved where they
             are small enough. It takes up to their time limit, and where that strikes, the plan depends on the
             machine's speed. If not, their relaxations are rounded.
@@ -163,30 +163,27 @@ def schedule(
     recompute = recompute and any(op.replayable for op in trace.ops)
     if not thorough:
         if search.stalls_much and len(trace.ops) <= _MOST_OPS_FOR_ANOTHER:
-            search.try_others(((capuchin, _MOST_OPS_FOR_ANOTHER),), {"wrap": wrap, "recompute": False})
-        best = search.fastest() if search.is_long else _best_with_slack(search)
-        proposal = search.returned(best, evaluations)
-        return with_reruns(proposal, trace, machine, wrap=wrap) if recompute else proposal
-    for num_chunks in _smaller_budgets(trace, machine):
-        if search.is_perfect:
-            break
-        smaller = _Search(trace, replace(machine, num_chunks=num_chunks), chains, search.pinned)
-        smaller.try_choices()
-        if smaller.best is not None:
-            search.consider(smaller.best.proposal)
-    search.try_others(_OTHERS, {"wrap": wrap, "recompute": False})
+            search.try_others((capuchin,), {"wrap": wrap, "recompute": False})
+        few = min(_MOST_FINALS, max(_MOST_OPS_COLOURED // len(trace.ops), 2))
+        best = search.fastest(most_finals=few) if search.is_long else _best_with_slack(search)
+        if recompute and best is not None:
+            best = with_reruns(best, trace, wrap=wrap)
+        return search.returned(best, evaluations)
     if recompute:
-        fewest: list[tuple[Residency, ...]] = []
-        if len(trace.ops) <= _MOST_OPS_FOR_FEWEST and not search.is_perfect:
-            fewest = fewest_reruns(trace, machine, wrap=wrap)
-        coloured = [proposal for proposal in fewest if search.consider(proposal) is not None]
-        in_haste = coloured and not exact
-        others = [own for own in _RECOMPUTING if not in_haste or own[0] not in _ONLY_RECOMPUTING]
-        search.try_others(others, {"wrap": wrap, "exact": exact})
+        search.try_reruns({"wrap": wrap, "exact": exact})
+    if not search.beats_all_that_move:
+        for num_chunks in _smaller_budgets(trace, machine):
+            if search.is_perfect:
+                break
+            smaller = _Search(trace, replace(machine, num_chunks=num_chunks), chains, search.pinned)
+            smaller.try_choices()
+            if smaller.best is not None:
+                search.consider(smaller.best.proposal)
+        search.try_others(_OTHERS, {"wrap": wrap, "recompute": False})
     search.adopt_choices()
     if recompute:
         search.exchange()
-    return search.returned(search.fastest(), evaluations)
+    return search.returned(search.fastest(most_finals=_MOST_FINALS), evaluations)
 
 
 def _best_with_slack(search: _Search) -> Evaluation | None:
@@ -267,15 +264,15 @@ class _Search:
             evaluations[found.proposal] = found
         return found.proposal
 
-    def fastest(self) -> Evaluation | None:
+    def fastest(self, *, most_finals: int) -> Evaluation | None:
         """The fastest of the best choice and of what was considered, coloured as the finished plan will be.
 
-        Until then a candidate's remaps are an estimate. So all are coloured that could still be the fastest.
+        Until then a candidate's remaps are an estimate. So all are coloured that could still be the fastest, up to
+        `most_finals` of them.
         """
         waiting = sorted(self.candidates, key=lambda found: found.rank)
         seen: set[tuple[Residency, ...]] = set()
         best: Evaluation | None = None
-        most_finals = min(_MOST_FINALS, max(_MOST_OPS_COLOURED // len(self.trace.ops), 2))
         for found in waiting:
             if found.proposal in seen or len(seen) == most_finals:
                 continue
@@ -290,6 +287,21 @@ class _Search:
             if not isinstance(final, Shortage) and (best is None or final.rank < best.rank):
                 best = final
         return best or next(iter(waiting), None)
+
+    @property
+    def beats_all_that_move(self) -> bool:
+        """Whether a plan with re-runs takes less time than any plan without them can."""
+        best_ns = min((found.duration_ns for found in self.considered), default=0)
+        return 0 < best_ns <= lower_bounds(self.trace, self.machine)["duration_ns"]
+
+    def try_reruns(self, parameters: Mapping[str, Any]) -> None:
+        """The fewest re-runs, then what other recomputing policies propose."""
+        coloured = []
+        if len(self.trace.ops) <= _MOST_OPS_FOR_FEWEST and not self.is_perfect:
+            fewest = fewest_reruns(self.trace, self.machine, wrap=parameters["wrap"])
+            coloured = [proposal for proposal in fewest if self.consider(proposal) is not None]
+        in_haste = coloured and not parameters["exact"]
+        self.try_others([own for own in _RECOMPUTING if not in_haste or own not in _SLOW_OR_LIKE_FEWEST], parameters)
 
     def exchange(self) -> None:
         """Note the fastest so far with some of its gaps recomputed."""
@@ -353,17 +365,17 @@ class _Search:
         self.num_in_vain = 0 if is_better else self.num_in_vain + 1
         return outcome
 
-    def try_others(self, policies: Sequence[tuple[ModuleType, int]], parameters: Mapping[str, Any]) -> None:
+    def try_others(self, policies: Sequence[ModuleType], parameters: Mapping[str, Any]) -> None:
         """Look at other policies' plans, until nothing could be faster.
 
         Args:
-            policies: With the most ops for which each is asked.
+            policies: Whom to ask.
             parameters: For those that take them.
         """
-        for policy, most_ops in policies:
+        for policy in policies:
             if self.is_perfect:
                 return
-            if len(self.trace.ops) > most_ops:
+            if len(self.trace.ops) > _MOST_OPS_FOR_OTHERS and policy not in _QUICK:
                 continue
             taken = inspect.signature(policy.schedule).parameters
             own = {name: value for name, value in parameters.items() if name in taken}

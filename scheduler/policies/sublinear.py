@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from scheduler.budget import BudgetTooSmall
 from scheduler.colouring.colouring import Shortage
 from scheduler.cost.evaluate import evaluate
 from scheduler.plan import Machine, Residency
@@ -53,9 +54,12 @@ def tune(trace: Trace, machine: Machine, parameters: Mapping[str, Any]) -> dict[
     """Choose `segment_num_ops` by simulation, unless it is given."""
     if "segment_num_ops" in parameters:
         return dict(parameters)
-    facts = Facts(trace, machine)
     turn = turning_op(trace)
     root = max(turn, 1) ** 0.5
+    try:
+        facts = Facts(trace, machine)
+    except BudgetTooSmall:  # `schedule` says so, with a budget that works
+        return {**parameters, "segment_num_ops": max(round(root), 1)}
     best: tuple[tuple[int, int, int], int] | None = None
     for length in sorted({max(round(root * factor), 1) for factor in _LENGTHS}):
         try:

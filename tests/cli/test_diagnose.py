@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 import ooc
 from ooc.cli.main import main
 from ooc.fragmentation import BadFile, read_streams
+from ooc.fragmentation.page_faults import PageFaultReport, StepCost, allocator_name
 from tests import forked
 from tests.cli.test_run import environment
 
@@ -131,6 +133,82 @@ def test_diagnose_leaves_the_script_alone_and_tells_at_its_end(tmp_path: Path) -
     document = json.loads(report.read_text())
     assert document["schema"] == "ooc.fragmentation"
     assert document["peak_live_nbytes"] > MIB
+
+
+def test_steps_that_only_fault_pages_are_counted(tmp_path: Path) -> None:
+    """Each step maps 32 MiB of its own, writes it and gives it back: 8,192 pages, taken again in each step."""
+    report = tmp_path / "found.json"
+    script = tmp_path / "faults.py"
+    script.write_text(
+        "import mmap, torch\n"
+        "x = torch.nn.Parameter(torch.ones(1 << 16))\n"
+        "optimizer = torch.optim.SGD([x], lr=0.1)\n"
+        "for _ in range(9):\n"
+        "    with mmap.mmap(-1, 32 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as fresh:\n"
+        "        fresh.madvise(mmap.MADV_NOHUGEPAGE)\n"
+        "        fresh[:] = bytes(1) * (32 << 20)\n"
+        "    x.sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    done = run("-m", "ooc", "run", "--diagnose", "--report", str(report), str(script))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(report.read_text())["page_faults"]
+    pages = (32 << 20) // mmap.PAGESIZE
+    assert pages <= found["num_faults"] <= 3 * pages + 5000  # the bytes that are written are made first
+    assert found["num_steps"] == 6 and not found["is_recorded"]  # of 9, three were recorded
+    assert found["fault_ns"] > 0 and found["cost_ns"] <= found["system_ns"]
+    assert "Memory given back and taken again" in done.stderr
+
+
+def test_the_scripts_own_hooks_survive_the_end_of_a_recording(tmp_path: Path) -> None:
+    """torch walks over all hooks while it calls them: one that goes from within ends the script with a RuntimeError."""
+    script = tmp_path / "hooks.py"
+    script.write_text(
+        "import torch\n"
+        "from torch.optim.optimizer import register_optimizer_step_post_hook\n"
+        "calls = []\n"
+        "register_optimizer_step_post_hook(lambda *_: calls.append(1))\n"
+        "x = torch.nn.Parameter(torch.ones(8))\n"
+        "optimizer = torch.optim.SGD([x], lr=0.1)\n"
+        "for _ in range(6):\n"
+        "    x.sum().backward()\n"
+        "    optimizer.step()\n"
+        "print(len(calls))\n"
+    )
+    done = run("-m", "ooc", "run", "--diagnose", str(script))
+    assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
+
+
+def cost(system_ns: int, num_faults: int, allocator: str = "glibc 2.36") -> PageFaultReport:
+    step = StepCost(wall_ns=10**9, user_ns=10**9 - system_ns, system_ns=system_ns, num_faults=num_faults)
+    return PageFaultReport(
+        allocator=allocator, num_steps=5, is_recorded=False, step=step, fault_ns=1000, page_nbytes=4096
+    )
+
+
+def test_what_page_faults_cost_and_what_to_do() -> None:
+    found = cost(400_000_000, 300_000)
+    assert found.cost_ns == 300_000_000 and found.share == pytest.approx(0.3)
+    text = "\n".join(found.lines("train.py", 100 * MIB))
+    assert "takes at least 1.1 GiB again" in text and "30% of a step" in text
+    assert "ooc run --budget 100MiB train.py" in text and "MALLOC_MMAP_MAX_=0" in text
+    assert cost(200_000_000, 300_000).cost_ns == 200_000_000  # no more than the kernel took
+    assert "nothing to gain" in "\n".join(cost(400_000_000, 10_000).lines("train.py", MIB))
+    assert "MMAP_MAX" not in "\n".join(cost(400_000_000, 300_000, "jemalloc").lines("train.py", MIB))
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/usr/lib/x86_64-linux-gnu/libjemalloc.so.2", "jemalloc"),
+        ("/usr/lib/libtcmalloc_minimal.so.4.5.9", "tcmalloc"),
+        ("/opt/libmimalloc.so.2.1", "mimalloc"),
+        ("/usr/lib/x86_64-linux-gnu/libc.so.6", "glibc"),
+    ],
+)
+def test_whose_malloc_it_is(path: str, name: str) -> None:
+    maps = f"7f00-7f01 r-xp 00000000 08:01 131 {path}\n7ffd-7ffe rw-p 00000000 00:00 0 [stack]\n"
+    assert allocator_name(maps).startswith(name)
 
 
 def test_diagnose_tells_also_when_the_script_fails(tmp_path: Path) -> None:

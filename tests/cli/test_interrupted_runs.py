@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.shared_memory import shared_memory, shared_memory_beyond
 from vmm.native_build import cache_directory
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ NUM_QUICK = 8
 BUDGET = "3MiB"
 """Of the 8 MB that the script's step needs: learnt in three steps, then planned."""
 
-_HANG_S = 60
+_HANG_S = 300
 _LAUNCH = (
     "import faulthandler, signal, sys, torch, ooc.cli.main, ooc.cli.run\n"
     "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs inherit it ignored
@@ -93,7 +94,7 @@ def interrupt(moment: Moment, seed: int, directory: Path) -> Ending:
     chance = random.Random(f"{moment.name} {seed}")
     options = ["run", "--budget", BUDGET, "--store", str(directory / "store"), "--report", str(report), str(SCRIPT)]
     options += ["--steps", str(moment.steps), "--workers", str(int(seed % 3 == 0))]
-    shared_before = set(os.listdir("/dev/shm"))
+    shared_before = shared_memory()
     process = subprocess.Popen(
         [sys.executable, "-c", _LAUNCH, *options],
         stdout=subprocess.PIPE,
@@ -120,7 +121,7 @@ def interrupt(moment: Moment, seed: int, directory: Path) -> Ending:
             _signal_group(process.pid, signal.SIGKILL)
             _, errors = process.communicate()
         duration_s = time.monotonic() - started
-        left = [*_group_members(process.pid), *_shared_memory_beyond(shared_before)]
+        left = [*_group_members(process.pid), *shared_memory_beyond(shared_before)]
     finally:
         _signal_group(process.pid, signal.SIGKILL)
         process.communicate()
@@ -140,16 +141,6 @@ def _copy_libraries(cache: Path) -> None:
     for library in cache_directory().glob("*.so*"):
         if library.suffix in (".so", ".seal"):
             shutil.copy(library, cache)
-
-
-def _shared_memory_beyond(before: set[str]) -> list[str]:
-    """What is in shared memory and was not; not what other programs have there for a moment."""
-    for _ in range(20):
-        found = sorted(set(os.listdir("/dev/shm")) - before)
-        if not found:
-            break
-        time.sleep(0.1)
-    return found
 
 
 def _signal_group(group: int, number: int) -> None:

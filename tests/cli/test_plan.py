@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,11 @@ import pytest
 
 from ooc.cli import fit
 from ooc.cli.main import main
+from ooc.cli.plan_tables import _cells, outcome_row
 from ooc.replay.given_plan import GivenPlan, read_plan
+from ooc.units import format_duration
 from scheduler.budget import smallest_num_chunks
+from scheduler.compare import compare
 from scheduler.cost.bounds import lower_bounds
 from scheduler.plan import Machine, Plan
 from scheduler.planning import make_plan
@@ -237,13 +242,42 @@ def test_a_sweep_draws_a_picture_and_never_grows(
 ) -> None:
     picture = tmp_path / "sweep.png"
     arguments = ["--sweep", "--points", "4", "--policy", "auto,window", "--profile", "rpi4", "-o", str(picture)]
-    rows = plan_json(capsys, str(fake_step), *arguments)["outcomes"]
+    document = plan_json(capsys, str(fake_step), *arguments)
+    rows = document["outcomes"]
+    assert document["least_budget_nbytes"].keys() == {"auto", "window"}
+    fitting = [row["budget_nbytes"] for row in rows if row["fits"] and row["policy"] == "auto"]
+    assert document["least_budget_nbytes"]["auto"] == min(fitting)
+    assert document["knee_nbytes"] is None or document["knee_nbytes"] in fitting
     times = [row["duration_ns"] for row in rows if row["policy"] == "auto"]
     assert len(times) == 4
     assert times == sorted(times, reverse=True)
     assert all("energy_j" in row for row in rows if row["fits"])
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert picture.stat().st_size > 10_000
+
+
+def test_a_sweeps_marks_are_told(fake_step: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--sweep", "--points", "4", "--policy", "auto,on_demand", "--profile", "rpi4"]
+    assert main(["plan", str(fake_step), *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^Least budget: auto \S+ \S+, on_demand \S+ \S+\.$", shown, re.MULTILINE)
+    marked = [line for line in shown.splitlines() if re.search(r"\d \wi?B knee", line)]
+    assert len(marked) == (0 if "No knee" in shown else 1)
+
+
+def test_the_tables_time_includes_remaps(fake_step: Path) -> None:
+    """As its "over bound" does: a plan with many remaps is not shown as the fastest."""
+    trace = read(fake_step)
+    machine = load_profile("desktop").machine(chunk_nbytes=16 << 10, num_chunks=0)
+    machine = replace(machine, num_chunks=trace.peak_nbytes() // machine.chunk_nbytes + 64)
+    (outcome,) = compare(trace, machine, ("on_demand",))
+    assert outcome.plan is not None
+    predicted = {**outcome.plan.predicted, "num_remapped_chunks": 1000, "remap_ns": 10**9}
+    slow = replace(outcome, plan=replace(outcome.plan, predicted=predicted))
+    assert slow.duration_ns > slow.plan.predicted["duration_ns"]  # type: ignore[union-attr]
+    cells = _cells(slow, has_energy=False)
+    assert cells[3] == format_duration(slow.duration_ns / 1e9)
+    assert outcome_row(slow)["step_ns"] == slow.duration_ns
 
 
 # -- fit

@@ -69,7 +69,7 @@ def fixed_speed() -> Iterator[None]:
     """Plans for a link of constant speed and ops of equal length, once, so that each run has the same plan."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceStore, "measure", lambda self, buffer=None: SPEED)
-        patch.setattr("ooc.replay.sequences.close_cycle", _with_equal_ops)
+        patch.setattr("ooc.replay.elastic.close_cycle", _with_equal_ops)
         patch.setattr("ooc.replay.sequences._REFINE_AFTER", ())
         yield
 

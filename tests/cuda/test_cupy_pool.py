@@ -57,7 +57,7 @@ with ooc.Session(64 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, pl
     del empty, again
     fake.cuStreamDestroy(stream)
     kept = allocate(100)
-assert len([it for it in fake.left() if "handle" in it]) == session.engine.memory._num_small_chunks
+assert len([it for it in fake.left() if "handle" in it]) == session.engine.memory.driver.num_fixed_chunks
 del kept
 gc.collect()
 assert table.numbers()["small"]["num_blocks"]["current"] == 0

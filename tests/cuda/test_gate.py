@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import gate
+from benchmarks.gpu.budget_items import budget_changes
 from benchmarks.gpu.child import Order
 from benchmarks.gpu.figures import Figure, Item, Overran, Shell
 from benchmarks.gpu.gate import ITEMS_S, SHARD_S, Results, shards
@@ -109,6 +110,24 @@ def test_an_op_without_a_deterministic_algorithm_only_warns() -> None:
     assert figures[0].variant == "in core once more" and figures[0].is_good
     assert not [figure for figure in figures if figure.is_good is False]
     assert all(order.warns for order in shell.orders)
+
+
+def test_a_budget_change_is_judged_by_bits_and_by_the_drivers_memory() -> None:
+    def act(name: str, nbytes: int, expected: int) -> dict[str, Any]:
+        return {"act": name, "nbytes": nbytes, "expected_nbytes": expected}
+
+    good = [act("half", 500 * MIB, 512 * MIB), act("yielded", 1024 * MIB, 1024 * MIB)]
+    for disturbances, digest, num_wrong in (
+        (good, "same", 0),
+        ([*good, act("back", 200 * MIB, 0)], "same", 1),
+        ([act("half", 0, 512 * MIB)], "other", 2),
+    ):
+        shell = Scripted({**_answer(digest=digest), "disturbances": disturbances})
+        figures = list(budget_changes("gpt")(shell))
+        assert sum(figure.is_good is False for figure in figures) == num_wrong, figures
+        assert shell.orders[-1].disturbs and shell.orders[-1].digests
+    failed = list(budget_changes("gpt")(Scripted({"error": "RuntimeError: no"})))
+    assert failed[-1].is_good is False
 
 
 def test_remaps_explain_calls() -> None:

@@ -106,6 +106,40 @@ assert [numbers[p]["num_blocks"]["current"] for p in ("large", "small", "unmanag
 """)
 
 
+@pytest.mark.parametrize("leaves_out", ["nothing", "addresses of its own"])
+def test_recomputation_needs_addresses_that_torch_has_not_handed_out(leaves_out: str) -> None:
+    """torch's pluggable allocator has one entry an address: with two storages at one, freeing the second ends it."""
+    script = f"""
+from ooc.replay.rerun_device import RerunDevice
+from tests.cuda.test_reruns import slow_link
+from tests.session.program_reruns import forced_reruns
+init = RerunDevice.__init__
+def without(self, *args, **kwargs):
+    init(self, *args, **kwargs)
+    self.has_own_addresses = {leaves_out == "nothing"}
+RerunDevice.__init__ = without
+device = HostedDevice(num_chunks=96)
+with slow_link(), forced_reruns(0):
+    options = dict(chunk_nbytes=CHUNK_NBYTES, plan_cache=False, recompute=True)
+    with ooc.Session(96 * CHUNK_NBYTES, device=device, **options) as s:
+        numbers = cuda_table().numbers()
+        assert train(7, s) == expected
+        assert [row.mode for row in s.steps.rows][-2:] == ["planned", "planned"], [row.mode for row in s.steps.rows]
+        assert s.engine.manager.counters.num_reruns > 7
+        gc.collect()
+        numbers = cuda_table().numbers()
+        assert numbers["large"]["num_blocks"]["current"] == 0, numbers
+
+assert device.fake.races == (), device.fake.races[0]
+assert device.fake.left() == [], device.fake.left()
+"""
+    if leaves_out == "nothing":
+        run(script)
+    else:
+        with pytest.raises(AssertionError, match="Trying to free a pointer not allocated here"):
+            run(script)
+
+
 def test_out_of_memory_is_torchs_own_error_and_counted() -> None:
     run("""
 device = HostedDevice(num_chunks=32)
@@ -311,4 +345,57 @@ asked = HostedDevice(num_chunks=96, host_budget_nbytes=8 << 20, is_integrated=Tr
 with ooc.Session(96 * CHUNK_NBYTES, device=asked, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
     assert "shares the host's memory" in said[0], said
     assert session.engine.memory.store._blocks.num_blocks > 0
+""")
+
+
+def test_a_budget_that_changes_or_goes_takes_the_part_for_small_blocks_with_it() -> None:
+    """Small blocks keep their addresses and bytes; what they do not need is the driver's."""
+    run("""
+import contextlib
+device = HostedDevice(num_chunks=160)
+def free():
+    return device.fake.cuMemGetInfo()[1] // CHUNK_NBYTES
+class Changing(ooc.Session):
+    count = 0
+    @contextlib.contextmanager
+    def step(self):
+        self.count += 1
+        if self.count in (5, 8):
+            with self.yielded():
+                assert free() == 160
+                assert cuda_table().numbers()["small"]["num_blocks"]["current"] > 5
+                try:
+                    torch.ones(8) + small
+                except ooc.SessionError as error:
+                    assert "while session.yielded" in str(error)
+                else:
+                    raise AssertionError("an op on a small block, whose memory is not there")
+        if self.count in (6, 9, 10):
+            chunks = {6: 90, 9: 160, 10: 96}[self.count]
+            self.set_budget(chunks * CHUNK_NBYTES)
+            memory = self.engine.memory
+            assert memory.num_chunks + memory.driver.num_fixed_chunks == chunks, memory
+            assert cuda_table().reserved_nbytes == chunks * CHUNK_NBYTES
+        assert free() == 160 - self.budget_nbytes // CHUNK_NBYTES
+        with super().step():
+            yield
+with Changing(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+    small = torch.arange(100.0)
+    kept = []
+    found = train(12, session, keep=kept)
+    modes = [row.mode for row in session.steps.rows]
+    assert modes.count("planned") >= 3, modes
+    assert small.tolist() == [float(i) for i in range(100)]
+    assert cuda_table().numbers()["unmanaged"]["num_blocks"]["allocated"] == 2  # torch.ones, in the blocks
+    with session.yielded():
+        session.close()
+expected_parameters.clear()
+assert found == train(12, keep=expected_parameters)
+assert all(torch.equal(a, b) for a, b in zip(kept, expected_parameters))
+assert small.tolist() == [float(i) for i in range(100)]
+assert device.fake.races == (), device.fake.races[0]
+del kept, small, found, session
+gc.collect()
+left = device.fake.left()
+assert all("addresses" in it for it in left), left
 """)

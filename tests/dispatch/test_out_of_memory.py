@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import inspect
 import os
@@ -24,13 +25,10 @@ import ooc.session
 from tests.session.continuation import BUDGET, Trainer, assert_books_true
 from vmm import machine
 from vmm.files import is_in_memory
-from vmm.store import StoreFull, StoreSpeed, StoreUnavailable
+from vmm.store import StoreFull, StoreUnavailable
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
-FIXED_SPEED = StoreSpeed(
-    write_bytes_per_s=1e9, read_bytes_per_s=1e9, write_together_bytes_per_s=5e8, read_together_bytes_per_s=5e8
-)
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +154,6 @@ def test_optimizer_state_is_named() -> None:
 def test_session_goes_on_after_a_budget_too_small() -> None:
     """On demand, and in a step that began on a plan."""
     with ooc.Session(BUDGET, debug=True) as session:
-        session.steps._speed = FIXED_SPEED
         trainer = Trainer()
         for index in range(6):
             with session.step():
@@ -171,10 +168,10 @@ def test_session_goes_on_after_a_budget_too_small() -> None:
 def test_allocation_on_another_thread() -> None:
     """It raises torch's own error there, and leaves no trace in the error of an op here.
 
-    The thread is older than the session: what threads that start during it allocate is not the session's.
+    The thread is none of the `threading` module's, as a C thread: what those allocate is not the session's.
     """
     errors: list[Exception] = []
-    is_open = threading.Event()
+    is_open, is_over = threading.Event(), threading.Event()
 
     def allocate() -> None:
         is_open.wait()
@@ -182,12 +179,13 @@ def test_allocation_on_another_thread() -> None:
             torch.empty(4 * MIB)
         except torch.OutOfMemoryError as error:
             errors.append(error)
+        finally:
+            is_over.set()
 
-    thread = threading.Thread(target=allocate)
-    thread.start()
+    _thread.start_new_thread(allocate, ())
     with ooc.Session("1MiB"):
         is_open.set()
-        thread.join()
+        is_over.wait()
         (error,) = errors
         assert f"cannot allocate {16 * MIB} bytes within the session's budget" in str(error)
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -274,7 +272,6 @@ def file_size_limit() -> Iterator[Any]:
 def test_store_full_while_learning(file_size_limit: Any) -> None:
     """The step fails with the numbers; what was in memory still is; with room again, training goes on."""
     with ooc.Session(BUDGET, debug=True) as session:
-        session.steps._speed = FIXED_SPEED
         trainer = Trainer()
         file_size_limit(256 * 1024)
         with pytest.raises(StoreFull, match=r"bytes\) more; the file system has") as caught, session.step():
@@ -293,8 +290,7 @@ def test_store_full_when_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan whose evictions the disk cannot hold is not begun: the step stays on demand and says why."""
     in_core = Trainer()
     expected = [in_core.step(index) for index in range(6)]
-    with ooc.Session(BUDGET, debug=True) as session:
-        session.steps._speed = FIXED_SPEED
+    with ooc.Session(BUDGET, debug=True, recompute=False) as session:  # else it may be that nothing is evicted
         asked = []
 
         def reserve(nbytes: int) -> None:
@@ -309,10 +305,10 @@ def test_store_full_when_planned(monkeypatch: pytest.MonkeyPatch) -> None:
                 losses.append(trainer.step(index))
         report = session.report()
     assert losses == expected
-    assert max(asked) > 0
+    assert asked  # how much it asks for depends on what has been written behind
     assert "planned" not in [step["mode"] for step in report["steps"]]
     assert report["not_played"]
-    assert all("bytes) more; the file system has" in reason and "Options" in reason for reason in report["not_played"])
+    assert all("more; the file system has" in reason and "Options" in reason for reason in report["not_played"])
 
 
 # -- the machine
@@ -365,7 +361,6 @@ def test_map_count_exhausted() -> None:
     in_core = Trainer()
     expected = [in_core.step(index) for index in range(7)]
     with ooc.Session(BUDGET, debug=True) as session:
-        session.steps._speed = FIXED_SPEED
         trainer = Trainer()
         losses = []
         for index in range(7):
@@ -424,7 +419,6 @@ def test_session_on_another_thread() -> None:
 def test_failed_write_has_the_systems_error() -> None:
     """See test_io_failures.py for every call; here, what the message says."""
     with ooc.Session(BUDGET, debug=True) as session:
-        session.steps._speed = FIXED_SPEED
         trainer = Trainer()
         session.engine.memory.store.engine.inject_faults(fail_call=1, error=errno.ENOSPC, direction="write")
         with pytest.raises(ooc.StoreFailed) as caught, session.step():

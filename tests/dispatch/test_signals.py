@@ -21,18 +21,13 @@ from ooc.replay.executor import Executor
 from ooc.replay.sequences import Sequences
 from ooc.tracing.recorder import StepRecorder
 from tests.session.continuation import BUDGET, Trainer, assert_arrays_equal, assert_books_true, in_core
-from vmm.store import StoreSpeed
 
-FIXED_SPEED = StoreSpeed(
-    write_bytes_per_s=1e9, read_bytes_per_s=1e9, write_together_bytes_per_s=5e8, read_together_bytes_per_s=5e8
-)
 NUM_LEARNING = 4
 
 
 @pytest.fixture
 def session() -> Iterator[ooc.Session]:
     with ooc.Session(BUDGET, debug=True) as opened:
-        opened.steps._speed = FIXED_SPEED
         yield opened
 
 
@@ -66,7 +61,7 @@ def assert_goes_on(session: ooc.Session, trainer: Trainer, indices: range) -> No
         (ResidencyManager, "start_write", 0),
         (ResidencyManager, "free", 0),
         (OpRunner, "_complete", 0),
-        (StepRecorder, "build", 0),
+        (StepRecorder, "finish", 0),
         (Sequences, "learn", 1),
         (Executor, "enter", 1),
         (ResidencyManager, "start_write", NUM_LEARNING + 1),

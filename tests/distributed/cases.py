@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Case:
         sizes: Numbers of processes to run it with.
         num_planned: At least so many of its steps are played from a plan.
         evicts: Whether something goes to the store.
+        budgets: Of ranks that have another one; "" for a rank without a session.
     """
 
     run: Run
@@ -48,6 +49,7 @@ class Case:
     sizes: tuple[int, ...] = (2,)
     num_planned: int = 1
     evicts: bool = True
+    budgets: Mapping[int, str] = field(default_factory=dict)
 
 
 CASES: dict[str, Case] = {}
@@ -199,15 +201,28 @@ def join(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
     yield state_of(model)
 
 
-@add("ddp, constructor", "2MiB", num_planned=0, evicts=False)
-def constructor(_rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
-    """The broadcast in DDP's constructor needs all of the model at once: the error says what avoids it."""
-    model = mlp()
+def constructor(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
+    """The constructor broadcasts the model, 1.5 MiB, within the budget. Each rank has drawn other weights."""
+    torch.manual_seed(100 + rank.index)
+    model = DistributedDataParallel(mlp(), find_unused_parameters=True, bucket_cap_mb=0.5)
+    yield state_of(model)
+    yield from train(rank, session, model)
+
+
+add("ddp, constructor", "2MiB", sizes=(2, 3))(constructor)
+add("ddp, constructor, other budgets", "4MiB", budgets={1: "2MiB"})(constructor)
+add("ddp, constructor, one session", "4MiB", budgets={1: ""})(constructor)
+
+
+@add("ddp, first bucket", "2MiB", num_planned=0, evicts=False)
+def first_bucket(_rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
+    """DDP's first bucket needs all gradients, 3 MiB, at once: the error says what avoids it."""
+    model = mlp(depth=12)
     if isinstance(session, ooc.Session):
         try:
             DistributedDataParallel(model)
         except ooc.BudgetTooSmall as error:
-            if "init_sync=False" in str(error):
+            if "bucket_cap_mb_list" in str(error):
                 yield state_of(model)
         return
     yield state_of(model)
@@ -468,6 +483,8 @@ def set_budget(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
     if isinstance(session, ooc.Session):
         with pytest.raises(ooc.SessionError, match=r"recv_.* not over"):
             session.set_budget("2MiB")
+        with pytest.raises(ooc.SessionError, match=r"close: .*recv_.* not over"):
+            session.close()
     for work in works:
         assert work is not None
         work.wait()

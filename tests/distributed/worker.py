@@ -50,9 +50,10 @@ def compare(case: Case, rank: Rank) -> dict[str, Any]:
     expected, _ = run(case, rank, InCore())
     dist.barrier()
     between = time.monotonic()
-    session = ooc.Session(budget=case.budget, chunk_nbytes="64KiB", debug=case.debug)
+    budget = case.budgets.get(rank.index, case.budget)
+    session = ooc.Session(budget=budget, chunk_nbytes="64KiB", debug=case.debug) if budget else InCore()
     actual, report = run(case, rank, session)
-    modes = [step["mode"] for step in report["steps"]]
+    modes = [step["mode"] for step in report.get("steps", ())]
     wrong = [
         f"step {index} ({modes[index] if index < len(modes) else '-'}), tensor {place}"
         for index, (a, b) in enumerate(zip(expected, actual, strict=True))
@@ -63,10 +64,11 @@ def compare(case: Case, rank: Rank) -> dict[str, Any]:
         "num_compared": sum(map(len, expected)),
         "wrong": wrong,
         "modes": modes,
-        "evicted_nbytes": sum(step["evicted_nbytes"] for step in report["steps"]),
-        "unplannable": list(report["unplannable"].values()),
-        "not_played": report["not_played"],
-        "planning_s": round(report["planning_s"], 2),
+        "evicted_nbytes": sum(step["evicted_nbytes"] for step in report.get("steps", ())),
+        "unplannable": list(report.get("unplannable", {}).values()),
+        "why": [step["why"] for step in report.get("steps", ())],
+        "not_played": report.get("not_played"),
+        "planning_s": round(report.get("planning_s", 0), 2),
         "collectives": report.get("collectives"),
         "seconds": [round(between - started, 2), round(time.monotonic() - between, 2)],
     }

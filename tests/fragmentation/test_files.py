@@ -55,7 +55,7 @@ def test_a_snapshot_replays_to_its_own_segments(tmp_path: Path, protocol: int) -
 
 
 def test_a_recorded_failure_gives_the_capacity_and_the_advice(tmp_path: Path) -> None:
-    """Held 42 MiB and 3 free on the device: 45. Of 33 MiB live with the request, chunks of 64 KiB hold all."""
+    """Held 42 MiB and 3 free on the device: 45. Of 33 MiB live with the request, chunks that a GPU can map hold all."""
     (stream,) = read_streams(written(snapshot(), tmp_path))
     report = make_report(stream)
     assert (report.capacity_nbytes, report.capacity_source) == (45 * MIB, "recorded")
@@ -72,7 +72,7 @@ def test_a_recorded_failure_gives_the_capacity_and_the_advice(tmp_path: Path) ->
         "D": 15 * MIB,
         "E": 2 * MIB - 1024,
     }
-    assert any("chunk 64KiB" in line for line in report.advice)
+    assert any("--chunk 2MiB" in line for line in report.advice)
 
 
 @pytest.mark.parametrize("num_lost", range(1, 13))

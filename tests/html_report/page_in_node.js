@@ -6,6 +6,7 @@ const html = fs.readFileSync(process.argv[2], "utf8");
 const data = html.match(/<script type="application\/json" id="data">([^]*?)<\/script>/)[1];
 const script = html.match(/<script>\n([^]*?)<\/script>/)[1];
 const calls = {};
+const heights = {};  // of all rectangles drawn, by chart
 
 function pen(id) {
   const target = {};
@@ -14,6 +15,7 @@ function pen(id) {
       if (values.some((value) => typeof value === "number" && !Number.isFinite(value)))
         throw new Error(`${id}: ${String(name)}(${values})`);
       calls[id] = (calls[id] || 0) + 1;
+      if (name === "fillRect") (heights[id] ||= []).push(values[3]);
     }),
     set: (_, name, value) => { target[name] = value; return true; },
   });
@@ -64,4 +66,6 @@ for (const id of shown) {
   }
 }
 for (const button of buttons) { button.listeners.click(); settle(); }
-console.log(JSON.stringify({shown, calls, readouts}));
+const legends = {};
+for (const id of shown) legends[id] = one(id).querySelector(".legend").textContent;
+console.log(JSON.stringify({shown, calls, readouts, legends, heights: {steps: heights.steps}}));

@@ -275,10 +275,10 @@ def test_a_comparison_says_what_changed(run: Document) -> None:
     assert run.run is not None
     slower = [{**step, "duration_s": step["duration_s"] * 2} for step in run.run["steps"]]
     page = make_page([run, parse_document("slow.json", {**run.run, "steps": slower})])
-    row = re.search(r"<tr><td>time a step</td>(.*?)</tr>", page)
+    row = re.search(r'<tr><td data-label="">time a step</td>(.*?)</tr>', page)
     assert row is not None
     assert "+100.0%" in row[1]
-    assert re.search(r"<td>budget</td>.*?<td>same</td>", page)
+    assert re.search(r'<td data-label="">budget</td>.*?<td data-label="change">same</td>', page)
 
 
 # -- bad files

@@ -147,7 +147,7 @@ with ooc.Session("1MiB", chunk_nbytes="64KiB", debug="debug" in how) as session:
     session.engine.manager.fork_readers.forget_gone()
     assert session.engine.manager.fork_readers.num_held == 0
     assert session.engine.manager.fork_readers.num_retired == 0
-    before = session.engine.manager.pool.num_free
+    before = session.engine.manager.num_free
 with torch.no_grad():
     assert len(contents(model)) == 12
 print("good")

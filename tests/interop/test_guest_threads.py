@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import io
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import ooc
 from ooc.errors import SessionError
@@ -67,10 +70,16 @@ class Net(nn.Module):
 Act = Callable[[Net], Any]
 
 
+class Pool(Protocol):
+    """Runs work on another thread."""
+
+    def submit(self, work: Callable[[], Any], /) -> Future[Any]: ...
+
+
 class Other:
     """A thread that does the same again and again while its `with` block runs, and what went wrong on it."""
 
-    def __init__(self, act: Act, net: Net, pool: ThreadPoolExecutor | None = None) -> None:
+    def __init__(self, act: Act, net: Net, pool: Pool | None = None) -> None:
         self.num_done = 0
         self._stop = threading.Event()
         self._failures: list[BaseException] = []
@@ -132,7 +141,7 @@ def expected() -> tuple[list[float], dict[str, Tensor]]:
     return train(net, contextlib.nullcontext, lambda: None), net.state_dict()
 
 
-def run(act: Act, *, debug: bool = False, pool: ThreadPoolExecutor | None = None, is_planned: bool = True) -> Net:
+def run(act: Act, *, debug: bool = False, pool: Pool | None = None, is_planned: bool = True) -> Net:
     """Train beside a thread that does `act`. Losses, parameters and the share of planned steps are checked."""
     losses, state = expected()
     with ooc.Session(BUDGET, debug=debug) as session:
@@ -226,6 +235,78 @@ def test_executor_that_was_there_before() -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(int).result()
         run(saves, pool=pool)
+
+
+class Older:
+    """A thread that waits for work, like an executor's, and is no executor's."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self.modes_left: list[Any] = []
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        self.submit(int).result()  # it runs
+
+    def _serve(self) -> None:
+        while (item := self._work.get()) is not None:
+            work, future = item
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+        self.modes_left = _get_current_dispatch_mode_stack()
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._work.put((work, future))
+        return future
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.pythonapi, "_PyEval_SetProfile"), reason="this Python cannot reach threads")
+@pytest.mark.parametrize("act", [copies, norms, saves, state_dicts])
+def test_thread_that_is_older_than_the_session(act: Act) -> None:
+    """It was there before, and is left as it was."""
+    with Older() as thread:
+        run(act, pool=thread)
+        assert thread.submit(_get_current_dispatch_mode_stack).result() == []
+        run(act, pool=thread)
+    assert thread.modes_left == []
+
+
+@pytest.mark.skipif(not hasattr(ctypes.pythonapi, "_PyEval_SetProfile"), reason="this Python cannot reach threads")
+def test_thread_that_is_older_and_never_stops() -> None:
+    """It reads before, in and after a session, and in the next one."""
+    box: list[Net] = []
+
+    def loop() -> None:
+        while not stopped.is_set():
+            for net in box[-1:]:
+                copies(net)
+                num_done[0] += 1
+
+    def pause() -> None:
+        target = num_done[0] + 2
+        while num_done[0] < target and not task.done():
+            time.sleep(0.001)
+
+    stopped, num_done = threading.Event(), [0]
+    with ThreadPoolExecutor(1) as pool:
+        task = pool.submit(loop)
+        try:
+            for _ in range(2):
+                with ooc.Session(BUDGET) as session:
+                    box.append(build())
+                    train(box[-1], session.step, pause)
+        finally:
+            stopped.set()
+        task.result()
 
 
 # -- writes

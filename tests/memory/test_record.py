@@ -22,21 +22,24 @@ RUNS = ((3, 2), (8, 1))
 OTHER_RUNS = ((0, 3),)
 WRITE: Any = object()
 READ: Any = object()
-RESIDENT, LOADING, AWAY = State.RESIDENT, State.LOADING, State.AWAY
+RESIDENT, LOADING, AWAY, DISCARDED = State.RESIDENT, State.LOADING, State.AWAY, State.DISCARDED
 
 # Name, call, and for each state that it may follow the state it leads to. The rest is refused.
 TRANSITIONS: dict[str, tuple[Callable[[VariableRecord], None], dict[State, State]]] = {
-    "born": (lambda r: r.born(OTHER_RUNS), {RESIDENT: RESIDENT, LOADING: RESIDENT, AWAY: RESIDENT}),
+    "born": (lambda r: r.born(OTHER_RUNS), dict.fromkeys(State, RESIDENT)),
     "released": (lambda r: r.released(WRITE), {RESIDENT: AWAY}),
+    "trimmed": (lambda r: r.trimmed(OTHER_RUNS), {RESIDENT: RESIDENT}),
     "restored": (lambda r: r.restored(OTHER_RUNS), {AWAY: RESIDENT}),
     "write_started": (lambda r: r.write_started(WRITE), {RESIDENT: RESIDENT}),
     "write_ended": (lambda r: r.write_ended(), {RESIDENT: RESIDENT, AWAY: AWAY}),
     "write_failed": (lambda r: r.write_failed(), {RESIDENT: RESIDENT, AWAY: AWAY}),
+    "discarded": (lambda r: r.discarded(), {RESIDENT: DISCARDED, AWAY: DISCARDED}),
+    "recomputed": (lambda r: r.recomputed(OTHER_RUNS), {DISCARDED: RESIDENT, AWAY: RESIDENT}),
     "load_started": (lambda r: r.load_started(OTHER_RUNS, READ), {AWAY: LOADING}),
     "loaded": (lambda r: r.loaded(), {LOADING: RESIDENT}),
     "load_failed": (lambda r: r.load_failed(), {LOADING: AWAY}),
     "load_undone": (lambda r: r.load_undone(), {RESIDENT: AWAY}),
-    "written": (lambda r: r.written(), {RESIDENT: RESIDENT, LOADING: LOADING, AWAY: AWAY}),
+    "written": (lambda r: r.written(), {state: state for state in State}),
 }
 GUARDED_ATTRIBUTES = ("state", "runs", "stored", "transfer", "pins", "exports", "seen")
 
@@ -55,6 +58,9 @@ def record_in(state: State, *, stored: bool = True) -> VariableRecord:
         record.load_started(RUNS, READ)
     if not stored:
         record.written()
+    if state is DISCARDED:
+        record.discarded()
+        stored = False
     assert (record.state, record.stored) == (state, stored)
     return record
 
@@ -76,7 +82,7 @@ def test_every_transition_from_every_state(name: str, state: State, stored: bool
     if legal_from(name, record):
         call(record)
         assert record.state is leads_to[state]
-        assert bool(record.runs) == (record.state is not AWAY)
+        assert bool(record.runs) == record.state.holds_chunks
         return
     with pytest.raises(InconsistentRecord, match="bug in ooc") as refused:
         call(record)
@@ -126,7 +132,7 @@ def test_pins_and_exports_are_counted_in_every_state(state: State) -> None:
     assert (record.pins, record.exports, record.seen) == (2, 2, False)
     record.unpin()
     record.cancel_export()
-    assert (record.pins, record.exports, record.stored) == (1, 1, True)
+    assert (record.pins, record.exports, record.stored) == (1, 1, state is not DISCARDED)
     record.end_export()  # what was written through it is in the chunks, or in the store's file
     assert (record.exports, record.stored) == (0, state is AWAY)
     record.note_seen()
@@ -147,17 +153,17 @@ def test_any_sequence_keeps_bytes_somewhere(names: list[str]) -> None:
             continue
         assert was_legal
         match name:
-            case "born" | "restored" | "loaded":
+            case "born" | "restored" | "loaded" | "recomputed":
                 in_chunks = True
-            case "released" | "load_undone":
+            case "released" | "load_undone" | "discarded":
                 in_chunks = False
-        if name in ("born", "restored", "written", "write_failed"):
+        if name in ("born", "restored", "written", "write_failed", "discarded"):
             in_store = False
         elif name == "write_started":
             in_store = True
         assert in_chunks == (record.state is RESIDENT)
         assert in_store == record.stored
-        assert (record.runs == ()) == (record.state is AWAY)
+        assert (record.runs == ()) == (not record.state.holds_chunks)
         assert not (was_loading and name.startswith("write_"))
         if name == "released":
             assert in_store

@@ -9,7 +9,7 @@ import pytest
 
 import ooc
 from ooc.replay.sequences import make_plan
-from tests.dispatch.test_signals import FIXED_SPEED, assert_goes_on, session, train
+from tests.dispatch.test_signals import assert_goes_on, session, train
 from tests.session.continuation import BUDGET, Trainer
 
 __all__ = ["session"]  # the fixture
@@ -80,7 +80,6 @@ def test_a_handler_of_the_users_own_decides(monkeypatch: pytest.MonkeyPatch) -> 
     before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
     try:
         with ooc.Session(BUDGET, debug=True) as opened:
-            opened.steps._speed = FIXED_SPEED
             train(opened, Trainer(), range(8))
             modes = [row.mode for row in opened.steps.rows]
     finally:

@@ -8,9 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.compare import DeadlineTooShort, Outcome, budgets_between, choose, compare, sweep
+from scheduler.compare import (
+    DeadlineTooShort,
+    Outcome,
+    budgets_between,
+    choose,
+    compare,
+    knee,
+    least_budgets,
+    sweep,
+)
 from scheduler.plan import Machine, PlanError
-from scheduler.policies import POLICIES
+from scheduler.policies import POLICIES, auto
 from scheduler.profiles import ProfileError, load_profile
 from scheduler.trace import Trace
 from scheduler.verify import verify
@@ -165,3 +174,58 @@ def test_a_policy_that_knows_objectives_is_told_them() -> None:
     assert "objective" not in timed.plan.parameters
     with pytest.raises(ProfileError, match="energy"):
         compare(trace, machine, ("poet",), profile=load_profile("desktop"), objective="energy")
+
+
+def points_of(durations: list[int | None]) -> list[tuple[int, tuple[Outcome, ...]]]:
+    """A sweep over 10, 20, ... chunks, with one policy's times; None: no plan."""
+    trace = conv_net(num_blocks=2)
+    plan = compare(trace, machine(trace.peak_nbytes() // MIB + 8), ("on_demand",))[0].plan
+    assert plan is not None
+    found = []
+    for i, duration in enumerate(durations, start=1):
+        own = None if duration is None else replace(plan, predicted={**plan.predicted, "duration_ns": duration})
+        found.append((10 * i, (Outcome(policy="auto", plan=own),)))
+    return found
+
+
+def test_the_knee_is_where_more_memory_buys_little() -> None:
+    assert knee(points_of([None, 1000, 400, 200, 190, 180, 170])) == 40
+    assert knee(points_of([1000, 990, 985, 980])) is None  # nothing to buy
+    assert knee(points_of([None, None, 500])) is None
+    assert knee(points_of([1000, 100])) is None  # two points have no bend
+    assert knee([]) is None
+
+
+def test_the_least_budget_of_each_policy_is_narrowed_down() -> None:
+    """Below what is said no plan, at what is said one; `auto` plans within the least that works at all."""
+    trace = conv_net(num_blocks=4)
+    device = machine(trace.peak_nbytes() // MIB + 8)
+    budgets = budgets_between(trace, device, 4)
+    policies = ("auto", "window", "vdnn")
+    points = sweep(trace, device, budgets, policies)
+    least = least_budgets(trace, device, points, num_tries=12)
+    assert least.keys() == set(policies)
+    assert least["auto"] == budgets[0]
+    for policy, count in least.items():
+        assert count is not None
+        assert compare(trace, replace(device, num_chunks=count), (policy,))[0].plan is not None
+        if count > budgets[0]:
+            assert compare(trace, replace(device, num_chunks=count - 1), (policy,))[0].plan is None
+    assert least["vdnn"] is not None and least["vdnn"] > budgets[0]  # it knows no budget: some are out of its reach
+
+
+def test_auto_takes_the_best_plan_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long step it asks few others itself. Here it asks none, and is made to find a slow plan."""
+    trace = conv_net(num_blocks=5)
+    device = machine(trace.peak_nbytes() // MIB // 2)
+    slow = POLICIES["on_demand"].schedule
+    monkeypatch.setattr(auto, "schedule", lambda trace, machine, **_: slow(trace, machine))
+    monkeypatch.setitem(POLICIES, "auto", replace(POLICIES["auto"], schedule=auto.schedule))
+    alone = compare(trace, device, ("auto",))[0]
+    found = {o.policy: o for o in compare(trace, device, ("auto", "capuchin", "window"))}
+    best = min(found["capuchin"].duration_ns, found["window"].duration_ns)
+    assert alone.duration_ns > best == found["auto"].duration_ns
+    plan = found["auto"].plan
+    assert plan is not None
+    verify(plan, trace)
+    assert plan.policy == "auto" and any(note.startswith("this is the plan of ") for note in plan.notes)

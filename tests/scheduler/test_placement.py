@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -33,9 +35,12 @@ from scheduler.placement import (
     write_problem,
 )
 from scheduler.placement.descents import Descents
+from scheduler.placement.greedy import lowest_fit
+from scheduler.placement.problem import placement_of
 from scheduler.plan import Kept, occupied_ticks
 from scheduler.planning import make_plan
 from scheduler.trace import Op, Trace, Variable
+from tests.scheduler.placement_instances import tiled, training_step
 from tests.scheduler.random_traces import random_machine, random_trace
 
 INSTANCES = Path(__file__).parent / "instances"
@@ -435,3 +440,97 @@ def test_a_plan_becomes_a_problem_that_holds_for_all_its_residencies() -> None:
                 assert offsets[index] == offsets[ends[r.variable]]
                 num_moved += index != ends[r.variable]
     assert num_moved > 10
+
+
+# -- instances that nobody tuned for ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tilings_are_full_at_every_time(seed: int) -> None:
+    """The generator's promise: the least height is the rectangle's, so that a ratio says how good a planner is."""
+    problem = tiled(seed, num_buffers=300)
+    assert lower_bound(problem) == 1 << 20
+    area = sum(b.nbytes * b.duration for b in problem.buffers)
+    assert area == (1 << 20) * (max(b.stop for b in problem.buffers) - min(b.start for b in problem.buffers))
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [tiled(0, num_buffers=250), tiled(4, num_buffers=800, num_times=800, num_huge=6), training_step(3, num_layers=40)],
+    ids=["tiled", "chains", "training"],
+)
+def test_search_is_never_worse_than_an_order_of_its_kind(problem: Problem) -> None:
+    """Size-ordered first fit with ties by birth beat the search on a large model's trace; it is one of its orders."""
+    sizes, buffers = problem.occupied_nbytes(), problem.buffers
+    keys = (
+        lambda i: (-sizes[i], buffers[i].start, i),
+        lambda i: (-sizes[i], -buffers[i].duration, i),
+        lambda i: (-(sizes[i].bit_length()), buffers[i].start, i),
+        lambda i: (buffers[i].start, -buffers[i].duration, i),
+    )
+    found = search(problem, max_rounds=0)  # the orders alone
+    require_valid(problem, found)
+    for key in keys:
+        offsets = lowest_fit(problem, sorted(range(len(sizes)), key=key))
+        assert found.height <= max(offset + size for offset, size in zip(offsets, sizes, strict=True))
+
+
+@pytest.mark.parametrize("seed", [2, 7])
+def test_a_capacity_never_leaves_a_worse_placement_than_none(seed: int) -> None:
+    """A fit under the capacity may not be found in the same time; then what is left is as good as without one."""
+    problem = tiled(seed, num_buffers=220)
+    plain = exact(problem, max_nodes=8_000)
+    for capacity in (lower_bound(problem), lower_bound(problem) * 33 // 32):
+        aimed = exact(replace(problem, capacity=capacity), max_nodes=8_000)
+        require_valid(problem, aimed)
+        assert aimed.height <= plain.height or aimed.fits(capacity)
+
+
+def test_a_capacity_above_the_bound_keeps_what_is_found_under_the_bound() -> None:
+    """It ended at 1.038 of the bound with a capacity of 1.01, and at the bound itself with none."""
+    problem = tiled(2, num_buffers=260)
+    bound = lower_bound(problem)
+    found = exact(replace(problem, capacity=bound * 101 // 100), max_nodes=15_000)
+    require_valid(problem, found)
+    assert found.height == bound
+
+
+def test_while_a_capacity_is_out_of_reach_the_best_height_goes_on_falling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descents under the capacity are made to fail here; the other turns lower what will be left in the end."""
+    problem = minimalloc("E", capacity=CAPACITY)
+    attempt, turns = Descents.attempt, iter(range(3000))
+
+    def unlucky(self: Descents, height: int, **limits: Any) -> tuple[int, ...] | None:
+        assert next(turns, None) is not None, "the capacity is tried for ever, and nothing else"
+        return None if height == CAPACITY and not limits["is_short"] else attempt(self, height, **limits)
+
+    monkeypatch.setattr(Descents, "attempt", unlucky)
+    found = exact(problem, max_nodes=15_000)
+    require_valid(problem, found)
+    assert found.height < search(problem).height
+
+
+def test_the_tightest_gap_is_a_placement_too() -> None:
+    for seed in range(20):
+        problem = tiled(seed, num_buffers=60)
+        order = sorted(range(len(problem.buffers)), key=lambda i: -problem.buffers[i].nbytes)
+        require_valid(problem, placement_of(problem, lowest_fit(problem, order, tightest=True), planner="search"))
+    # Gaps of 3 and of 1 between buffers that go on: one of 1 goes into the small gap, though the other is lower.
+    problem = problem_of((0, 9, 2), (0, 3, 3), (0, 9, 2), (0, 3, 1), (0, 9, 2), (4, 9, 1))
+    order = list(range(6))
+    assert lowest_fit(problem, order)[5] == 2
+    assert lowest_fit(problem, order, tightest=True)[5] == 7
+
+
+def test_fifty_thousand_buffers() -> None:
+    """One order of each kind, without overlaps at any of 40 times."""
+    problem = tiled(5, num_buffers=50_000, num_times=20_000, height=1 << 26, unit=256)
+    order = sorted(range(len(problem.buffers)), key=lambda i: (-problem.buffers[i].nbytes, problem.buffers[i].start))
+    offsets = lowest_fit(problem, order)
+    height = max(offset + b.nbytes for offset, b in zip(offsets, problem.buffers, strict=True))
+    assert height <= lower_bound(problem) * 1.1
+    for time in range(0, 20_000, 500):
+        alive = sorted(
+            (o, o + b.nbytes) for o, b in zip(offsets, problem.buffers, strict=True) if b.start <= time < b.stop
+        )
+        assert all(a[1] <= b[0] for a, b in pairwise(alive))

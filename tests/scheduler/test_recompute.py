@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from ooc.replay.executable_plan import ExecutablePlan
-from ooc.tracing.recorder import Observed
 from scheduler.colouring.scratch import ScratchColouring, colour_with_scratch
 from scheduler.cost.actions import step_actions
 from scheduler.cost.simulate import TimelineEntry, simulate
@@ -20,7 +18,6 @@ from scheduler.plan import (
     Loaded,
     Machine,
     Plan,
-    PlanError,
     Recomputed,
     Residency,
     Scratch,
@@ -233,14 +230,6 @@ def test_refuses_to_drop_recomputed_bytes_that_the_store_lacks() -> None:
         stay(B, Recomputed(4, (0, 1, 2)), Dropped(after_op=4), 3),
     )
     verify(plan_of(trace, *written, scratch=(ROOM,)), trace)
-
-
-def test_the_executor_refuses_by_name() -> None:
-    trace = chain()
-    plan = plan_of(trace, *STAYS, scratch=(ROOM,))
-    seen = Observed(trace=trace, funcs=(), occurrences=(), start_serials=(), start_ranks=(), end_serials=())
-    with pytest.raises(PlanError, match=r"recomputes variable 3; .* can be simulated, not played"):
-        ExecutablePlan(trace=trace, plan=plan, observed=seen, view_address=0, intercepts=())
 
 
 def test_colouring_finds_room_for_scratch_within_the_peak() -> None:

@@ -87,11 +87,11 @@ for debug in (False, True):
     assert torch.equal(model_kept, weight)
     assert modes[-2:] == ["planned", "planned"], modes
 # What is reserved for a plan must be what its slots will take.
-record = SimpleNamespace(address=1 << 32, nbytes=70_000, slot=None)
+record = SimpleNamespace(address=1 << 32, slot=None, reservation=SimpleNamespace(nbytes=70_000))
 residency = SimpleNamespace(planned=SimpleNamespace(stop=Evicted.__new__(Evicted)))
 with FileStore() as store:
     wanted = SimpleNamespace(reserve=lambda nbytes: check("reserved", nbytes))
     bindings = Bindings(SimpleNamespace(store=wanted, space=None), None)
     bindings._reserve_store(SimpleNamespace(variables=[SimpleNamespace(record=record, residencies=[residency])]))
-    check("reserved", store.allocate(record.nbytes).capacity_nbytes)
+    check("reserved", store.allocate(record.reservation.nbytes).capacity_nbytes)
 print(json.dumps(seen))

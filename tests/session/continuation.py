@@ -102,6 +102,9 @@ def assert_books_true(session: ooc.Session) -> None:
     """Every chunk is free or held by one record that is mapped there; nothing is pinned or under way."""
     live_nbytes = session.engine.live_nbytes()  # leaves the plan, if one is being played
     manager = session.engine.manager
+    with session.engine.lock:
+        manager.land()
+        manager.cool(manager.pool.num_chunks + 1)
     assert session.engine.executor.active is None
     assert live_nbytes == sum(record.nbytes for record in manager.records.values())
     held: list[int] = []
@@ -122,7 +125,7 @@ def assert_books_true(session: ooc.Session) -> None:
             assert record.slot is not None, record
             assert record.stored, record
     assert len(held) == len(set(held)), "two records share a chunk"
-    assert len(held) + manager.pool.num_free == manager.pool.num_chunks
+    assert len(held) + manager.num_free == manager.pool.num_chunks
     owned = {id(record): record for record in manager.records.values()}
     sequences = session.engine.sequences
     for executable in (*sequences._plans.values(), *sequences.retired):  # they keep some for what a step makes

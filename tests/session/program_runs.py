@@ -28,13 +28,13 @@ from tests.session.programs import (
     Outcome,
     Program,
     fails,
-    fixed_store_speed,
     generate,
     prepare_process,
     run_in_core,
     run_in_session,
     shrink,
 )
+from tests.store_speed import USUAL, store_speed
 
 _HANG_S = 600
 _MAX_FAILURES = 20
@@ -115,7 +115,7 @@ def _batch(seeds: Sequence[int], runner: str) -> None:
     module, _, name = runner.partition(":")
     run = getattr(importlib.import_module(module), name)
     prepare_process()
-    with fixed_store_speed():
+    with store_speed(USUAL):
         for seed in seeds:
             faulthandler.dump_traceback_later(_HANG_S, exit=True)
             try:
@@ -136,7 +136,7 @@ def _replay(program: Program, *, do_shrink: bool) -> int:
     print(program, flush=True)
     print(repr(program), flush=True)
     prepare_process()
-    with fixed_store_speed():
+    with store_speed(USUAL):
         outcome = run_in_session(program, run_in_core(program), verbose=bool(how))
     print(outcome)
     return 0

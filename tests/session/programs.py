@@ -32,11 +32,12 @@ import ooc
 import tests.session.program_ops
 import tests.session.program_training  # noqa: F401 (as above: it registers kinds of statement)
 from ooc.errors import OocError, StoreFailed
-from tests.session.program_statements import KINDS, RETRYABLE, WEIGHTS, Interrupted, State, Statement
-from vmm.store import FileStore, StoreSpeed
+from tests.session.program_statements import KINDS, RETRYABLE, WEIGHTS, Interrupted, State, Statement, set_length
+from tests.store_speed import USUAL, store_speed
 
 CHUNK_NBYTES = 1 << 16
 _MAX_CHUNKS = 400
+_LENGTHS = (3, 20, 45, 60, 80, 90, 95, 100, 110, 150)
 _HANG_S = 20
 
 
@@ -69,6 +70,7 @@ class Program:
         debug: Whether a touch of what is away faults. Without it, it shows another variable's bytes.
         delay_ns: Each read and write of the store's file takes this much longer.
         fail_call: In each step the so-maniest read or write fails, and the user tries again (0: none does).
+        lengths: Of each step, in hundredths: sizes of results differ from step to step.
     """
 
     seed: int
@@ -90,6 +92,7 @@ class Program:
     debug: bool = True
     delay_ns: int = 0
     fail_call: int = 0
+    lengths: tuple[int, ...] = ()
 
     @property
     def is_steady(self) -> bool:
@@ -102,6 +105,7 @@ class Program:
             and all(s.mask == 0xFFFF and s.kind not in varying for s in self.bodies[0])
             and not self.by_optimizer
             and not self.fail_call
+            and not self.lengths
         )
 
     def __str__(self) -> str:
@@ -168,6 +172,7 @@ def generate(seed: int) -> Program:
         debug=r.random() < 0.7,
         delay_ns=r.choice((0, 0, 0, 200_000, 1_000_000)),
         fail_call=fail_call,
+        lengths=tuple(r.choice(_LENGTHS) for _ in steps) if r.random() < 0.3 else (),
     )
 
 
@@ -216,9 +221,11 @@ class _Runner:
     def run(self) -> None:
         program, state = self.program, self.state
         torch.manual_seed(program.seed)
+        set_length(100)
         _set_up(program, state)
         for index, step in enumerate(program.steps):
             state.step = index
+            set_length(program.lengths[index % len(program.lengths)] if program.lengths else 100)
             body = program.bodies[step.body]
             inside = body[: program.num_inside[step.body]]
             outside = body[program.num_inside[step.body] :]
@@ -433,7 +440,7 @@ def _assert_nothing_left(session: ooc.Session) -> None:
     manager = session.engine.manager
     if manager.records:
         raise Leaked(f"{len(manager.records)} variables are left: {list(manager.records.values())[:3]}")
-    if manager.pool.num_free != manager.pool.num_chunks:
+    if manager.num_free != manager.pool.num_chunks:
         raise Leaked(f"{manager.pool!r} after all variables were freed")
 
 
@@ -444,24 +451,11 @@ def _num_tasks() -> int:
 # -- one program, and where it fails
 
 
-@contextlib.contextmanager
-def fixed_store_speed() -> Iterator[None]:
-    """Plans for a store of constant speed: no time spent on measuring, and the same plan each time."""
-    measured = FileStore.measure
-    speed = StoreSpeed(
-        write_bytes_per_s=1e9, read_bytes_per_s=1e9, write_together_bytes_per_s=6e8, read_together_bytes_per_s=6e8
-    )
-    FileStore.measure = lambda self, buffer=None: speed  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        FileStore.measure = measured  # type: ignore[method-assign]
-
-
 def prepare_process() -> None:
     """For a process that runs programs and nothing else."""
     torch.set_num_threads(1)
     faulthandler.enable()
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch's compiler: half a million objects
     gc.collect()
     gc.freeze()  # what torch brought need not be looked at by each collection
 
@@ -476,7 +470,7 @@ def fails(program: Program, *, refusal_is_failure: bool = False) -> str:
                 prepare_process()
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(_HANG_S)
-                with fixed_store_speed():
+                with store_speed(USUAL):
                     run = _run_once_at if refusal_is_failure else run_in_session
                     run(program, run_in_core(program))
             except BaseException as error:

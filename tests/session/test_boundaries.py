@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +13,10 @@ from torch import nn
 from torch.nn import functional
 
 import ooc
-from vmm.store import StoreSpeed
 
 WIDTH = 192
 BATCH = 256
 BUDGET = "2MiB"
-FIXED_SPEED = StoreSpeed(
-    write_bytes_per_s=1e9, read_bytes_per_s=1e9, write_together_bytes_per_s=5e8, read_together_bytes_per_s=5e8
-)
 
 Numbers = list[str]
 
@@ -173,7 +170,6 @@ def scheduler_and_clipping() -> Numbers:
 def test_equal_to_in_core(train: Callable[[], Numbers], num_steps: int, least_planned: int) -> None:
     expected = train()
     with ooc.Session(BUDGET, step_boundary="optimizer", debug=True) as session:
-        session.steps._speed = FIXED_SPEED
         actual = train()
         rows = session.steps.rows
         report: dict[str, Any] = session.report()
@@ -201,3 +197,30 @@ def test_optimizer_on_another_thread_is_no_boundary() -> None:
         thread.start()
         thread.join()
         assert session.steps.rows == []
+
+
+def test_what_is_freed_while_a_step_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage is collected at any time. It comes before the next step's first op, and steps are planned."""
+    with ooc.Session("1MiB", chunk_nbytes=1 << 16, debug=True, plan_cache=False) as session:
+        note = session.engine.sequences.note
+
+        def note_after_collecting(*arguments: Any) -> Any:
+            gc.collect()
+            return note(*arguments)
+
+        monkeypatch.setattr(session.engine.sequences, "note", note_after_collecting)
+        weights = [torch.full((160, 160), float(index)) for index in range(10)]
+        gc.disable()
+        try:
+            for _ in range(7):
+                with session.step():
+                    made = torch.ones(160, 160)
+                    cycle: list[Any] = [made + 1]
+                    cycle.append(cycle)
+                    for weight in weights:
+                        weight.add_(cycle[0])
+                    del cycle, made
+        finally:
+            gc.enable()
+        assert session.steps.rows[-1].mode == "planned", [row.why for row in session.steps.rows]
+    assert [weight[0, 0].item() for weight in weights] == [14.0 + index for index in range(10)]

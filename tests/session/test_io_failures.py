@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import ooc
+from ooc.devices import detach
 from tests.session.continuation import BUDGET, Trainer, assert_arrays_equal, assert_books_true, in_core
-from vmm.store import StoreSpeed
 
 NUM_STEPS = 6
 """Three on demand, then planned ones."""
-
-FIXED_SPEED = StoreSpeed(
-    write_bytes_per_s=1e9, read_bytes_per_s=1e9, write_together_bytes_per_s=5e8, read_together_bytes_per_s=5e8
-)
 
 
 @pytest.fixture
 def session() -> Iterator[ooc.Session]:
     with ooc.Session(BUDGET, debug=True) as opened:
-        opened.steps._speed = FIXED_SPEED  # measuring makes calls, too, and takes 0.3 s
         yield opened
 
 
@@ -35,7 +32,6 @@ def num_calls(session: ooc.Session) -> int:
 def calls_by_step() -> list[int]:
     """How many calls each step of an undisturbed run makes, and that it gets to planned steps."""
     with ooc.Session(BUDGET, debug=True) as session:
-        session.steps._speed = FIXED_SPEED
         trainer = Trainer()
         counts = [num_calls(session)]
         for index in range(NUM_STEPS):
@@ -53,8 +49,12 @@ def calls_by_step() -> list[int]:
 
 def train_until_failure(
     session: ooc.Session, trainer: Trainer, fail_step: int, fail_call: int
-) -> tuple[int, ooc.StoreFailed]:
-    """Train; the k-th call from the start of `fail_step` on fails. The index of the step that raised, and what."""
+) -> tuple[int, ooc.StoreFailed] | None:
+    """Train; the k-th call from the start of `fail_step` on fails. The index of the step that raised, and what.
+
+    None: nobody had waited for that call, and it was made again when somebody did; or it was a write of the last
+    step that nobody came to wait for.
+    """
     for index in range(NUM_STEPS + 1):
         try:
             with session.step():
@@ -63,7 +63,7 @@ def train_until_failure(
                 trainer.step(index)
         except ooc.StoreFailed as error:
             return index, error
-    pytest.fail(f"call {fail_call} of step {fail_step} failed and nothing was raised")
+    return None
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,23 @@ def train_until_failure(
 def test_every_call_of_a_step(fail_step: int, plans_anew: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the step is followed by itself, or by another plan made from what it measured."""
     monkeypatch.setattr("ooc.replay.sequences._WORTHWHILE", 1e9 if plans_anew else 0)
-    for fail_call in range(1, calls_by_step()[fail_step] + 1):
+    reference = Trainer()
+    for index in range(NUM_STEPS + 1):
+        reference.step(index)
+    undisturbed = reference.snapshot()
+    num_calls_of_step = calls_by_step()[fail_step]
+    num_unnoticed = 0
+    for fail_call in range(1, num_calls_of_step + 1):
         with ooc.Session(BUDGET, debug=True) as session:
-            session.steps._speed = FIXED_SPEED
             trainer = Trainer()
-            failed, error = train_until_failure(session, trainer, fail_step, fail_call)
+            found = train_until_failure(session, trainer, fail_step, fail_call)
+            if found is None:
+                num_unnoticed += 1
+                final = trainer.snapshot()
+                assert_books_true(session)
+                assert_arrays_equal(undisturbed, final)
+                continue
+            failed, error = found
             assert isinstance(error, OSError)
             assert error.errno == errno.EIO
             assert isinstance(error.__cause__, OSError)
@@ -94,3 +106,65 @@ def test_every_call_of_a_step(fail_step: int, plans_anew: bool, monkeypatch: pyt
         expected_losses, expected_final = in_core(snapshot, indices)
         assert losses == expected_losses, f"after a failure of call {fail_call}"
         assert_arrays_equal(expected_final, final)
+    assert num_unnoticed < num_calls_of_step
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_closing_after_a_failed_write(is_planned: bool) -> None:
+    """Whatever write nobody has waited for fails: closing brings all variables back, and is no error."""
+    num_steps = NUM_STEPS if is_planned else 1
+    reference = Trainer()
+    for index in range(num_steps):
+        reference.step(index)
+    undisturbed = reference.snapshot()
+    for calls_from_end in range(1, 6):
+        session = ooc.Session(BUDGET, debug=True)
+        trainer = Trainer()
+        with session:
+            for index in range(num_steps):
+                with session.step():
+                    trainer.step(index)
+            if is_planned:
+                assert session.engine.executor.active is not None or session.steps.rows[-1].mode == "planned"
+            session.engine.memory.store.engine.inject_faults(fail_call=calls_from_end)
+        assert_arrays_equal(undisturbed, trainer.snapshot())
+
+
+def more_than_the_budget() -> list[torch.Tensor]:
+    """Tensors of which some must be in the store."""
+    return [torch.full((256, 100), float(index)) for index in range(30)]
+
+
+def test_closing_when_the_store_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables that are lost are named; all others are brought back."""
+    inner = detach._read
+    failed: list[int] = []
+
+    def fails_once(descriptor: int, offset: int, length: int, nbytes: int, address: int) -> None:
+        if not failed:
+            failed.append(address)
+            raise OSError(errno.EIO, "Input/output error")
+        inner(descriptor, offset, length, nbytes, address)
+
+    monkeypatch.setattr(detach, "_read", fails_once)
+    session = ooc.Session(BUDGET)
+    tensors = more_than_the_budget()
+    with pytest.raises(
+        ooc.SessionError, match=r"1 of its variables \(.*\) could not be read from the store.*all others"
+    ):
+        session.close()
+    left = [(index, tensor) for index, tensor in enumerate(tensors) if tensor.data_ptr() not in failed]
+    assert len(left) == len(tensors) - 1
+    for index, tensor in left:
+        assert torch.equal(tensor, torch.full((256, 100), float(index)))
+
+
+def test_closing_when_the_store_was_cut_short() -> None:
+    """A file that has lost its end never gives zeros for what was in it."""
+    session = ooc.Session(BUDGET)
+    tensors = more_than_the_budget()
+    session.engine.manager.land()
+    os.ftruncate(session.engine.memory.store.descriptor, 0)
+    with pytest.raises(ooc.SessionError, match="the file ends at"):
+        session.close()
+    del tensors

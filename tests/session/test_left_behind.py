@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +18,13 @@ import torch
 
 import ooc
 from tests.session.continuation import BUDGET, Trainer
+from tests.shared_memory import shared_memory, shared_memory_beyond
+from tests.vmm.memory_cases import num_threads
 from vmm.machine import map_count, process_memory
 from vmm.posix import PosixDriver
-from vmm.store import StoreSpeed
 from vmm.torch_cpu import PlanTables, cpu_allocator
 
 ROOT = Path(__file__).parents[2]
-FIXED_SPEED = StoreSpeed(
-    write_bytes_per_s=1e9, read_bytes_per_s=1e9, write_together_bytes_per_s=5e8, read_together_bytes_per_s=5e8
-)
 MIB = 1 << 20
 
 SCRIPT = """
@@ -58,19 +56,14 @@ def open_files() -> set[str]:
     return found
 
 
-def num_threads() -> int:
-    """Threads of this process, native ones too."""
-    time.sleep(0.01)  # a thread that was joined may still be listed
-    return len(os.listdir("/proc/self/task"))
-
-
 def sizes(session: ooc.Session) -> dict[str, int]:
     """Everything of a session that could grow from step to step."""
     executor, sequences, store = session.engine.executor, session.engine.sequences, session.engine.memory.store
     recorder = session.engine.runner.recording.recorder
+    session.engine.live_records()  # of what was freed since the last allocation nobody knows yet
     return {
         "records": len(session.engine.manager.records),
-        "by use": len(session.engine.manager._by_use),
+        "resident": len(session.engine.manager._resident),
         "reservations": len(session.engine.memory.space.reservations),
         "mappings": session.engine.memory.driver.num_mappings,
         "slots": store.num_slots,
@@ -78,7 +71,7 @@ def sizes(session: ooc.Session) -> dict[str, int]:
         "file": store.file_nbytes,
         "events": len(executor.events),
         "recorded ops": len(recorder.ops) if recorder is not None else 0,
-        "sequences seen": len(sequences._seen),
+        "sequences seen": len(sequences._seen) + len(sequences._sightings),
         "plans": len(sequences._plans),
         "pasts": len(sequences._predictor),
     }
@@ -86,7 +79,6 @@ def sizes(session: ooc.Session) -> dict[str, int]:
 
 def test_no_growth_over_a_thousand_steps() -> None:
     with ooc.Session(BUDGET) as session:
-        session.steps._speed = FIXED_SPEED
         trainer = Trainer()
 
         def train(num_steps: int) -> None:
@@ -100,10 +92,11 @@ def test_no_growth_over_a_thousand_steps() -> None:
             return sizes(session), len(gc.get_objects()) - len(session.steps.rows), process_memory().anonymous_nbytes
 
         train(100)
-        before, objects_before, memory_before = measure()
-        train(1000)
-        after, objects_after, memory_after = measure()
-        assert [row.mode for row in session.steps.rows[-900:]] == ["planned"] * 900
+        found = [measure()]
+        for _ in range(2):
+            train(500)
+            found.append(measure())
+        assert [(row.mode, row.why) for row in session.steps.rows[-900:] if row.mode != "planned"] == []
         plan = session.plan()
         assert plan is not None
         assert session.engine.memory.allocator.state.num_events < 1000  # those since the last boundary
@@ -111,20 +104,24 @@ def test_no_growth_over_a_thousand_steps() -> None:
         assert len(session.engine.executor._acts.writes) + len(session.engine.executor._acts.loads) <= 2 * len(
             plan.residencies
         )
-    assert after == before
-    assert abs(objects_after - objects_before) < 100
-    # 1,000 rows take 0.5 MB; malloc needs some slack.
-    assert memory_after - memory_before < 4 * MIB
+    # What grows does so in both halves; something that others have left in this process may go or come in one.
+    assert any(earlier == later for (earlier, *_), (later, *_) in pairwise(found))
+    assert min(later - earlier for (_, earlier, _), (_, later, _) in pairwise(found)) < 50
+    # 500 rows take 0.25 MB; malloc needs some slack.
+    assert min(later - earlier for (*_, earlier), (*_, later) in pairwise(found)) < 2 * MIB
 
 
 def test_no_growth_over_many_on_demand_steps() -> None:
-    """Another batch size each time, so that no sequence repeats and none is planned."""
+    """Other ops each time, so that no sequence repeats and none is planned; and another batch size."""
     with ooc.Session(BUDGET) as session:
         weight = torch.randn(160, 160, requires_grad=True)
 
         def train(start: int, stop: int) -> None:
+            small = torch.ones(8)
             for index in range(start, stop):
                 with session.step():
+                    for bit in range(10):
+                        small = small.relu() if index >> bit & 1 else small.neg()
                     loss = (torch.randn(128 + index, 160) @ weight).relu().sum()
                     loss.backward()
                     weight.grad = None
@@ -135,13 +132,15 @@ def test_no_growth_over_many_on_demand_steps() -> None:
         train(200, 600)
         after = sizes(session)
     growing = {"file", "mappings"}  # sizes of batches grow in this test
-    assert {k: v for k, v in after.items() if k not in growing} == {k: v for k, v in before.items() if k not in growing}
+    changing = {"reservations", "slots"}  # what is warm, and what was written behind, when the last step ends
+    assert all(after[k] <= before[k] + 4 for k in changing)
+    rest = before.keys() - growing - changing
+    assert {k: after[k] for k in rest} == {k: before[k] for k in rest}
 
 
 def test_two_hundred_sessions() -> None:
     def one() -> None:
         with ooc.Session(BUDGET) as session:
-            session.steps._speed = FIXED_SPEED
             trainer = Trainer()
             for index in range(4):
                 with session.step():
@@ -259,6 +258,7 @@ def _permissions_at(address: int) -> str:
 def test_nothing_is_left_by_a_process(tmp_path: Path, way: str) -> None:
     store = tmp_path / "store"
     store.mkdir()
+    shared_before = shared_memory()
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(store), way],
         stdin=subprocess.PIPE,
@@ -268,7 +268,6 @@ def test_nothing_is_left_by_a_process(tmp_path: Path, way: str) -> None:
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    shared_before = set(os.listdir("/dev/shm"))
     try:
         assert process.stdout is not None
         assert process.stdin is not None
@@ -287,7 +286,7 @@ def test_nothing_is_left_by_a_process(tmp_path: Path, way: str) -> None:
     expected = {"normal": 0, "exception": 1, "abandon": 5}
     assert process.returncode == (expected[way] if way in expected else -getattr(signal, way)), errors
     assert list(store.iterdir()) == []
-    assert set(os.listdir("/dev/shm")) <= shared_before
+    assert shared_memory_beyond(shared_before) == []
     assert not _holds_pool(process.pid)
 
 

@@ -244,6 +244,15 @@ def test_the_table_of_hidden_mutations_is_complete_for_aten() -> None:
     assert not missing
 
 
+def test_ops_that_keep_random_state_in_an_operand_are_known_to_write_it() -> None:
+    """cuDNN's recurrent networks with dropout: a state that was evicted as clean would draw the same numbers again."""
+    names = ("_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward")
+    keeping = [getattr(torch.ops.aten, name).default for name in names]
+    for func in keeping:
+        written = {name for _, name in ops.written_arguments(func) or ()}
+        assert {a.name for a in func._schema.arguments} & {"dropout_state", "reserve"} <= written, func
+
+
 _READS_STATISTICS_ONLY = {
     # Composite: decomposed before the dispatch mode sees it.
     "batch_norm",

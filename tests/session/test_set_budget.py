@@ -166,7 +166,8 @@ def test_plans_of_budgets_come_from_the_cache(tmp_path: Path) -> None:
             assert plan is not None
             planned.append(plan.machine.budget_nbytes)
         assert planned == [5 * MIB, 8 * MIB, 5 * MIB, 8 * MIB]
-        assert cache.num_hits >= 3  # all but the first at each size
+        # All but the first at each size; at the first size once more, if by then ops are known to run again.
+        assert cache.num_hits >= 2
 
 
 def test_memory_stats_and_report_are_of_the_present_budget() -> None:
@@ -291,10 +292,10 @@ def test_within_an_op_it_may_not(expected: list[float]) -> None:
     train_and_check(refused, expected)
 
 
-def test_a_device_keeps_its_budget() -> None:
+def test_a_device_has_no_more_than_it_has() -> None:
     with ooc.Session("8MiB", device=FakeCudaDevice(), plan_cache=False) as session:
-        with pytest.raises(ooc.SessionError, match="on a GPU is fixed"):
-            session.set_budget("4MiB")
+        with pytest.raises(ooc.SessionError, match=r"the device's memory is 8.0 MiB in all"):
+            session.set_budget("9MiB")
         assert session.budget_nbytes == 8 * MIB
 
 

@@ -23,7 +23,7 @@ from tests.html_report.cases import MIB, net, train
 TRAIN = str(Path(__file__).parents[1] / "scripts" / "train.py")
 LINE = re.compile(
     r"ooc: step \d+ (learning|planned|off plan) [\d.]+ (us|ms|s), stall [\d.]+%, moved [\d.]+ \w+, "
-    r"resident [\d.]+ \w+, remapped chunks \d+"
+    r"resident [\d.]+ \w+, remapped chunks \d+(; .+)?"
 )
 ROW = StepRow(
     mode="off_plan",

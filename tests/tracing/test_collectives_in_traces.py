@@ -20,7 +20,8 @@ def observe(ops: list[OpRecord], *, events: tuple[Event, ...] = (), limit_nbytes
         records[address] = VariableRecord(nbytes=_NBYTES, reservation=reservation, serial=serial)
     recorder = StepRecorder(records)
     recorder.flight_nbytes = limit_nbytes
-    recorder.ops, recorder.events = ops, list(events)
+    recorder.ops.extend(ops)
+    recorder.events = list(events)
     return recorder.build(records)
 
 

@@ -12,6 +12,11 @@ from vmm.driver import Driver
 from vmm.testing.fake_cuda import FakeCuda
 
 
+@pytest.fixture(scope="module", autouse=True)
+def store_of_usual_speed() -> None:
+    """Here the store itself is tested: nothing is patched."""
+
+
 @pytest.fixture(params=CASES, ids=lambda case: case.name)
 def case(request: pytest.FixtureRequest) -> Iterator[DriverCase]:
     made = request.param()

@@ -86,6 +86,25 @@ class SpaceMachine(RuleBasedStateMachine):
             (None, False) if name == "unmap" else (chunks, name == "protect" and chunks is not None)
         )
 
+    @rule(reservation=reservations, num_places=st.integers(1, 6), fail_call=st.integers(0, 2))
+    def shrink(self, reservation: Reservation, num_places: int, fail_call: int) -> None:
+        before = reservation.num_chunks
+        num_places = min(num_places, before)
+        self.case.failing.arm(fail_call)
+        try:
+            self.space.shrink(reservation, num_places * self.driver.chunk_nbytes - 1)
+        except MemoryFault:
+            assert self.case.failing.has_failed
+            assert reservation.num_chunks == before
+            return
+        finally:
+            self.case.failing.arm(0)
+        assert reservation.num_chunks == num_places
+        chunks, is_protected = self.model[reservation]
+        self.model[reservation] = (chunks[:num_places] if chunks is not None else None, is_protected)
+        behind = shown(self.case, self.driver, reservation.address, before)[num_places:]
+        assert behind == [None] * (before - num_places)
+
     @rule(reservation=consumes(reservations))
     def release(self, reservation: Reservation) -> None:
         self.space.release(reservation)

@@ -103,11 +103,12 @@ def test_foreign_chunks_are_refused() -> None:
             pool.give([run])
     with pytest.raises(ValueError, match="not in the pool"):
         pool.is_free(8)
+    with pytest.raises(ValueError, match="must not be negative"):
+        ChunkPool(-1)
+    assert ChunkPool(0).num_free == 0  # of a session that has given all memory back
     for num_chunks in (0, -1):
         with pytest.raises(ValueError, match="must be positive"):
             pool.take(num_chunks)
-        with pytest.raises(ValueError, match="must be positive"):
-            ChunkPool(num_chunks)
     assert pool.num_free == 0
     pool.give(taken)
     assert pool.free_runs() == ((0, 8),)

@@ -168,7 +168,7 @@ def test_close_gives_back_what_it_can_and_the_rest_when_called_again(case: CudaC
         assert sum(case.fake.num_calls.values()) == calls
         if is_done:
             break
-    assert fail_call == 1 + 8 + 1 + 1  # view and arena are neighbours: one unmap; eight chunks; the addresses
+    assert fail_call == 2 + 8 + 1 + 1  # two unmaps, since the pool may grow in between; chunks; addresses
 
 
 def test_close_is_quiet_when_the_driver_has_gone(case: CudaCase) -> None:
@@ -184,7 +184,7 @@ def test_a_driver_that_fails_in_the_making_says_what_it_could_not_give_back(case
     with pytest.raises(CudaFault, match="chunk 3 of a pool of 16 chunks") as caught:
         case.make()
     assert "could not all be given back" in caught.value.__notes__[0]
-    assert len(case.fake.left()) == 1
+    assert case.fake.left() == []  # closing has tried again
 
 
 @pytest.mark.parametrize("result", ["OUT_OF_MEMORY", "INVALID_VALUE", "NOT_SUPPORTED"])

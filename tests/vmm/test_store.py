@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from tests.shared_memory import shared_memory, shared_memory_beyond
 from tests.vmm.memory_cases import Memory, fill, num_open_files, num_threads
 from vmm.store import FileStore, Slot, StoreError
 from vmm.transfers import TransferError
@@ -235,13 +236,14 @@ def test_freed_space_is_used_again(store: FileStore) -> None:
 
 
 def test_space_of_a_freed_slot_waits_for_its_transfers(store: FileStore, memory: Memory) -> None:
-    store.engine.inject_faults(delay_ns=50_000_000)
+    store.engine.inject_faults(delay_ns=30_000_000_000)  # until other faults are set
     slot = store.allocate(MIB)
     write = store.write(slot, [(memory.address, MIB)])
     store.free(slot)
     assert store.used_nbytes == MIB
     second = store.allocate(MIB)
     assert second.offset != slot.offset
+    store.engine.inject_faults()
     write.wait()
     store.free(second)
     assert store.allocate(2 * MIB).offset == 0
@@ -337,8 +339,7 @@ def test_kill_leaves_nothing(tmp_path: Path) -> None:
         "print('under way', flush=True)\ntime.sleep(60)\n"
     )
     root = Path(__file__).resolve().parents[2]
-    shared = Path("/dev/shm")
-    before = sorted(shared.iterdir()) if shared.is_dir() else []
+    before = shared_memory()
     command = [sys.executable, "-c", script, str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
     assert process.stdout is not None
@@ -346,4 +347,4 @@ def test_kill_leaves_nothing(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert list(tmp_path.iterdir()) == []
-    assert (sorted(shared.iterdir()) if shared.is_dir() else []) == before
+    assert shared_memory_beyond(before) == []

@@ -32,10 +32,10 @@ class TableAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
     const int32_t mode = g_state.mode.load(std::memory_order_acquire);
-    if (mode == kOff || nbytes < g_state.threshold.load(std::memory_order_relaxed)) {
-      return g_previous->allocate(nbytes);
-    }
-    const uint64_t address = serve(nbytes, mode);
+    if (mode == kOff) return g_previous->allocate(nbytes);
+    const uint16_t ordinal = count_allocation();
+    if (nbytes < g_state.threshold.load(std::memory_order_relaxed)) return g_previous->allocate(nbytes);
+    const uint64_t address = serve(nbytes, mode, ordinal);
     if (address == kServedApart) return g_previous->allocate(nbytes);
     void* pointer = reinterpret_cast<void*>(address);
     return {pointer, pointer, &release, c10::Device(c10::DeviceType::CPU)};

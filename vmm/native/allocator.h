@@ -16,6 +16,7 @@ enum Mode : int32_t {
   kOff = 0,      // no session: every allocation goes to the allocator that was there before
   kDemand = 1,   // a session: large allocations go to the cold path
   kPlanned = 2,  // a session replays a plan: inside an op the plan's table serves
+  kRerun = 3,    // an op is run again: on the owner thread its own list of addresses serves, and nothing else
 };
 
 // One planned allocation of one op, in the order in which the op makes them.
@@ -24,7 +25,7 @@ struct PlannedAlloc {
   uint32_t variable;   // its index in the plan
   uint32_t dead_start; // [dead_start, dead_stop) in Plan::must_be_dead
   uint32_t dead_stop;
-  uint32_t reserved;
+  uint32_t ordinal;    // which of the op's allocations it was when the op was recorded (Event::ordinal)
 };
 
 // Tables of the plan being replayed; owned by Python, which keeps them alive while installed.
@@ -33,8 +34,17 @@ struct PlanTables {
   const uint32_t* must_be_dead;      // plan variables whose chunks an allocation takes over
   const uint64_t* variable_address;  // where each plan variable lives in this step
   uint8_t* variable_alive;           // 1 from its allocation to its free
+  uint64_t* variable_nbytes;         // bytes of the allocation that it was last served for
   uint32_t num_variables;
-  uint32_t reserved;
+  uint32_t is_elastic;               // sizes differ from step to step: a capacity tells nothing of which entry is meant
+};
+
+// One large allocation of an op that is run again, in the order in which the op makes them. What is served here is
+// nobody's: when its storage is freed, nothing happens.
+struct RerunAlloc {
+  uint64_t capacity;  // bytes there
+  uint64_t address;
+  uint64_t served;    // bytes that were asked for; 0: not served yet
 };
 
 enum EventKind : uint32_t { kAlloc = 0, kFree = 1 };
@@ -43,7 +53,8 @@ enum EventKind : uint32_t { kAlloc = 0, kFree = 1 };
 struct Event {
   uint64_t address;
   uint64_t nbytes;   // of the allocation; for a free: 0, or a detached one's whole granules
-  uint32_t kind;
+  uint16_t kind;
+  uint16_t ordinal;  // of an allocation on the session's thread: which one at this position, small ones counted; or 0
   uint32_t position; // State::position when it happened
 };
 
@@ -75,6 +86,14 @@ struct State {
   std::atomic<uint64_t> cold_ns;
   std::atomic<uint64_t> num_late_frees;
   std::atomic<uint64_t> num_events;  // events in the log now
+  // The op that is being run again (kRerun): its allocations, and how many of those served are not freed yet.
+  RerunAlloc* rerun_allocs;
+  uint32_t rerun_next;
+  uint32_t rerun_stop;
+  std::atomic<uint64_t> num_rerun_alive;
+  // Allocations of any size that the owner thread has made at the present position.
+  uint32_t counted_position;
+  uint32_t num_counted;
 };
 
 }  // namespace vmm

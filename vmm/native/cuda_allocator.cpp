@@ -12,6 +12,7 @@
 
 #include <sys/types.h>
 
+#include <iterator>
 #include <map>
 #include <set>
 #include <unordered_map>
@@ -58,9 +59,28 @@ class Heap {
   uint64_t start() const { return start_; }
   uint64_t nbytes() const { return stop_ - start_; }
   bool is_empty() const { return live_.empty(); }
+  bool is_closed = false;  // to allocations, while its memory is elsewhere
+
+  // Where the last live block ends.
+  uint64_t used_stop() const {
+    if (by_address_.empty()) return stop_;
+    const auto last = std::prev(by_address_.end());
+    return last->first + last->second == stop_ ? last->first : stop_;
+  }
+
+  // End it at `stop`, or behind its last live block where that is further. Where it ends now.
+  uint64_t resize(uint64_t stop) {
+    const uint64_t used = used_stop();
+    if (stop < used) stop = used;
+    if (used < stop_) erase(used, stop_ - used);
+    stop_ = stop;
+    if (used < stop_) insert(used, stop_ - used);
+    return stop_;
+  }
 
   // 0 where there is no room.
   uint64_t take(uint64_t nbytes) {
+    if (is_closed) return 0;
     nbytes = (nbytes + kBlock - 1) / kBlock * kBlock;
     const auto found = by_size_.lower_bound({nbytes, 0});
     if (found == by_size_.end()) return 0;
@@ -255,7 +275,8 @@ VMM_EXPORT int vmm_cuda_begin(uint64_t arena_start, uint64_t arena_stop, uint64_
   if (g_alive != nullptr) munmap(g_alive, granules);
   if (g_variable != nullptr) munmap(g_variable, granules * sizeof(uint32_t));
   if (g_detached != nullptr) munmap(g_detached, granules * sizeof(uint32_t));
-  g_alive = nullptr;
+  if (g_rerun != nullptr) munmap(g_rerun, granules);
+  g_alive = g_rerun = nullptr;
   g_variable = g_detached = nullptr;
   g_ended_stop = 0;
   g_state.arena_start = g_state.arena_stop = 0;
@@ -303,6 +324,24 @@ VMM_EXPORT int vmm_cuda_outlives(uint64_t address, uint64_t nbytes) {
   return outliving().erase(address) == 0;  // else who freed it has seen the note and unmapped it
 }
 
+// End the part for small blocks at `stop`, or behind its last live block where that is further. Returns where it ends.
+VMM_EXPORT uint64_t vmm_cuda_resize_small(uint64_t stop) {
+  std::lock_guard<std::mutex> lock(vmm::g_mutex);
+  return vmm::g_heap != nullptr ? vmm::g_heap->resize(stop) : 0;
+}
+
+// Where the last live small block ends.
+VMM_EXPORT uint64_t vmm_cuda_small_used() {
+  std::lock_guard<std::mutex> lock(vmm::g_mutex);
+  return vmm::g_heap != nullptr ? vmm::g_heap->used_stop() : 0;
+}
+
+// Whether small blocks may be allocated.
+VMM_EXPORT void vmm_cuda_close_small(int is_closed) {
+  std::lock_guard<std::mutex> lock(vmm::g_mutex);
+  if (vmm::g_heap != nullptr) vmm::g_heap->is_closed = is_closed != 0;
+}
+
 VMM_EXPORT vmm::Numbers* vmm_cuda_numbers() { return &vmm::g_numbers; }
 
 VMM_EXPORT void vmm_cuda_reset_peaks() {
@@ -327,11 +366,17 @@ VMM_EXPORT void* vmm_cuda_allocate(ssize_t size, int device, void*) {
   if (mode == kOff) {
     address = take_unmanaged(nbytes, device);
   } else {
-    if (nbytes < g_state.threshold.load(std::memory_order_relaxed)) address = take_small(nbytes);
-    pool = address != 0 ? &g_numbers.small : &g_numbers.large;
+    const uint16_t ordinal = count_allocation();
+    const bool is_small = nbytes < g_state.threshold.load(std::memory_order_relaxed);
+    if (is_small) address = take_small(nbytes);
+    // What an op that is run again gets for its variables must not go to a small block.
+    TORCH_CHECK_WITH(
+        OutOfMemoryError, address != 0 || !is_small || !is_run_again(mode),
+        "ooc: an op that is run again allocates ", nbytes, " bytes, for which the part for small blocks has no room");
+    pool = address != 0 ? &g_numbers.small : is_run_again(mode) ? nullptr : &g_numbers.large;
     if (address == 0) {  // also a small one for which the heap has no room: whole chunks, but within the budget
       try {
-        address = serve(nbytes, mode);
+        address = serve(nbytes, mode, ordinal);
       } catch (const c10::OutOfMemoryError&) {
         std::lock_guard<std::mutex> lock(g_mutex);
         ++g_numbers.num_refused;
@@ -339,7 +384,7 @@ VMM_EXPORT void* vmm_cuda_allocate(ssize_t size, int device, void*) {
       }
     }
   }
-  note_taken(address, nbytes, pool);
+  if (pool != nullptr) note_taken(address, nbytes, pool);  // else the bytes are a variable's, which is counted
   return reinterpret_cast<void*>(address);
 }
 

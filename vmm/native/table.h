@@ -32,6 +32,7 @@ State g_state;
 uint8_t* g_alive = nullptr;
 uint32_t* g_variable = nullptr;  // its index in the plan, plus 1; or 0
 uint32_t* g_detached = nullptr;  // granules of a variable that outlived its session, or 0
+uint8_t* g_rerun = nullptr;      // storages that re-runs have here, beside the variable's own
 
 std::mutex g_log_mutex;
 std::vector<Event>& log_events() {
@@ -55,9 +56,9 @@ uint64_t granule_of(uint64_t address) {
 
 // Append to the log; the caller holds g_log_mutex, under which it also changes g_alive: the log's
 // order is then the order in which addresses really changed hands.
-void append(uint32_t kind, uint64_t address, uint64_t nbytes) {
+void append(EventKind kind, uint64_t address, uint64_t nbytes, uint16_t ordinal = 0) {
   const uint32_t position = g_state.position.load(std::memory_order_relaxed);
-  log_events().push_back(Event{address, nbytes, kind, position});
+  log_events().push_back(Event{address, nbytes, kind, ordinal, position});
   g_state.num_events.store(log_events().size(), std::memory_order_relaxed);
 }
 
@@ -68,6 +69,11 @@ void give_back_detached(void* pointer, uint64_t nbytes);
 void release_in_arena(uint64_t address) {
   const uint64_t granule = granule_of(address);
   std::lock_guard<std::mutex> lock(g_log_mutex);
+  if (g_rerun[granule] != 0) {
+    --g_rerun[granule];
+    g_state.num_rerun_alive.fetch_sub(1, std::memory_order_relaxed);
+    return;
+  }
   if (g_detached[granule] != 0) {
     const uint64_t nbytes = g_detached[granule] * kGranule;
     g_detached[granule] = 0;
@@ -88,25 +94,43 @@ void release_in_arena(uint64_t address) {
   append(kFree, address, 0);
 }
 
-// The planned reservation for an allocation of nbytes inside the current op, or 0.
-uint64_t serve_planned(uint64_t nbytes) {
-  const PlanTables* plan = g_state.plan.load(std::memory_order_acquire);
-  uint32_t pick = g_state.window_stop;
-  for (uint32_t i = g_state.window_next; i < g_state.window_stop; ++i) {
-    if (plan->allocs[i].capacity == nbytes) {
-      pick = i;
-      break;
-    }
+// Which allocation this is at the present position of the step, from 1 on; 0 on other threads than the session's.
+// Called for each allocation of a session, small ones too, so that sizes near the threshold do not shift the count.
+uint16_t count_allocation() {
+  if (g_state.owner_thread.load(std::memory_order_relaxed) != this_thread()) return 0;
+  const uint32_t position = g_state.position.load(std::memory_order_relaxed);
+  if (position != g_state.counted_position) {
+    g_state.counted_position = position;
+    g_state.num_counted = 0;
   }
-  if (pick == g_state.window_stop) {
-    // Another size than planned (data-dependent): the next entry that is large enough will do.
+  if (g_state.num_counted < UINT16_MAX) ++g_state.num_counted;
+  return static_cast<uint16_t>(g_state.num_counted);
+}
+
+// The entry of the op's window that is meant by its allocation number `ordinal`, of nbytes; `window_stop`: none. Where
+// sizes do not differ from step to step, they and the order tell more than the number, which small allocations shift.
+uint32_t find_planned(const PlanTables* plan, uint64_t nbytes, uint16_t ordinal) {
+  if (ordinal != 0 && plan->is_elastic) {
     for (uint32_t i = g_state.window_next; i < g_state.window_stop; ++i) {
-      if (plan->allocs[i].capacity >= nbytes) {
-        pick = i;
-        break;
-      }
+      if (plan->allocs[i].ordinal != ordinal) continue;
+      return plan->allocs[i].capacity >= nbytes ? i : g_state.window_stop;  // larger than the plan's envelope
     }
   }
+  for (uint32_t i = g_state.window_next; i < g_state.window_stop; ++i) {
+    if (plan->allocs[i].capacity == nbytes) return i;
+  }
+  if (plan->is_elastic) return g_state.window_stop;
+  // Another size than planned (data-dependent): the next entry that is large enough will do.
+  for (uint32_t i = g_state.window_next; i < g_state.window_stop; ++i) {
+    if (plan->allocs[i].capacity >= nbytes) return i;
+  }
+  return g_state.window_stop;
+}
+
+// The planned reservation for an allocation of nbytes inside the current op, or 0.
+uint64_t serve_planned(uint64_t nbytes, uint16_t ordinal) {
+  const PlanTables* plan = g_state.plan.load(std::memory_order_acquire);
+  const uint32_t pick = find_planned(plan, nbytes, ordinal);
   if (pick == g_state.window_stop) return 0;
   const PlannedAlloc& entry = plan->allocs[pick];
   for (uint32_t i = entry.dead_start; i < entry.dead_stop; ++i) {
@@ -120,8 +144,31 @@ uint64_t serve_planned(uint64_t nbytes) {
   if (address == 0 || g_alive[granule]) return 0;
   g_state.window_next = pick + 1;
   g_variable[granule] = entry.variable + 1;
+  plan->variable_nbytes[entry.variable] = nbytes;
   __atomic_store_n(&plan->variable_alive[entry.variable], uint8_t{1}, __ATOMIC_RELEASE);
   return address;
+}
+
+// The address for an allocation of an op that is run again, or 0. It owns nothing.
+uint64_t serve_rerun(uint64_t nbytes) {
+  uint32_t pick = g_state.rerun_stop;
+  for (int exact = 1; exact >= 0 && pick == g_state.rerun_stop; --exact) {
+    for (uint32_t i = g_state.rerun_next; i < g_state.rerun_stop; ++i) {
+      const uint64_t capacity = g_state.rerun_allocs[i].capacity;
+      if (exact != 0 ? capacity == nbytes : capacity >= nbytes) {
+        pick = i;
+        break;
+      }
+    }
+  }
+  if (pick == g_state.rerun_stop) return 0;
+  RerunAlloc& entry = g_state.rerun_allocs[pick];
+  entry.served = nbytes;
+  g_state.rerun_next = pick + 1;
+  std::lock_guard<std::mutex> lock(g_log_mutex);
+  ++g_rerun[granule_of(entry.address)];
+  g_state.num_rerun_alive.fetch_add(1, std::memory_order_relaxed);
+  return entry.address;
 }
 
 // The front's: what the calling thread needs before the cold path runs on it.
@@ -139,13 +186,25 @@ uint64_t serve_cold(uint64_t nbytes) {
   return address;
 }
 
+// Whether the calling thread runs an op again in this mode.
+bool is_run_again(int32_t mode) {
+  return mode == kRerun && g_state.owner_thread.load(std::memory_order_relaxed) == this_thread();
+}
+
 // A large allocation, from the plan or from the cold path, noted in the log; or kServedApart. Throws where there is
 // no room.
-uint64_t serve(uint64_t nbytes, int32_t mode) {
+uint64_t serve(uint64_t nbytes, int32_t mode, uint16_t ordinal) {
   uint64_t address = 0;
+  if (is_run_again(mode)) {
+    address = serve_rerun(nbytes);
+    TORCH_CHECK_WITH(
+        OutOfMemoryError, address != 0,
+        "ooc: an op that is run again allocates ", nbytes, " bytes, which it did not when it ran first");
+    return address;
+  }
   if (mode == kPlanned && (g_state.position.load(std::memory_order_relaxed) & 1) != 0 &&
       g_state.owner_thread.load(std::memory_order_relaxed) == this_thread()) {
-    address = serve_planned(nbytes);
+    address = serve_planned(nbytes, ordinal);
     if (address != 0) g_state.num_planned.fetch_add(1, std::memory_order_relaxed);
   }
   if (address == 0) address = serve_cold(nbytes);
@@ -155,7 +214,7 @@ uint64_t serve(uint64_t nbytes, int32_t mode) {
       "ooc: cannot allocate ", nbytes, " bytes within the session's budget");
   std::lock_guard<std::mutex> lock(g_log_mutex);
   __atomic_store_n(&g_alive[granule_of(address)], uint8_t{1}, __ATOMIC_RELEASE);
-  append(kAlloc, address, nbytes);
+  append(kAlloc, address, nbytes, ordinal);
   return address;
 }
 
@@ -181,7 +240,8 @@ bool make_tables(uint64_t arena_start, uint64_t arena_stop) {
   g_alive = static_cast<uint8_t*>(zeroed(granules));
   g_variable = static_cast<uint32_t*>(zeroed(granules * sizeof(uint32_t)));
   g_detached = static_cast<uint32_t*>(zeroed(granules * sizeof(uint32_t)));
-  if (g_alive == nullptr || g_variable == nullptr || g_detached == nullptr) return false;
+  g_rerun = static_cast<uint8_t*>(zeroed(granules));
+  if (g_alive == nullptr || g_variable == nullptr || g_detached == nullptr || g_rerun == nullptr) return false;
   g_state.arena_start = arena_start;
   g_state.arena_stop = arena_stop;
   return true;
@@ -231,6 +291,21 @@ VMM_EXPORT int vmm_allocator_detach(uint64_t address, uint64_t nbytes) {
   std::lock_guard<std::mutex> lock(g_log_mutex);
   if (!g_alive[granule]) return 0;
   g_detached[granule] = static_cast<uint32_t>((nbytes + kGranule - 1) / kGranule);
+  return 1;
+}
+
+// The storage that a re-run was given at this address, and that is still there, is a variable like any other from now
+// on: its birth is logged here, its free when it comes. Returns 0, and notes nothing, if there is none.
+VMM_EXPORT int vmm_allocator_adopt(uint64_t address, uint64_t nbytes) {
+  using namespace vmm;
+  if (!in_arena(address)) return 0;
+  const uint64_t granule = granule_of(address);
+  std::lock_guard<std::mutex> lock(g_log_mutex);
+  if (g_rerun[granule] != 1 || g_alive[granule]) return 0;
+  g_rerun[granule] = 0;
+  g_state.num_rerun_alive.fetch_sub(1, std::memory_order_relaxed);
+  __atomic_store_n(&g_alive[granule], uint8_t{1}, __ATOMIC_RELEASE);
+  append(kAlloc, address, nbytes);
   return 1;
 }
 

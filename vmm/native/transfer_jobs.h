@@ -43,9 +43,11 @@ struct Faults {  // for tests
   int64_t calls_until_failure;  // 1: the next call fails; 0: none will
   int32_t error;
   int32_t kind;          // kWrite, kRead, or kNumKinds for either
-  int64_t delay_ns;      // before each call
+  int64_t delay_ns;      // before each call of that kind
   int64_t call_nbytes;   // a call moves at most this many bytes; 0: no limit
   int64_t num_failures;  // calls in a row that fail
+
+  bool concerns(int32_t which) const { return kind == kNumKinds || kind == which; }
 };
 
 struct Job {

@@ -35,6 +35,7 @@ namespace {
 
 constexpr int kMostRefusals = 40;          // EAGAIN in a row before a transfer gives up: about four seconds
 constexpr int64_t kFirstPauseNs = 1000000, kLongestPauseNs = 128000000;  // between them, doubled each time
+constexpr int64_t kLongestNapNs = 1000000;  // of a delay that a test asked for
 constexpr size_t kNumFailuresKept = 4096;  // failed tickets that can still be asked about
 constexpr size_t kNumFinished = 8192;      // tickets in the ring of finished ones; more are never under way
 constexpr size_t kNumRecordsKept = 16384;  // finished tickets in the timeline, oldest dropped first
@@ -282,14 +283,21 @@ class Engine {
     return is_closing_;
   }
 
+  // How much longer a call that began at `start_ns` sleeps for a test. Asked again and again, so that a test ends a
+  // delay by setting other faults; closing ends it, too.
+  int64_t rest_of_delay_ns(Kind kind, int64_t start_ns) {
+    Lock lock(mutex_);
+    if (faults_.delay_ns <= 0 || is_closing_ || !faults_.concerns(kind)) return 0;
+    return std::max<int64_t>(0, start_ns + faults_.delay_ns - now_ns());
+  }
+
   // One system call, counted and timed. errno is the caller's to read.
   ssize_t call(Kind kind, int fd, iovec* segments, int count, int64_t offset) {
-    int64_t delay_ns, start_ns;
+    int64_t start_ns;
     iovec first{};
     {
       Lock lock(mutex_);
-      delay_ns = faults_.delay_ns;
-      bool counts = faults_.kind == kNumKinds || faults_.kind == kind;
+      bool counts = faults_.concerns(kind);
       if (counts && faults_.calls_until_failure == 1) {
         if (--faults_.num_failures <= 0) faults_.calls_until_failure = 0;
         ++statistics_.num_calls[kind];
@@ -305,7 +313,7 @@ class Engine {
       start_ns = now_ns();
       if (num_calls_under_way_[kind]++ == 0) busy_since_ns_[kind] = start_ns;
     }
-    if (delay_ns > 0) sleep_ns(delay_ns);
+    while (int64_t ns = rest_of_delay_ns(kind, start_ns)) sleep_ns(std::min(ns, kLongestNapNs));
     ssize_t moved =
         kind == kWrite ? pwritev(fd, segments, count, offset) : preadv(fd, segments, count, offset);
     int error = errno;

@@ -14,137 +14,15 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <c10/core/StorageImpl.h>
-#include <c10/core/TensorImpl.h>
+#include <structmember.h>
 
-#include <ctime>
 #include <new>
+#include <utility>
 #include <vector>
 
-#include "../../../vmm/native/allocator.h"
+#include "run_on_demand.h"
 
 namespace {
-
-enum Flags : uint32_t { kBefore = 1, kAfter = 2, kIntercept = 4 };
-
-// One op of the plan; laid out by ooc/replay/executable_plan.py as a numpy record.
-struct PlanOp {
-  uint32_t uses_start, uses_stop;      // the plan variables of its operands, in order of occurrence
-  uint32_t allocs_start, allocs_stop;  // its planned allocations
-  uint32_t flags;
-  uint32_t reserved;
-};
-
-struct Dispatcher {
-  PyObject_HEAD
-  vmm::State* state;
-  uint64_t (*this_thread)();
-  PyTypeObject* tensor_type;
-  Py_ssize_t cdata_offset;  // of the TensorImpl* in the Python object; -1: ask for _cdata
-  PyObject *slow, *before, *after, *finish, *failed;
-  PyObject* owner;  // the mode whose __torch_dispatch__ this is; torch asks for it as `__self__`
-  // The plan being replayed. `funcs`, `calls` and `buffers` keep alive what the pointers point to.
-  PyObject *funcs, *calls, *buffers;
-  const PlanOp* ops;
-  const uint32_t* uses;
-  const uint64_t* variable_address;
-  int64_t* op_start_ns;
-  int64_t* op_stop_ns;
-  uint32_t num_ops;
-  uint32_t cursor;
-  int planned;
-  // Critical sections; only the session's thread, holding the GIL, changes these.
-  uint64_t session_thread;
-  uint32_t depth;
-  uint64_t postponed;  // bit n - 1: signal n
-};
-
-// Python's signal handlers run on the main thread alone, so only its sections count.
-class Section {
- public:
-  explicit Section(Dispatcher* self) : self_(self->this_thread() == self->session_thread ? self : nullptr) { enter(); }
-  ~Section() { exit(); }
-  Section(const Section&) = delete;
-  Section& operator=(const Section&) = delete;
-
-  static void enter(Dispatcher* self) { ++self->depth; }
-  static void exit(Dispatcher* self) {
-    if (self->depth > 0) --self->depth;
-    if (self->depth == 0 && self->postponed != 0) rearm(self);
-  }
-
- private:
-  void enter() {
-    if (self_ != nullptr) enter(self_);
-  }
-  void exit() {
-    if (self_ != nullptr) exit(self_);
-  }
-  // Let the interpreter believe that the signals arrive now.
-  static void rearm(Dispatcher* self) {
-    const uint64_t postponed = self->postponed;
-    self->postponed = 0;
-    for (int number = 1; number <= 64; ++number) {
-      if ((postponed >> (number - 1)) & 1) PyErr_SetInterruptEx(number);
-    }
-  }
-
-  Dispatcher* self_;
-};
-
-int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return int64_t{t.tv_sec} * 1000000000 + t.tv_nsec;
-}
-
-// The storage address of a tensor if it lies in the arena, else 0.
-uint64_t arena_address(const Dispatcher* self, PyObject* tensor) {
-  const c10::TensorImpl* impl = nullptr;
-  if (self->cdata_offset >= 0) {
-    impl = *reinterpret_cast<c10::TensorImpl**>(reinterpret_cast<char*>(tensor) + self->cdata_offset);
-  } else {
-    PyObject* value = PyObject_GetAttrString(tensor, "_cdata");
-    if (value == nullptr) {
-      PyErr_Clear();
-      return 0;
-    }
-    impl = reinterpret_cast<c10::TensorImpl*>(PyLong_AsUnsignedLongLong(value));
-    Py_DECREF(value);
-  }
-  if (impl == nullptr || !impl->has_storage()) return 0;
-  const c10::Storage& storage = impl->unsafe_storage();
-  if (!storage) return 0;
-  const auto address =
-      reinterpret_cast<uint64_t>(storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get());
-  const auto start = self->state->arena_start.load(std::memory_order_relaxed);
-  const auto stop = self->state->arena_stop.load(std::memory_order_relaxed);
-  return address >= start && address < stop ? address : 0;
-}
-
-// Call visit(address) for every arena operand in `object`, depth first, until it returns false.
-template <class Visit>
-bool for_each_operand(const Dispatcher* self, PyObject* object, Visit&& visit) {
-  if (PyObject_TypeCheck(object, self->tensor_type)) {
-    const uint64_t address = arena_address(self, object);
-    return address == 0 || visit(address);
-  }
-  if (PyTuple_CheckExact(object) || PyList_Check(object) || PyTuple_Check(object)) {
-    const Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
-    for (Py_ssize_t i = 0; i < n; ++i) {
-      if (!for_each_operand(self, PySequence_Fast_GET_ITEM(object, i), visit)) return false;
-    }
-    return true;
-  }
-  if (PyDict_Check(object)) {
-    PyObject *key, *value;
-    Py_ssize_t position = 0;
-    while (PyDict_Next(object, &position, &key, &value)) {
-      if (!for_each_operand(self, value, visit)) return false;
-    }
-  }
-  return true;
-}
 
 // Every arena operand must be one that the plan expects, in the plan's order. One that the plan
 // expects and that is not in the arena (it fell below the threshold this time) is harmless.
@@ -166,11 +44,6 @@ bool expected_next(const Dispatcher* self, PyObject* func, PyObject* args, PyObj
   if (self->this_thread() != self->state->owner_thread.load(std::memory_order_relaxed)) return false;
   return PyList_GET_ITEM(self->funcs, self->cursor) == func &&
          operands_match(self, self->ops[self->cursor], args, kwargs);
-}
-
-PyObject* call_op(PyObject* call, PyObject* args, PyObject* kwargs) {
-  const bool named = kwargs != nullptr && kwargs != Py_None && PyDict_GET_SIZE(kwargs) > 0;
-  return PyObject_Call(call, args, named ? kwargs : nullptr);
 }
 
 // Play the plan's next op, which this one is known to be.
@@ -244,14 +117,27 @@ PyObject* play(Dispatcher* self, PyObject* func, PyObject* types, PyObject* args
   return result;
 }
 
+// Whether no operand is of a subclass that dispatches for itself. torch names its own class for some ops (detach).
+bool are_plain(const Dispatcher* self, PyObject* types) {
+  if (!PyTuple_Check(types)) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i) {
+    if (PyTuple_GET_ITEM(types, i) != reinterpret_cast<PyObject*>(self->plain_type)) return false;
+  }
+  return true;
+}
+
 PyObject* dispatcher_call(PyObject* object, PyObject* positional, PyObject*) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   PyObject *func, *types, *args = nullptr, *kwargs = Py_None;
   if (!PyArg_UnpackTuple(positional, "__torch_dispatch__", 2, 4, &func, &types, &args, &kwargs)) return nullptr;
   const Section section(self);
-  if (args != nullptr && PyTuple_Check(types) && PyTuple_GET_SIZE(types) == 0 &&
-      expected_next(self, func, args, kwargs) && !(self->ops[self->cursor].flags & kIntercept)) {
+  const bool is_plain = args != nullptr && are_plain(self, types);
+  if (is_plain && expected_next(self, func, args, kwargs) && !(self->ops[self->cursor].flags & kIntercept)) {
     return play(self, func, types, args, kwargs);
+  }
+  if (is_plain && self->demand != nullptr && self->demand->log != nullptr && !self->planned) {
+    PyObject* result = run_on_demand(self, func, args, kwargs);
+    if (result != nullptr || PyErr_Occurred()) return result;
   }
   return PyObject_Call(self->slow, positional, nullptr);
 }
@@ -350,6 +236,78 @@ PyObject* dispatcher_start(PyObject* object, PyObject* number) {
   Py_RETURN_NONE;
 }
 
+// Where a slot of a Python class lies in its instances; -1 with an error.
+Py_ssize_t slot_offset(PyObject* descriptor) {
+  if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) {
+    PyErr_SetString(PyExc_TypeError, "prepare_demand: the descriptor of a slot, please");
+    return -1;
+  }
+  return reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member->offset;
+}
+
+// prepare_demand(records, resident, acquire, release, empty, refused, describe, failed, owners,
+//                (find, kind, forward, current_node, newest_node), slots, most_ops): see `Demand`.
+PyObject* dispatcher_prepare_demand(PyObject* object, PyObject* positional) {
+  auto* self = reinterpret_cast<Dispatcher*>(object);
+  auto* demand = new (std::nothrow) ooc::Demand();
+  if (demand == nullptr) return PyErr_NoMemory();
+  PyObject* slots[5];
+  if (!PyArg_ParseTuple(positional, "O!OOOO!O!OOO(OOOOO)(OOOOO)n", &PyDict_Type, &demand->records, &demand->resident,
+                        &demand->acquire, &demand->release, &PyTuple_Type, &demand->empty, &PyList_Type,
+                        &demand->refused, &demand->describe, &demand->failed, &demand->owners, &demand->sites.find,
+                        &demand->sites.kind, &demand->sites.forward, &demand->sites.current_node,
+                        &demand->sites.newest_node, &slots[0], &slots[1], &slots[2], &slots[3], &slots[4],
+                        &demand->most_ops) ||
+      (demand->state = slot_offset(slots[0])) < 0 || (demand->stored = slot_offset(slots[1])) < 0 ||
+      (demand->pins = slot_offset(slots[2])) < 0 || (demand->seen = slot_offset(slots[3])) < 0 ||
+      (demand->used = slot_offset(slots[4])) < 0) {
+    demand->disown();
+    delete demand;
+    return nullptr;
+  }
+  demand->own();
+  delete self->demand;
+  self->demand = demand;
+  Py_RETURN_NONE;
+}
+
+PyObject* dispatcher_new_log(PyObject*, PyObject*) { return ooc::op_log_new(&ooc::op_log_type, nullptr, nullptr); }
+
+// demand(log): from now on ops that run on demand are logged there; None: Python sees each.
+PyObject* dispatcher_demand(PyObject* object, PyObject* log) {
+  auto* self = reinterpret_cast<Dispatcher*>(object);
+  if (self->demand == nullptr) Py_RETURN_NONE;
+  if (log == Py_None) {
+    self->demand->stop();
+  } else if (Py_TYPE(log) == &ooc::op_log_type) {
+    self->demand->start(reinterpret_cast<ooc::OpLog*>(log));
+  } else {
+    PyErr_SetString(PyExc_TypeError, "demand: an OpLog or None, please");
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+// at_head(yes): whether Python has yet to see what begins.
+PyObject* dispatcher_at_head(PyObject* object, PyObject* yes) {
+  const int value = PyObject_IsTrue(yes);
+  if (value < 0) return nullptr;
+  reinterpret_cast<Dispatcher*>(object)->is_at_head = value;
+  Py_RETURN_NONE;
+}
+
+// watch(mode, func): ops on demand in another grad mode than this are Python's, and so is `func`; -1 and None: none.
+PyObject* dispatcher_watch(PyObject* object, PyObject* positional) {
+  auto* self = reinterpret_cast<Dispatcher*>(object);
+  int mode;
+  PyObject* func;
+  if (!PyArg_ParseTuple(positional, "iO", &mode, &func)) return nullptr;
+  self->watched_grad_mode = mode;
+  PyObject* awaited = func == Py_None ? nullptr : Py_NewRef(func);
+  Py_XSETREF(self->awaited_func, awaited);
+  Py_RETURN_NONE;
+}
+
 PyObject* dispatcher_leave(PyObject* object, PyObject*) {
   reinterpret_cast<Dispatcher*>(object)->planned = 0;
   Py_RETURN_NONE;
@@ -432,13 +390,20 @@ PyObject* dispatcher_new(PyTypeObject* type, PyObject* positional, PyObject*) {
   }
   auto* self = reinterpret_cast<Dispatcher*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
+  self->trials = new (std::nothrow) ooc::Trials();
+  if (self->trials == nullptr) {
+    Py_DECREF(self);
+    return PyErr_NoMemory();
+  }
   self->state = reinterpret_cast<vmm::State*>(state);
   self->this_thread = reinterpret_cast<uint64_t (*)()>(this_thread);
   self->session_thread = self->this_thread();
   self->cdata_offset = probe_cdata(sample);
+  self->watched_grad_mode = -1;
   if (PyErr_Occurred()) PyErr_Clear();
   Py_INCREF(tensor_type);
   self->tensor_type = reinterpret_cast<PyTypeObject*>(tensor_type);
+  self->plain_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(Py_TYPE(sample)));
   self->slow = Py_NewRef(slow);
   self->before = Py_NewRef(before);
   self->after = Py_NewRef(after);
@@ -451,6 +416,8 @@ int dispatcher_clear(PyObject* object) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   self->planned = 0;
   self->num_ops = 0;
+  delete std::exchange(self->demand, nullptr);
+  Py_CLEAR(self->awaited_func);
   Py_CLEAR(self->owner);
   Py_CLEAR(self->slow);
   Py_CLEAR(self->before);
@@ -465,6 +432,10 @@ int dispatcher_clear(PyObject* object) {
 
 int dispatcher_traverse(PyObject* object, visitproc visit, void* arg) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
+  if (self->demand != nullptr) {
+    for (PyObject* owned : self->demand->objects()) Py_VISIT(owned);
+  }
+  Py_VISIT(self->awaited_func);
   Py_VISIT(self->owner);
   Py_VISIT(self->slow);
   Py_VISIT(self->before);
@@ -480,7 +451,9 @@ int dispatcher_traverse(PyObject* object, visitproc visit, void* arg) {
 void dispatcher_dealloc(PyObject* object) {
   PyObject_GC_UnTrack(object);
   dispatcher_clear(object);
+  delete reinterpret_cast<Dispatcher*>(object)->trials;
   Py_CLEAR(reinterpret_cast<Dispatcher*>(object)->tensor_type);
+  Py_CLEAR(reinterpret_cast<Dispatcher*>(object)->plain_type);
   Py_TYPE(object)->tp_free(object);
 }
 
@@ -491,6 +464,16 @@ PyMethodDef dispatcher_methods[] = {
     {"address", dispatcher_address, METH_O, "A tensor's storage address if in the arena, else 0."},
     {"install", dispatcher_install, METH_VARARGS, "Set the tables of a plan."},
     {"start", dispatcher_start, METH_O, "Compare ops with the plan from this op on."},
+    {"prepare_demand", dispatcher_prepare_demand, METH_VARARGS, "Say what ops on demand need."},
+    {"kind", dispatcher_kind, METH_VARARGS, "What an op has in common with those tried once for all."},
+    {"trial", dispatcher_trial, METH_O, "What is known of a kind of op."},
+    {"set_trial", dispatcher_set_trial, METH_VARARGS, "Note what is known of a kind of op."},
+    {"set_environment", dispatcher_set_environment, METH_O, "A part of every kind from now on."},
+    {"refuse", dispatcher_refuse, METH_O, "Never call this op replayable again."},
+    {"new_log", dispatcher_new_log, METH_NOARGS, "An empty log of ops."},
+    {"demand", dispatcher_demand, METH_O, "Log ops on demand here from now on; None: leave each to Python."},
+    {"at_head", dispatcher_at_head, METH_O, "Whether ops on demand are Python's until it has seen what begins."},
+    {"watch", dispatcher_watch, METH_VARARGS, "Leave ops on demand in another grad mode to Python."},
     {"leave", dispatcher_leave, METH_NOARGS, "Stop comparing ops with the plan."},
     {"enter_section", dispatcher_enter, METH_NOARGS, "From now on signal handlers wait."},
     {"exit_section", dispatcher_exit, METH_NOARGS, "The section ends; what has waited comes at the next bytecode."},
@@ -537,10 +520,11 @@ PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_dispatch", "The hot path of a
 }  // namespace
 
 PyMODINIT_FUNC PyInit__dispatch(void) {
-  if (PyType_Ready(&dispatcher_type) < 0) return nullptr;
+  if (PyType_Ready(&dispatcher_type) < 0 || PyType_Ready(&ooc::op_log_type) < 0) return nullptr;
   PyObject* module = PyModule_Create(&module_def);
   if (module == nullptr) return nullptr;
-  if (PyModule_AddObjectRef(module, "Dispatcher", reinterpret_cast<PyObject*>(&dispatcher_type)) < 0) {
+  if (PyModule_AddObjectRef(module, "Dispatcher", reinterpret_cast<PyObject*>(&dispatcher_type)) < 0 ||
+      PyModule_AddObjectRef(module, "OpLog", reinterpret_cast<PyObject*>(&ooc::op_log_type)) < 0) {
     Py_DECREF(module);
     return nullptr;
   }

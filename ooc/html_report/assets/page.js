@@ -234,24 +234,53 @@ const drift = {
 
 // -- steps
 
+// A first step that compiles or warms up may take a hundred times as long as all others: such bars are cut off, and
+// say how long they are.
+const TALL = 4;
+
+function stepHeight() {
+  const sorted = [...data.steps.s].sort((one, other) => one - other);
+  const typical = sorted[Math.floor((sorted.length - 1) / 2)] || 1e-9, longest = sorted[sorted.length - 1] || 1e-9;
+  if (longest <= TALL * typical) return 1.05 * longest;
+  return 1.15 * sorted.reduce((high, value) => value <= TALL * typical ? Math.max(high, value) : high, typical);
+}
+
+function cutOff() {
+  const high = stepHeight();
+  return data.steps.s.map((value, i) => [value, i]).filter(([value]) => value > high);
+}
+
+function cutOffText() {
+  const cut = cutOff(), {first} = data.steps;
+  if (!cut.length) return [];
+  const listed = cut.slice(0, 3).map(([value, i]) => "step " + (first + i + 1) + ", " + time(value * 1e9)).join("; ");
+  return [["quiet", "cut off: " + listed + (cut.length > 3 ? " and " + (cut.length - 3) + " more" : "")]];
+}
+
 const steps = {
   zooms: false,
   shown: () => data.steps.s.length > 0,
   legend: () => [...Object.entries(MODES).filter(([letter]) => data.steps.mode.includes(letter))
-    .map(([, [text, colour]]) => [colour, text]), ["text", "stall"]],
+    .map(([, [text, colour]]) => [colour, text]), ["text", "stall"], ...cutOffText()],
   limits() {
-    const {s, first} = data.steps, high = 1.05 * s.reduce((one, other) => Math.max(one, other), 1e-9);
+    const {s, first} = data.steps, high = stepHeight();
     return {x: [first + 0.5, first + s.length + 0.5], xText: (n) => Number.isInteger(n) ? String(n) : "", y: [0, high],
             yMarks: marks(high, (n) => time(n * 1e9))};
   },
   draw(chart) {
-    const pen = chart.pen, {s, stall, mode, first} = data.steps, zero = chart.y(0);
+    const pen = chart.pen, {s, stall, mode, first} = data.steps, zero = chart.y(0), high = chart.limits.y[1];
     for (let i = 0; i < s.length; i++) {
       const x = chart.x(first + i + 0.5), width = chart.x(first + i + 1.5) - x, gap = width > 3 ? 1 : 0;
+      const top = chart.y(Math.min(s[i], high)), dark = chart.y(Math.min(stall[i], high));
       pen.fillStyle = colours[MODES[mode[i]][1]];
-      box(pen, x, chart.y(s[i]), width - gap, zero - chart.y(s[i]));
+      box(pen, x, top, width - gap, zero - top);
       pen.fillStyle = colours.text;
-      if (stall[i] > 0) box(pen, x, chart.y(stall[i]), width - gap, zero - chart.y(stall[i]));
+      if (stall[i] > 0) box(pen, x, dark, width - gap, zero - dark);
+      if (s[i] > high) {
+        pen.fillStyle = colours.panel;
+        box(pen, x, top + 9, width - gap, 3);
+        box(pen, x, top + 15, width - gap, 3);
+      }
     }
   },
   point(chart, at) {
@@ -290,6 +319,9 @@ function showDocument(index) {
   data = documents[index];
   document.querySelectorAll("[data-document]").forEach((button) =>
     button.setAttribute("aria-pressed", String(Number(button.dataset.document) === current)));
+  document.querySelectorAll(".drawn").forEach((place) => {
+    place.textContent = documents.length > 1 ? ": " + data.name : "";
+  });
   document.querySelector(".zoom").hidden = !hasStep();
   range = [0, data.duration || 1];
   $("range").textContent = time(range[0]) + " to " + time(range[1]);

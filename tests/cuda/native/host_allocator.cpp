@@ -10,19 +10,40 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
+#include <mutex>
+#include <unordered_set>
 
 namespace {
 
 void* (*g_allocate)(ssize_t, int, void*);
 void (*g_free)(void*, ssize_t, int, void*);
 
-void release(void* pointer) { g_free(pointer, 0, 0, nullptr); }
+// As CUDAPluggableAllocator has it: one entry for each address, and freeing what has none is an error. That is raised
+// in a destructor there, which ends the process.
+std::mutex g_mutex;
+std::unordered_set<void*> g_entries;
+
+void release(void* pointer) {
+  if (pointer != nullptr) {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    if (g_entries.erase(pointer) == 0) {
+      std::fprintf(stderr, "Trying to free a pointer not allocated here\n");
+      std::abort();
+    }
+  }
+  g_free(pointer, 0, 0, nullptr);
+}
 
 class HostAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
     void* pointer = g_allocate(static_cast<ssize_t>(nbytes), 0, nullptr);
+    if (pointer != nullptr) {
+      std::lock_guard<std::mutex> lock(g_mutex);
+      g_entries.insert(pointer);
+    }
     return {pointer, pointer, &release, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }

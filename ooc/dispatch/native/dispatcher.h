@@ -1,0 +1,152 @@
+// What the native dispatcher knows, and what all of its parts ask: its Python object, critical sections, and the
+// operands of an op. Included by dispatch.cpp alone.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <c10/core/GradMode.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+
+#include <ctime>
+
+#include "../../../vmm/native/allocator.h"
+#include "demand.h"
+#include "trials.h"
+
+namespace {
+
+enum Flags : uint32_t { kBefore = 1, kAfter = 2, kIntercept = 4 };
+
+// One op of the plan; laid out by ooc/replay/executable_plan.py as a numpy record.
+struct PlanOp {
+  uint32_t uses_start, uses_stop;      // the plan variables of its operands, in order of occurrence
+  uint32_t allocs_start, allocs_stop;  // its planned allocations
+  uint32_t flags;
+  uint32_t reserved;
+};
+
+struct Dispatcher {
+  PyObject_HEAD
+  vmm::State* state;
+  uint64_t (*this_thread)();
+  PyTypeObject* tensor_type;  // whatever is a tensor
+  PyTypeObject* plain_type;   // torch.Tensor itself
+  Py_ssize_t cdata_offset;  // of the TensorImpl* in the Python object; -1: ask for _cdata
+  PyObject *slow, *before, *after, *finish, *failed;
+  PyObject* owner;  // the mode whose __torch_dispatch__ this is; torch asks for it as `__self__`
+  // The plan being replayed. `funcs`, `calls` and `buffers` keep alive what the pointers point to.
+  PyObject *funcs, *calls, *buffers;
+  const PlanOp* ops;
+  const uint32_t* uses;
+  const uint64_t* variable_address;
+  int64_t* op_start_ns;
+  int64_t* op_stop_ns;
+  uint32_t num_ops;
+  uint32_t cursor;
+  int planned;
+  // Critical sections; only the session's thread, holding the GIL, changes these.
+  uint64_t session_thread;
+  uint32_t depth;
+  uint64_t postponed;  // bit n - 1: signal n
+  int is_at_head;          // ops on demand are Python's until it has seen what begins
+  int watched_grad_mode;   // ops on demand in the other grad mode are Python's; -1: it does not matter
+  PyObject* awaited_func;  // this one, too; null: none
+  ooc::Demand* demand;  // ops that run on demand; null until the session says how
+  ooc::Trials* trials;  // which kinds of op may run again
+};
+
+// Python's signal handlers run on the main thread alone, so only its sections count.
+class Section {
+ public:
+  explicit Section(Dispatcher* self) : self_(self->this_thread() == self->session_thread ? self : nullptr) { enter(); }
+  ~Section() { exit(); }
+  Section(const Section&) = delete;
+  Section& operator=(const Section&) = delete;
+
+  static void enter(Dispatcher* self) { ++self->depth; }
+  static void exit(Dispatcher* self) {
+    if (self->depth > 0) --self->depth;
+    if (self->depth == 0 && self->postponed != 0) rearm(self);
+  }
+
+ private:
+  void enter() {
+    if (self_ != nullptr) enter(self_);
+  }
+  void exit() {
+    if (self_ != nullptr) exit(self_);
+  }
+  // Let the interpreter believe that the signals arrive now.
+  static void rearm(Dispatcher* self) {
+    const uint64_t postponed = self->postponed;
+    self->postponed = 0;
+    for (int number = 1; number <= 64; ++number) {
+      if ((postponed >> (number - 1)) & 1) PyErr_SetInterruptEx(number);
+    }
+  }
+
+  Dispatcher* self_;
+};
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return int64_t{t.tv_sec} * 1000000000 + t.tv_nsec;
+}
+
+// The storage address of a tensor if it lies in the arena, else 0.
+uint64_t arena_address(const Dispatcher* self, PyObject* tensor) {
+  const c10::TensorImpl* impl = nullptr;
+  if (self->cdata_offset >= 0) {
+    impl = *reinterpret_cast<c10::TensorImpl**>(reinterpret_cast<char*>(tensor) + self->cdata_offset);
+  } else {
+    PyObject* value = PyObject_GetAttrString(tensor, "_cdata");
+    if (value == nullptr) {
+      PyErr_Clear();
+      return 0;
+    }
+    impl = reinterpret_cast<c10::TensorImpl*>(PyLong_AsUnsignedLongLong(value));
+    Py_DECREF(value);
+  }
+  if (impl == nullptr || !impl->has_storage()) return 0;
+  const c10::Storage& storage = impl->unsafe_storage();
+  if (!storage) return 0;
+  const auto address =
+      reinterpret_cast<uint64_t>(storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get());
+  const auto start = self->state->arena_start.load(std::memory_order_relaxed);
+  const auto stop = self->state->arena_stop.load(std::memory_order_relaxed);
+  return address >= start && address < stop ? address : 0;
+}
+
+// Call visit(address) for every arena operand in `object`, depth first, until it returns false.
+template <class Visit>
+bool for_each_operand(const Dispatcher* self, PyObject* object, Visit&& visit) {
+  if (PyObject_TypeCheck(object, self->tensor_type)) {
+    const uint64_t address = arena_address(self, object);
+    return address == 0 || visit(address);
+  }
+  if (PyTuple_CheckExact(object) || PyList_Check(object) || PyTuple_Check(object)) {
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
+    for (Py_ssize_t i = 0; i < n; ++i) {
+      if (!for_each_operand(self, PySequence_Fast_GET_ITEM(object, i), visit)) return false;
+    }
+    return true;
+  }
+  if (PyDict_Check(object)) {
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(object, &position, &key, &value)) {
+      if (!for_each_operand(self, value, visit)) return false;
+    }
+  }
+  return true;
+}
+
+PyObject* call_op(PyObject* call, PyObject* args, PyObject* kwargs) {
+  const bool named = kwargs != nullptr && kwargs != Py_None && PyDict_GET_SIZE(kwargs) > 0;
+  return PyObject_Call(call, args, named ? kwargs : nullptr);
+}
+
+}  // namespace

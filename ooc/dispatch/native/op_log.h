@@ -1,0 +1,129 @@
+// The ops of a step that ran on demand, as compact as the hot path leaves them: a Python object that
+// ooc/tracing/recorder.py turns into records when somebody asks.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cstdint>
+#include <new>
+#include <vector>
+
+namespace ooc {
+
+struct LoggedOp {
+  PyObject* func;   // owned
+  PyObject* where;  // owned: a str, or None where nobody asked yet
+  uint32_t occurrences, written, results, stop;  // ranges of `addresses`, one after the other
+  int64_t duration_ns;
+  bool replayable;
+};
+
+struct OpLog {
+  PyObject_HEAD
+  std::vector<LoggedOp>* ops;
+  std::vector<uint64_t>* addresses;
+};
+
+inline PyObject* address_list(const OpLog* log, uint32_t start, uint32_t stop) {
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(stop - start));
+  if (list == nullptr) return nullptr;
+  for (uint32_t i = start; i < stop; ++i) {
+    PyObject* number = PyLong_FromUnsignedLongLong((*log->addresses)[i]);
+    if (number == nullptr) {
+      Py_DECREF(list);
+      return nullptr;
+    }
+    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i - start), number);
+  }
+  return list;
+}
+
+inline void forget_ops(OpLog* log) {
+  std::vector<LoggedOp> ops;
+  ops.swap(*log->ops);  // first: what is released may call back
+  log->addresses->clear();
+  for (const LoggedOp& op : ops) {
+    Py_DECREF(op.func);
+    Py_DECREF(op.where);
+  }
+}
+
+// take() -> [(func, where, occurrences, written, results, duration_ns, replayable), ...]; they are forgotten here.
+inline PyObject* op_log_take(PyObject* object, PyObject*) {
+  auto* log = reinterpret_cast<OpLog*>(object);
+  PyObject* found = PyList_New(static_cast<Py_ssize_t>(log->ops->size()));
+  if (found == nullptr) return nullptr;
+  for (size_t i = 0; i < log->ops->size(); ++i) {
+    const LoggedOp& op = (*log->ops)[i];
+    PyObject* entry = Py_BuildValue("(OONNNLO)", op.func, op.where, address_list(log, op.occurrences, op.written),
+                                    address_list(log, op.written, op.results),
+                                    address_list(log, op.results, op.stop), static_cast<long long>(op.duration_ns),
+                                    op.replayable ? Py_True : Py_False);
+    if (entry == nullptr) {
+      Py_DECREF(found);
+      return nullptr;
+    }
+    PyList_SET_ITEM(found, static_cast<Py_ssize_t>(i), entry);
+  }
+  forget_ops(log);
+  return found;
+}
+
+// signature(start) -> a hash of the ops' identities, which goes on from `start`.
+inline PyObject* op_log_signature(PyObject* object, PyObject* start) {
+  const auto* log = reinterpret_cast<OpLog*>(object);
+  uint64_t hash = PyLong_AsUnsignedLongLong(start);
+  if (PyErr_Occurred()) return nullptr;
+  for (const LoggedOp& op : *log->ops) {
+    hash = (hash ^ reinterpret_cast<uint64_t>(op.func)) * 0x100000001b3ULL;
+  }
+  return PyLong_FromUnsignedLongLong(hash);
+}
+
+inline Py_ssize_t op_log_length(PyObject* object) {
+  return static_cast<Py_ssize_t>(reinterpret_cast<OpLog*>(object)->ops->size());
+}
+
+inline PyObject* op_log_new(PyTypeObject* type, PyObject*, PyObject*) {
+  auto* log = reinterpret_cast<OpLog*>(type->tp_alloc(type, 0));
+  if (log == nullptr) return nullptr;
+  log->ops = new (std::nothrow) std::vector<LoggedOp>();
+  log->addresses = new (std::nothrow) std::vector<uint64_t>();
+  if (log->ops == nullptr || log->addresses == nullptr) {
+    Py_DECREF(log);
+    return PyErr_NoMemory();
+  }
+  return reinterpret_cast<PyObject*>(log);
+}
+
+// What it owns are ops of torch's and texts, which own nothing of ours: no cycle goes through it.
+inline void op_log_dealloc(PyObject* object) {
+  auto* log = reinterpret_cast<OpLog*>(object);
+  if (log->ops != nullptr && log->addresses != nullptr) forget_ops(log);
+  delete log->ops;
+  delete log->addresses;
+  Py_TYPE(object)->tp_free(object);
+}
+
+inline PyMethodDef op_log_methods[] = {
+    {"take", op_log_take, METH_NOARGS, "The ops, oldest first, as tuples; they are forgotten here."},
+    {"signature", op_log_signature, METH_O, "A hash of the ops."},
+    {nullptr, nullptr, 0, nullptr}};
+
+inline PySequenceMethods op_log_sequence = {op_log_length};
+
+inline PyTypeObject op_log_type = [] {
+  PyTypeObject t = {PyVarObject_HEAD_INIT(nullptr, 0)};
+  t.tp_name = "ooc._dispatch.OpLog";
+  t.tp_basicsize = sizeof(OpLog);
+  t.tp_flags = Py_TPFLAGS_DEFAULT;
+  t.tp_new = op_log_new;
+  t.tp_dealloc = op_log_dealloc;
+  t.tp_methods = op_log_methods;
+  t.tp_as_sequence = &op_log_sequence;
+  t.tp_doc = "Ops that ran on demand; see ooc/dispatch/native/op_log.h.";
+  return t;
+}();
+
+}  // namespace ooc

@@ -1,0 +1,106 @@
+"""Allocations that were refused, until the op that made them raises the error that explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ooc.dispatch.expected_need import ExpectedNeed, expected_need
+from ooc.dispatch.out_of_memory import budget_too_small
+from ooc.errors import BudgetTooSmall, OocError
+from ooc.memory.no_room import NoRoom
+from ooc.memory.record import VariableRecord
+from ooc.memory.residency import ResidencyManager
+from ooc.replay.dispatcher import Dispatcher
+from ooc.replay.executor import Executor
+from ooc.tracing.recording import StepRecording
+from scheduler.trace import Trace
+
+Call = tuple[Any, Sequence[Any], Mapping[str, Any]]
+"""An op, its arguments and its keyword arguments."""
+
+
+class RefusedAllocations:
+    """Remembers the allocation that was refused in the present op, and makes the error of it.
+
+    Attributes:
+        pending: Refused in the present op; at most one. Native code looks at it.
+        earlier_traces: Of earlier steps, the latest first.
+    """
+
+    def __init__(
+        self,
+        *,
+        manager: ResidencyManager,
+        executor: Executor,
+        dispatcher: Dispatcher,
+        recording: StepRecording,
+        threshold_nbytes: int,
+    ) -> None:
+        self._manager = manager
+        self._executor = executor
+        self._dispatcher = dispatcher
+        self._recording = recording
+        self._threshold_nbytes = threshold_nbytes
+        self._largest_refused_nbytes = 0
+        self.pending: list[BaseException] = []
+        self.earlier_traces: Callable[[], Iterable[Trace]] = lambda: ()
+
+    def __repr__(self) -> str:
+        return f"<RefusedAllocations, {len(self.pending)} pending>"
+
+    def note(self, error: BaseException, nbytes: int) -> None:
+        """Note why an allocation of `nbytes` was refused."""
+        self.pending[:] = [error if not isinstance(error, NoRoom) else _Failure(error, nbytes)]
+
+    def error(self, call: Call, records: list[VariableRecord]) -> BaseException | None:
+        """The error for an op that raised because an allocation was refused; None if it raised for another reason."""
+        pending = self.pending.pop() if self.pending else None
+        if isinstance(pending, _Failure):
+            return self.too_small(call, records, pending.no_room, pending.nbytes)
+        return pending
+
+    def _expect(self, needed_nbytes: int, operands: Sequence[int]) -> ExpectedNeed | None:
+        recorder = self._recording.recorder
+        if recorder is None:
+            return None
+        has_backward = torch.is_grad_enabled() and torch._C._current_autograd_node() is None
+        so_far = recorder.build(self._manager.records).trace
+        return expected_need(so_far, needed_nbytes, operands, self.earlier_traces(), has_backward=has_backward)
+
+    def too_small(self, call: Call, records: list[VariableRecord], no_room: NoRoom, nbytes: int) -> BudgetTooSmall:
+        """The error for an op whose operands, or an allocation of `nbytes`, do not fit the budget."""
+        func, args, kwargs = call
+        active, cursor = self._executor.active, self._dispatcher.cursor
+        is_planned = active is not None and cursor < active.num_ops and active.funcs[cursor] is func
+        error = budget_too_small(
+            func=func,
+            args=args,
+            kwargs=kwargs,
+            operands=records,
+            no_room=no_room,
+            new_nbytes=nbytes,
+            manager=self._manager,
+            earlier_ops=self._recording.recorder.ops if self._recording.recorder is not None else (),
+            address_of=self._dispatcher.address,
+            threshold_nbytes=self._threshold_nbytes,
+            place=active.trace.ops[cursor].where
+            if active is not None and is_planned
+            else self._recording.call_sites.of_this_op(),
+            earlier_needed_nbytes=self._largest_refused_nbytes,
+            expect=self._expect,
+        )
+        self._largest_refused_nbytes = error.largest_needed_nbytes
+        self.pending.clear()  # to find the sizes of results, it may have run the op once more
+        return error
+
+
+class _Failure(OocError):
+    """A refused allocation; becomes a `BudgetTooSmall` where the op is known."""
+
+    def __init__(self, no_room: NoRoom, nbytes: int) -> None:
+        super().__init__(str(no_room))
+        self.no_room = no_room
+        self.nbytes = nbytes

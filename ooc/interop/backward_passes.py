@@ -1,0 +1,85 @@
+"""Notices backward passes. Their ends are borders within steps, and end steps where no optimizer does.
+
+Scripts that update their parameters themselves have no optimizer whose `step` could be the step boundary. What every
+training loop has is a backward pass. `torch.autograd.backward`, through which `Tensor.backward` goes, is replaced while
+a session is open whose boundaries are to be found, and so is the constructor of optimizers, to know whether there is
+one.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class BackwardPasses:
+    """Calls back at the end of each backward pass of a program, on the thread that ran it.
+
+    Args:
+        begins: Called before each call of `torch.autograd.backward`.
+        left: Called after each, whether it ended well or not.
+        ended: Called after each that ended well.
+    """
+
+    def __init__(
+        self, *, begins: Callable[[], None], left: Callable[[], None], ended: Callable[[], None] | None = None
+    ) -> None:
+        self._begins, self._left = begins, left
+        self._ended = ended
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._has_looked = False
+        self._has_optimizer = False
+
+    def __repr__(self) -> str:
+        return f"<BackwardPasses, {'noticed' if self._replaced else 'not noticed'}>"
+
+    def open(self) -> None:
+        """From now on they are noticed."""
+        backward, construct = torch.autograd.backward, torch.optim.Optimizer.__init__
+
+        @functools.wraps(backward)
+        def noticed(*args: Any, **kwargs: Any) -> None:
+            self._begins()
+            try:
+                backward(*args, **kwargs)
+            finally:
+                self._left()
+            if self._ended is not None:
+                self._ended()
+
+        @functools.wraps(construct)
+        def constructed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            self._has_optimizer = True
+            construct(optimizer, *args, **kwargs)
+
+        self._replace(torch.autograd, "backward", noticed)
+        if self._ended is not None:
+            self._replace(torch.optim.Optimizer, "__init__", constructed)
+
+    def close(self) -> None:
+        """They are noticed no more. Idempotent."""
+        while self._replaced:
+            owner, name, ours, before = self._replaced.pop()
+            if getattr(owner, name) is ours:  # else somebody has put his own in front, which calls ours
+                setattr(owner, name, before)
+        self._begins = self._left = _ignore
+        self._ended = None
+
+    def has_optimizer(self) -> bool:
+        """Whether the program has an optimizer of torch's, or had one."""
+        if not self._has_optimizer and not self._has_looked:
+            self._has_looked = True  # it may have been made before we were opened
+            self._has_optimizer = any(isinstance(thing, torch.optim.Optimizer) for thing in gc.get_objects())
+        return self._has_optimizer
+
+    def _replace(self, owner: Any, name: str, ours: Any) -> None:
+        self._replaced.append((owner, name, ours, getattr(owner, name)))
+        setattr(owner, name, ours)
+
+
+def _ignore() -> None:
+    pass

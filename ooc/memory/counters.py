@@ -1,0 +1,32 @@
+"""Totals of what a session has moved and made again."""
+
+from __future__ import annotations
+
+
+class Counters:
+    """Totals of what was moved, which only ever grow. Sizes in bytes, times in nanoseconds."""
+
+    __slots__ = (
+        "dropped_nbytes",
+        "evicted_nbytes",
+        "loaded_nbytes",
+        "num_faults",
+        "num_reruns",
+        "recompute_ns",
+        "recomputed_nbytes",
+        "stall_ns",
+    )
+
+    def __init__(self) -> None:
+        self.loaded_nbytes = 0
+        self.evicted_nbytes = 0
+        self.dropped_nbytes = 0
+        self.num_faults = 0
+        self.num_reruns = 0
+        self.recompute_ns = 0
+        self.recomputed_nbytes = 0
+        self.stall_ns = 0
+
+    def copy(self) -> dict[str, int]:
+        """The totals of now, by name."""
+        return {name: getattr(self, name) for name in self.__slots__}

@@ -1,0 +1,86 @@
+"""`LearningBudget`: how much time learning and planning may take while everything fits in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from ooc.memory.counters import Counters
+
+LEARNING_FRACTION = 0.05
+"""Where nothing has to move, learning takes at most this part of the time so far. A planned op saves about 7 us, and
+learning one takes 50 us (reinforce in benchmarks/scripts: 35 of 51 ms a step were spent on building traces)."""
+_CALM_PERIODS = 4
+"""Periods in a row that moved nothing before everything is taken to fit: an evaluation may move what training does not.
+"""
+_LONGEST_PAUSE = 64
+
+
+class LearningBudget:
+    """Decides at each boundary whether to learn from the period that ends, and whether to enter a plan for the next.
+
+    A plan saves waiting for what is moved. Where nothing has been moved for some periods it only saves a few
+    microseconds an op, so learning may take a small part of the time so far. After a step that left its plan there,
+    plans are not entered for a while, which doubles each time. As soon as anything moves, all is learned and entered.
+
+    Args:
+        counters: Of what is moved.
+        is_limited: Whether there are limits at all; without, what is learned does not depend on the clock.
+        clock: The time, in seconds.
+    """
+
+    def __init__(self, counters: Counters, *, is_limited: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._counters = counters
+        self._is_limited = is_limited
+        self._clock = clock
+        self._opened = clock()
+        self._spent_s = 0.0
+        self._moved_nbytes = 0
+        self._num_calm = 0
+        self._pause = 0  # periods without a plan after the last step that left its plan
+        self._num_paused = 0
+
+    def __repr__(self) -> str:
+        return f"<LearningBudget, {self._num_calm} periods moved nothing, {self._spent_s:.2f} s spent>"
+
+    @property
+    def everything_fits(self) -> bool:
+        """Whether nothing was moved for some periods, so that plans are of little use."""
+        return self._is_limited and self._num_calm >= _CALM_PERIODS
+
+    def end_period(self, *, has_left_plan: bool, has_replayed: bool) -> None:
+        """Note that a period ends: whether it left the plan that it began on, or was replayed to its end."""
+        self._num_calm = self._num_calm + 1 if self._all_moved() == self._moved_nbytes else 0
+        if has_replayed:
+            self._pause = 0
+        elif has_left_plan:
+            self._pause = min(max(2 * self._pause, 1), _LONGEST_PAUSE)
+            self._num_paused = 0
+
+    def begin_period(self) -> None:
+        """Note that a period begins: what entering its plan has moved was not for want of room."""
+        self._moved_nbytes = self._all_moved()
+
+    def may_learn(self) -> bool:
+        """Whether to learn from the period that ends."""
+        return not self.everything_fits or self._spent_s <= LEARNING_FRACTION * (self._clock() - self._opened)
+
+    def may_enter(self) -> bool:
+        """Whether to enter a plan for the period that begins, if there is one."""
+        if not self.everything_fits or self._num_paused >= self._pause:
+            return True
+        self._num_paused += 1
+        return False
+
+    @contextlib.contextmanager
+    def spending(self) -> Iterator[None]:
+        """Count the time in this block as spent on learning."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self._spent_s += self._clock() - started
+
+    def _all_moved(self) -> int:
+        return self._counters.loaded_nbytes + self._counters.evicted_nbytes + self._counters.dropped_nbytes

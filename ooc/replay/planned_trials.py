@@ -1,0 +1,260 @@
+"""Trials of ops while a step is replayed from a plan: whether a plan that runs them again would be right.
+
+A session that recomputes only where that pays tries no op while it learns: on a fast store nobody wants to know. Once a
+plan waits for the store for a good part of its step, the ops that make what it moves are tried within its next step:
+each kind is run a second time right after its first run, in chunks that the plan leaves free just then. So a trial
+moves nothing, takes no step off its plan, and no memory beyond the budget. Where there is no room, the op is not called
+replayable.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ooc.memory.no_room import NoRoom
+from ooc.memory.record import VariableRecord
+from ooc.memory.residency import ResidencyManager
+from ooc.replay.bailout import has_landed
+from ooc.replay.op_watch import Range
+from ooc.replay.planned_reruns import PlannedTrials
+from ooc.replay.rerun_trials import RerunTrials
+from scheduler.plan import Loaded, Plan, occupied_ticks
+from scheduler.trace import Trace
+from vmm.addresses import Reservation
+from vmm.table import AllocatorTable
+
+if TYPE_CHECKING:
+    from ooc.replay.executable_plan import ExecutablePlan
+
+WORTH_TRIALS = 0.1
+"""A plan that is predicted to wait for at least this share of its step has its ops tried: re-runs save no more."""
+
+
+def trials_for(executable: ExecutablePlan, may_be_tried: Callable[[Any], bool]) -> PlannedTrials | None:
+    """The ops that a plan with re-runs may want, of a plan without; None: there is no such op.
+
+    They are those that allocate or write a variable of the step, up to the last load of one.
+    """
+    trace = executable.trace
+    last = _last_load(executable.plan, trace)
+    within = {v.index for v in executable.variables if v.is_born}
+    born = executable.reruns.graph.births
+    found = [
+        index
+        for index in range(last)
+        if may_be_tried(executable.funcs[index])
+        and all(executable.variables[v].evictable for v in born[index])
+        and (born[index] or any(u.writes and u.variable in within for u in trace.ops[index].uses))
+    ]
+    return PlannedTrials(frozenset(found)) if found else None
+
+
+def waits_much(duration_ns: int, trace: Trace) -> bool:
+    """Whether a step that is predicted to take so long waits for the store long enough to look for re-runs."""
+    return duration_ns - trace.duration_ns >= WORTH_TRIALS * duration_ns > 0
+
+
+def with_replayable(trace: Trace, ops: frozenset[int]) -> Trace:
+    """The trace with these ops called replayable, and no others."""
+    return replace(trace, ops=tuple(replace(op, replayable=i in ops) for i, op in enumerate(trace.ops)))
+
+
+def _last_load(plan: Plan, trace: Trace) -> int:
+    """The last op before which a variable that is born in the step is loaded again; 0 if none is."""
+    return max(
+        (
+            r.start.before_op
+            for r in plan.residencies
+            if isinstance(r.start, Loaded) and trace.variables[r.variable].birth_tick is not None
+        ),
+        default=0,
+    )
+
+
+class TrialsInPlans:
+    """Makes the trials of the plan that is being replayed, around its ops.
+
+    Attributes:
+        installed: Those of the plan that was installed last.
+    """
+
+    def __init__(
+        self,
+        trials: RerunTrials,
+        manager: ResidencyManager,
+        allocator: AllocatorTable,
+        lock: AbstractContextManager[None],
+        bail_out: Callable[[str], None],
+    ) -> None:
+        self.installed: PlannedTrials | None = None
+        self.is_able = manager.is_host
+        """Whether trials can be made around a plan's ops: on a device they would need the streams' order."""
+        self._trials = trials
+        self._manager = manager
+        self._allocator = allocator
+        self._lock = lock
+        self._bail_out = bail_out
+
+    def __repr__(self) -> str:
+        return f"<TrialsInPlans by {self._trials!r}>"
+
+    def calls_of(self, executable: ExecutablePlan) -> list[Any]:
+        """The functions to call for a plan's ops: those that are to be tried run twice."""
+        trials, calls = executable.trials, list(executable.calls)
+        self.installed = trials
+        if trials is not None:
+            self._trials.begin_step()
+            trials.was_installed = True
+            for index in trials.ops:
+                calls[index] = functools.partial(self._call, executable, trials, index, calls[index])
+        return calls
+
+    def _call(
+        self,
+        executable: ExecutablePlan,
+        trials: PlannedTrials,
+        index: int,
+        call: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        trials.kinds[index], result = self.call_tried(executable, index, call, args, kwargs)
+        return result
+
+    def repeats(self, kind: int) -> bool:
+        """Whether a kind of op was tried, and its bits were the same."""
+        return self._trials.repeats(kind)
+
+    def call_tried(
+        self,
+        executable: ExecutablePlan,
+        index: int,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[int, Any]:
+        """Run an op of the plan, and once more if nothing is known of its kind. The kind, and the op's result."""
+
+        def new_room() -> PlannedRoom:
+            return PlannedRoom(executable, index, self._manager, self._bail_out)
+
+        with self._lock:
+            kind, trial = self._trials.begin_in_plan(executable.funcs[index], args, kwargs, new_room)
+            if trial is not None:
+                trial.prepare()
+        self._allocator.state.num_counted = 0  # what the trial has copied is no allocation of the op's
+        if trial is None:
+            return kind, call(*args, **kwargs)
+        try:
+            result = call(*args, **kwargs)
+            with self._lock:
+                if self._is_active(executable):  # else its chunks may be others' by now
+                    born = executable.reruns.graph.births[index]
+                    sizes = [executable.variables[v].nbytes for v in born]
+                    trial.finish(result, sizes, [bool(executable.variable_alive[v]) for v in born])
+        finally:
+            with self._lock:
+                trial.close()
+        return kind, result
+
+    def _is_active(self, executable: ExecutablePlan) -> bool:
+        return self._allocator.state.plan == executable.tables_address
+
+
+class PlannedRoom:
+    """Memory for the trial of one op of a plan: chunks that nobody has while the op runs.
+
+    Made and used with the session's lock held, right before and right after the op.
+    """
+
+    moves_others = False
+
+    def __init__(
+        self,
+        executable: ExecutablePlan,
+        index: int,
+        manager: ResidencyManager,
+        bail_out: Callable[[str], None],
+    ) -> None:
+        self._executable = executable
+        self._manager = manager
+        self._bail_out = bail_out
+        self._space = manager.space
+        self._chunk_nbytes = manager.chunk_nbytes
+        self._records = {record.address: record for record in executable.live_records()}
+        self._reservations: list[Reservation] = []
+        self._free = _free_chunks(executable, index, self._records.values())
+
+    def nbytes_at(self, address: int) -> int | None:
+        """Of the live variable there; None if the plan has none."""
+        record = self._records.get(address) or next(
+            (r for r in self._executable.live_records() if r.address == address), None
+        )
+        return record.nbytes if record is not None else None
+
+    def in_use(self) -> list[Range]:
+        """Nothing: trials within plans are made on the host."""
+        return []
+
+    def take(self, nbytes: int) -> int:
+        """The address of so many bytes. Raises `NoRoom`."""
+        count = -(-nbytes // self._chunk_nbytes)
+        if count > len(self._free):
+            raise NoRoom(num_needed=count, num_free=len(self._free), num_pinned=0)
+        taken, self._free = self._free[:count], self._free[count:]
+        reservation = self._space.reserve(nbytes)
+        self._reservations.append(reservation)
+        self._space.map(reservation, [(chunk, 1) for chunk in taken])
+        return reservation.address
+
+    def keep(self, address: int) -> None:
+        """What was taken there is the program's from now on. The plan wants its chunks: it is left."""
+        reservation = next(r for r in self._reservations if r.address == address)
+        self._reservations.remove(reservation)
+        assert reservation.runs is not None
+        adopt_kept(self._manager, reservation)
+        self._bail_out("an op keeps memory that it allocates")
+
+    def close(self) -> None:
+        """Give back what was taken and is not kept."""
+        while self._reservations:
+            self._space.release(self._reservations.pop())
+
+
+def adopt_kept(manager: ResidencyManager, reservation: Reservation) -> None:
+    """Manage what an op allocated when it was run again, and keeps. A plan that has these chunks is to be left."""
+    record = VariableRecord(nbytes=reservation.nbytes, reservation=reservation, serial=manager.next_serial())
+    record.born(reservation.runs or ())
+    record.is_workspace = True
+    manager.records[record.address] = record
+
+
+def _free_chunks(executable: ExecutablePlan, index: int, alive: Any) -> list[int]:
+    """The plan's chunks that no variable has while an op runs, and whose last transfer has ended well.
+
+    A write that is under way reads them, and what a failed one was to write is nowhere else.
+    """
+    op, trace = executable.trace.ops[index], executable.trace
+    is_free = np.ones(executable.num_chunks, dtype=np.bool_)
+    for variable in executable.variables:
+        for residency in variable.residencies:
+            first, last = occupied_ticks(residency.planned, trace)
+            if (first <= op.stop_tick and last >= op.start_tick) or not has_landed(residency):
+                _take(is_free, residency.runs)
+    record: VariableRecord
+    for record in alive:  # what was freed later than planned, too
+        if record.state.holds_chunks or (record.transfer is not None):
+            _take(is_free, record.runs)
+    return np.flatnonzero(is_free).tolist()
+
+
+def _take(is_free: Any, runs: Any) -> None:
+    for first, count in runs:
+        is_free[first : first + count] = False

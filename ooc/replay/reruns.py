@@ -1,0 +1,335 @@
+"""Plays the re-runs of a plan: discards variables, and makes them again by running ops once more.
+
+While a step is replayed, the ops that some re-run needs leave a recipe behind (`ooc.replay.recipes`). A discard gives
+up a variable's chunks without a write. A re-run (`ooc.replay.planned_reruns`) runs recipes in order: operands are
+stand-ins over the addresses of their variables, and the allocator's table sends each large allocation to the
+addresses where the plan wants it: a variable's own, or scratch.
+
+What re-runs read from the pool is held until the last of them: a storage that the program frees earlier than planned
+would otherwise never be loaded for the re-run. So at any moment whatever is discarded can be made again, in this plan
+or off it (`ooc.replay.remakes`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ooc.errors import RerunDiffers
+from ooc.memory.record import State, VariableRecord
+from ooc.memory.residency import ResidencyManager
+from ooc.replay.acts import ResidencyActs
+from ooc.replay.dispatcher import Dispatcher
+from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.plan_variables import ExecutableResidency
+from ooc.replay.planned_reruns import PlannedRerun, RerunOp
+from ooc.replay.planned_trials import TrialsInPlans, adopt_kept
+from ooc.replay.recipes import NoRecipe, Recipe
+from ooc.replay.remakes import Remake
+from ooc.replay.rerun_device import RerunDevice
+from vmm.table import AllocatorTable
+
+_log = logging.getLogger(__name__)
+
+
+class RerunFailed(Exception):
+    """A re-run did not go as planned; what it was to make is still discarded. The caller leaves the plan."""
+
+
+class Reruns:
+    """Notes recipes, discards, and runs ops again, for the plan that is being replayed.
+
+    Attributes:
+        broken: Why some op left no recipe; empty if all did. The plan is to be left at the next opportunity.
+        pending: What was discarded when a plan was left and is not made again yet.
+    """
+
+    def __init__(
+        self,
+        manager: ResidencyManager,
+        allocator: AllocatorTable,
+        dispatcher: Dispatcher,
+        acts: ResidencyActs,
+        device: RerunDevice,
+        trials: TrialsInPlans,
+        *,
+        bail_out: Callable[[str], None],
+    ) -> None:
+        self._bail_out = bail_out
+        self._manager = manager
+        self._allocator = allocator
+        self._dispatcher = dispatcher
+        self._acts = acts
+        self._device = device
+        self._trials = trials
+        self._recipes: dict[int, Recipe] = {}
+        self._holds: dict[int, torch.UntypedStorage] = {}
+        self._ghosts: dict[int, VariableRecord] = {}
+        self._checksums: dict[int, int] = {}
+        self.broken = ""
+        self.pending: Remake | None = None
+
+    def __repr__(self) -> str:
+        return f"<Reruns, {len(self._recipes)} recipes, {len(self._holds)} storages held, pending: {self.pending!r}>"
+
+    def begin(self) -> None:
+        """A period of a plan begins: forget the last one's recipes."""
+        self._recipes.clear()
+        self._holds.clear()
+        self._ghosts.clear()
+        self._checksums.clear()
+        self.broken = ""
+
+    def calls_of(self, executable: ExecutablePlan, calls: list[Any]) -> list[Any]:
+        """The functions to call for a plan's ops: those that re-runs need leave a recipe behind."""
+        found = list(calls)
+        for index in executable.reruns.recipes_of:
+            if getattr(calls[index], "func", None) != self._call_noted:  # else it is since an earlier `enter`
+                found[index] = functools.partial(self._call_noted, executable, index, calls[index])
+        return found
+
+    # -- recipes
+
+    def _call_noted(
+        self, executable: ExecutablePlan, index: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        stream = self._device.begin_noting()
+        expected = executable.occurrences[index]
+        addresses = executable.variable_address
+
+        def variable_of(tensor: torch.Tensor) -> int | None:
+            address = self._dispatcher.address(tensor)
+            if not address:
+                return None
+            for variable in expected:
+                if addresses[variable] == address:
+                    if executable.reruns.held_until.get(variable, -1) > index and variable not in self._holds:
+                        self._holds[variable] = tensor.untyped_storage()
+                    return variable
+            raise NoRecipe("an operand is no variable of the plan")
+
+        try:
+            self._recipes[index] = Recipe(
+                executable.funcs[index],
+                args,
+                kwargs,
+                variable_of=variable_of,
+                small_nbytes=self._allocator.state.threshold,
+                apart=self._allocator.apart,
+                stream=stream,
+            )
+        except NoRecipe as error:
+            self.broken = f"op {index} ({executable.funcs[index]}) cannot be run again: {error}"
+        self._allocator.state.num_counted = 0  # what the recipe has copied is no allocation of the op's
+        if not self._trials.is_able:
+            return call(*args, **kwargs)
+        kind, result = self._trials.call_tried(executable, index, call, args, kwargs)
+        if not self._trials.repeats(kind):  # with other numbers than before, or other threads
+            self.broken = f"op {index} ({executable.funcs[index]}) may not repeat its bits"
+        return result
+
+    # -- discards
+
+    def discard(self, executable: ExecutablePlan, residency: ExecutableResidency) -> bool:
+        """End a residency whose bytes the plan makes again, or whose variable was a ghost. False: bailed out."""
+        index, record = residency.variable.index, residency.variable.record
+        if self._ghosts.pop(index, None) is not None or record is None or not executable.variable_alive[index]:
+            return True
+        if not self._acts.may_move(record):
+            return False
+        if record.exports:
+            self._manager.end_exports()
+        if record.exports or (self._acts.guards_releases and not residency.variable.dies_within):
+            self._bail_out("a variable that may be touched between ops was to be discarded")
+            return False
+        if self._manager.debug:
+            self._checksums[index] = self._device.checksum(self._manager, record)
+        record.discarded()
+        if self._manager.debug:
+            self._manager.space.unmap(record.reservation)
+        return True
+
+    def any_discarded(self, executable: ExecutablePlan) -> bool:
+        """Whether a variable of the program has its bytes nowhere now."""
+        return any(record.state is State.DISCARDED for record in executable.live_records())
+
+    def needs(self, executable: ExecutablePlan | None, record: VariableRecord) -> bool:
+        """Whether a re-run of the active plan is yet to read this record, or to make it: it must not change before."""
+        if record.state is State.DISCARDED:
+            return True
+        if executable is None:
+            return False
+        held, cursor = executable.reruns.held_until.items(), self._dispatcher.cursor
+        return any(executable.variables[index].record is record for index, last in held if last >= cursor)
+
+    # -- re-runs
+
+    def play(self, executable: ExecutablePlan, rerun: PlannedRerun) -> bool:
+        """Make the residencies that begin before an op by recomputation. False: that failed, and it has bailed out.
+
+        Raises:
+            RerunDiffers: In debug mode: it made other bytes. It has bailed out, too.
+        """
+        try:
+            self._play(executable, rerun)
+        except RerunFailed as failure:
+            self._bail_out(str(failure))
+            return False
+        except RerunDiffers as differs:
+            self._bail_out(str(differs))
+            raise
+        return True
+
+    def _play(self, executable: ExecutablePlan, rerun: PlannedRerun) -> None:
+        started = time.monotonic_ns()
+        manager = self._manager
+        for other in (*rerun.waits, *(w for residency in rerun.kept.values() for w in residency.waits)):
+            if other.transfer is not None:
+                self._acts.await_transfer(other)
+        made: list[VariableRecord] = []
+        for index, residency in rerun.kept.items():
+            record = residency.variable.record
+            assert record is not None
+            self._acts.forget_write(residency)
+            manager.settle(record, for_ops=True)
+            manager.guards.lift(record)
+            if executable.variable_alive[index]:
+                record.recomputed(residency.runs)
+                made.append(record)
+            else:
+                record.born(residency.runs)
+                self._ghosts[index] = record
+            manager.space.map(record.reservation, residency.runs)
+        try:
+            self._run(executable, rerun)
+        except BaseException as error:
+            for record in made:
+                record.discarded()
+            for index in rerun.kept:
+                self._ghosts.pop(index, None)
+            if isinstance(error, Exception) and not isinstance(error, RerunFailed):
+                raise RerunFailed(f"an op raised when it was run again: {error}") from error
+            raise
+        counters = manager.counters
+        counters.num_reruns += 1
+        counters.recomputed_nbytes += sum(residency.variable.nbytes for residency in rerun.kept.values())
+        for index in [v for v in self._holds if executable.reruns.held_until[v] <= rerun.before_op]:
+            del self._holds[index]
+        counters.recompute_ns += time.monotonic_ns() - started
+        if manager.debug:
+            self._compare(executable, rerun)
+
+    def _run(self, executable: ExecutablePlan, rerun: PlannedRerun) -> None:
+        where: dict[int, int] = {}  # addresses of what the re-run has made
+        for op in rerun.ops:
+            for variable in op.births:
+                record = executable.variables[variable].record
+                if variable in rerun.kept and not self._device.has_own_addresses:
+                    assert record is not None
+                    where[variable] = record.address
+                else:
+                    where[variable] = executable.scratch[rerun.before_op, variable].address
+            self._run_op(executable, rerun, op, where)
+
+    def _run_op(self, executable: ExecutablePlan, rerun: PlannedRerun, op: RerunOp, where: dict[int, int]) -> None:
+        variables = executable.variables
+        recipe = self._recipes.get(op.index)
+        if recipe is None:
+            raise RerunFailed(f"op {op.index} left no recipe")
+
+        def range_of(index: int) -> tuple[int, int]:
+            variable = variables[index]
+            if index in op.made:
+                return where[index], variable.nbytes
+            record = variable.record
+            if record is None or record.state is not State.RESIDENT:
+                raise RerunFailed(f"op {op.index} reads variable {index}, which is not in memory")
+            return record.address, variable.nbytes
+
+        def storage_of(index: int) -> torch.UntypedStorage:
+            return self._device.storage_at(*range_of(index))
+
+        num_alive = self._allocator.state.num_rerun_alive
+        allocs = [(variables[index].nbytes, where[index]) for index in op.births]
+        uses = [use for use in executable.trace.ops[op.index].uses if use.variable not in op.births]
+        reads = [range_of(use.variable) for use in uses if not use.writes]
+        writes = [range_of(use.variable) for use in uses if use.writes]
+        births = [(address, nbytes) for nbytes, address in allocs]
+        with (
+            self._device.running(recipe, reads=reads, writes=writes, births=births),
+            self._allocator.rerunning(allocs) as served,
+        ):
+            result = recipe.run(storage_of)
+            del result
+        for row, index in zip(served, op.births, strict=True):
+            if index in rerun.kept and not row["served"] and executable.variable_alive[index]:
+                raise RerunFailed(f"op {op.index} did not allocate variable {index} when it was run again")
+        if self._allocator.state.num_rerun_alive != num_alive:
+            for (nbytes, address), index in zip(allocs, op.births, strict=True):
+                if self._allocator.adopt(address, nbytes):
+                    self._keep(executable, rerun, index)
+            raise RerunFailed(f"op {op.index} ({recipe.func}) keeps memory that it allocated when it was run again")
+
+    def _keep(self, executable: ExecutablePlan, rerun: PlannedRerun, index: int) -> None:
+        """Let what an op has allocated and keeps stay where it is; the plan is about to be left."""
+        manager, ghost = self._manager, self._ghosts.pop(index, None)
+        if ghost is None or self._device.has_own_addresses:
+            adopt_kept(manager, executable.scratch.pop((rerun.before_op, index)))
+            return
+        ghost.is_workspace = True
+        manager.records[ghost.address] = ghost
+
+    def _compare(self, executable: ExecutablePlan, rerun: PlannedRerun) -> None:
+        for index in rerun.kept:
+            record, expected = executable.variables[index].record, self._checksums.get(index)
+            if record is None or expected is None or not executable.variable_alive[index]:
+                continue
+            if self._device.checksum(self._manager, record) != expected:
+                ops = ", ".join(f"{op.index} ({executable.funcs[op.index]})" for op in rerun.ops)
+                raise RerunDiffers(
+                    f"variable {index} ({record.label or executable.trace.variables[index].label}) was discarded, and "
+                    f"running its ops again before op {rerun.before_op} made other bytes. Ops: {ops}.\n  Options: "
+                    "recompute=False (ooc run --no-recompute); a report, since these ops were taken to repeat their "
+                    "bits."
+                )
+
+    # -- off plan
+
+    def leave(self, executable: ExecutablePlan, num_ops: int) -> None:
+        """The plan is being left after so many ops: note what must be made again. Its records are still bound."""
+        lost = [v.index for v in executable.variables if _is_lost(executable, v.index)]
+        self.pending = None
+        if lost:
+            alive = {v.index: v.record for v in executable.variables if executable.variable_alive[v.index]}
+            self.pending = Remake(
+                executable.reruns,
+                recipes=dict(self._recipes),
+                holds=list(self._holds.values()),
+                pool={**{i: r for i, r in alive.items() if r is not None}, **self._ghosts},
+                targets=lost,
+                num_ops=num_ops,
+                sizes={v.index: v.nbytes for v in executable.variables},
+            )
+            self.pending.adopt_ghosts(self._manager, executable, self._ghosts)
+        self.begin()
+
+    def remake(self) -> None:
+        """Make again what was discarded when the plan was left. Raises `RerunLost` if that cannot be done (now)."""
+        if self.pending is None:
+            return
+        started = time.monotonic_ns()
+        try:
+            self.pending.run(self._manager, self._allocator, self._device)
+            self.pending = None
+        finally:
+            self._manager.counters.recompute_ns += time.monotonic_ns() - started
+
+
+def _is_lost(executable: ExecutablePlan, index: int) -> bool:
+    record = executable.variables[index].record
+    return bool(executable.variable_alive[index]) and record is not None and record.state is State.DISCARDED

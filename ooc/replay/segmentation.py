@@ -1,0 +1,55 @@
+"""Decides whether steps are planned whole or in segments: whole as long as whole steps come again.
+
+A plan for a whole step fetches ahead across everything in it. But where each step has another number of micro-batches,
+or of a closure's calls, no step is like an earlier one, and its segments are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+
+_WINDOW = 6
+_MOST_NEW = 4
+"""Of the last `_WINDOW` steps so many were new or left their plan: from now on segments are planned."""
+_NUM_FIRST = 3
+"""The first steps of any program are new, and do not count: the model is made, then the optimizer's state."""
+_NUM_EQUAL = 8
+"""After so many steps in a row of the same segments, whole steps are planned again; each time it takes twice as many
+new ones to go back."""
+
+
+class Segmentation:
+    """Whether segments are planned, from what became of the steps so far.
+
+    Attributes:
+        is_on: Whether they are.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._num_steps = 0
+        self._most_new = _MOST_NEW
+        self._recent: deque[bool] = deque(maxlen=_WINDOW)
+        self._strings: deque[Hashable] = deque(maxlen=_NUM_EQUAL)
+
+    def __repr__(self) -> str:
+        return f"<Segmentation {'on' if self.is_on else 'off'}>"
+
+    def note_whole(self, *, is_new: bool) -> None:
+        """Note a step that could be planned whole. It is new if it ran on demand, and was not like one before."""
+        self._num_steps += 1
+        if self._num_steps > _NUM_FIRST:
+            self._recent.append(is_new)
+        if sum(self._recent) >= self._most_new:
+            self.is_on = True
+            self._strings.clear()
+
+    def note_segments(self, keys: Hashable) -> None:
+        """Note a step that consisted of these segments."""
+        self._strings.append(keys)
+        if len(self._strings) == _NUM_EQUAL and len(set(self._strings)) == 1:
+            self.is_on = False
+            self._strings.clear()
+            self._most_new *= 2
+            self._recent = deque(maxlen=max(_WINDOW, self._most_new * 3 // 2))

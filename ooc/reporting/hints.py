@@ -1,0 +1,58 @@
+"""One hint at the end of a run where most of its time was not planned, with what helps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_LEARNING_STEPS = 3
+"""Steps at the beginning that are never planned: the optimizer makes its state, then two equal ones must be seen."""
+_MOST_UNPLANNED = 0.5
+"""A hint is given where more than this part of the later steps' time was not planned."""
+
+_REMEDIES = {
+    "sizes": (
+        "most steps had the ops of the one before on other sizes. A size that comes twice is planned: pad batches to a "
+        "multiple of 16 (pad_to_multiple_of=16), sort them by length, drop the last one (drop_last=True)"
+    ),
+    "ops": "most steps had other ops than the one before, so that none came twice",
+    "left": "most steps left their plan",
+    "refused": "most steps could not enter the plan that there is",
+    "segment": "most steps had a part that did not come twice",
+    "unplannable": "there is no plan for most steps",
+    "again": "the run ended before a plan was made",
+    "unknown": "most steps were not like one that was seen twice",
+    "first": "the run ended before a step came twice",
+}
+
+NO_STEP = (
+    "no step ended, so nothing was planned: a step ends when an optimizer's step() returns. Without torch.optim: "
+    "`with session.step():` around each one, with ooc.Session in the script"
+)
+
+
+def planned_share(steps: list[Mapping[str, Any]]) -> float:
+    """The part of the steps' time that was planned; 0 without steps."""
+    total = sum(step["duration_s"] for step in steps)
+    return sum(step["duration_s"] for step in steps if step["mode"] == "planned") / total if total else 0.0
+
+
+def hint(report: Mapping[str, Any]) -> str | None:
+    """The hint for a run, in one line; None where most of its time was planned, or it was too short to tell."""
+    steps = report["steps"]
+    if not steps:
+        return NO_STEP
+    later = steps[_LEARNING_STEPS:]
+    later = [step for step in later if step.get("cause") != "fits"]
+    if len(later) < max(2, len(steps) // 2) or planned_share(later) >= 1 - _MOST_UNPLANNED:
+        return None
+    spent: dict[str, float] = {}
+    for step in later:
+        if step["mode"] != "planned":
+            spent[step.get("cause", "unknown")] = spent.get(step.get("cause", "unknown"), 0.0) + step["duration_s"]
+    known = {cause: seconds for cause, seconds in spent.items() if cause != "unknown"} or spent
+    cause = max(known, key=lambda name: known[name])
+    example = next(step for step in later if step.get("cause", "unknown") == cause and step["mode"] != "planned")
+    text = f"{1 - planned_share(later):.0%} of the time after the first {_LEARNING_STEPS} steps was not planned: "
+    text += _REMEDIES.get(cause, cause)
+    return f"{text}. For example: {example['why']}" if example.get("why") else text

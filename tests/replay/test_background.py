@@ -1,0 +1,184 @@
+"""Plans made in another process: the same plans, taken at a step boundary, and never a process left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import ooc
+from ooc.replay.background import BackgroundPlanner, PlanRequest
+from scheduler.plan import Machine, PlanError
+from scheduler.planning import make_plan
+from scheduler.trace import Trace
+from tests.scheduler.random_traces import random_trace
+
+BUDGET = "1536KiB"
+
+
+@pytest.fixture
+def planner() -> Iterator[BackgroundPlanner]:
+    planner = BackgroundPlanner(policy="auto", parameters={"thorough": False})
+    yield planner
+    planner.close()
+
+
+def _request(num_chunks: int = 64) -> PlanRequest:
+    machine = Machine(chunk_nbytes=1 << 16, num_chunks=num_chunks, load_bytes_per_s=1e9, evict_bytes_per_s=1e9)
+    return PlanRequest(key="k", trace=_trace(), machine=machine)
+
+
+def _trace() -> Trace:
+    return random_trace(3)
+
+
+def _pid(planner: BackgroundPlanner) -> int:
+    assert planner._process is not None
+    return planner._process.pid
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_it_is_the_plan_that_is_made_here(planner: BackgroundPlanner) -> None:
+    request = _request()
+    assert planner.ask(request)
+    assert not planner.ask(request), "one at a time"
+    planner.wait()
+    taken = planner.take()
+    assert taken is not None
+    assert taken[0] is request
+    assert taken[1].to_json() == make_plan(request.trace, request.machine, policy="auto", thorough=False).to_json()
+    assert planner.take() is None
+    assert not planner.is_busy
+
+
+def test_a_plan_that_cannot_be_had(planner: BackgroundPlanner) -> None:
+    planner.ask(_request(num_chunks=1))
+    planner.wait()
+    with pytest.raises(PlanError, match="budget"):
+        planner.take()
+    assert planner.ask(_request())
+
+
+def test_a_process_that_dies(planner: BackgroundPlanner) -> None:
+    planner.ask(_request())
+    os.kill(_pid(planner), 9)
+    planner.wait()
+    with pytest.raises(PlanError, match="its process ended with -9"):
+        planner.take()
+
+
+def test_closing_leaves_no_process(planner: BackgroundPlanner) -> None:
+    planner.ask(_request())
+    pid = _pid(planner)
+    planner.close()
+    assert not _is_running(pid)
+    assert not planner.ask(_request())
+
+
+def test_a_forked_child_leaves_the_parents_process_alone(planner: BackgroundPlanner) -> None:
+    planner.ask(_request())
+    pid = os.fork()
+    if pid == 0:
+        planner.become_inherited()
+        planner.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    planner.wait()
+    assert planner.take() is not None
+
+
+def test_it_ends_with_the_process_that_started_it() -> None:
+    """Stopped right after it has asked the kernel for that, so that it cannot end by itself."""
+    code = (
+        "import os, time, tests.replay.test_background as t\n"
+        "from scheduler.worker import NICENESS\n"
+        "p = t.BackgroundPlanner(policy='auto', parameters={})\n"
+        "p.ask(t._request())\n"
+        "pid = t._pid(p)\n"
+        "while os.getpriority(os.PRIO_PROCESS, pid) < min(19, os.nice(0) + NICENESS): time.sleep(0.001)\n"
+        "time.sleep(0.2)\n"  # it asks in the next statement
+        "os.kill(pid, 19)\n"
+        "print(pid, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    pid = int(done.stdout)
+    for _ in range(600):
+        if not _is_running(pid) or _is_zombie(pid):
+            return
+        time.sleep(0.05)
+    os.kill(pid, 9)
+    raise AssertionError("it outlived the process that had started it")
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+# -- in a session
+
+
+def _steps(num_steps: int, session: ooc.Session | None = None) -> list[bytes]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(192, 192), nn.Tanh())))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    found = []
+    for number in range(num_steps):
+        model(torch.full((256, 192), 0.01 * number)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(b"".join(p.detach().clone().numpy().tobytes() for p in model.parameters()))
+        background = session.engine.sequences.background if session is not None else None
+        if background is not None:
+            background.wait()  # so that the same steps are planned wherever this runs
+    return found
+
+
+def test_training_goes_on_on_demand_until_the_plan_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackgroundPlanner, "may_hold_up", lambda *_: False)
+    expected = _steps(14)
+    with ooc.Session(
+        BUDGET, debug=True, plan_cache=False, step_boundary="optimizer", background_planning=True
+    ) as session:
+        assert _steps(14, session) == expected
+        modes = [row.mode for row in session.steps.rows]
+    assert "planned" in modes[4:7]
+    assert modes[-1] == "planned"
+
+
+def test_a_session_that_closes_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackgroundPlanner, "may_hold_up", lambda *_: False)
+    with ooc.Session(BUDGET, plan_cache=False, step_boundary="optimizer", background_planning=True) as session:
+        _steps(3)
+        background = session.engine.sequences.background
+        assert background is not None
+        assert background.is_busy
+        pid = _pid(background)
+    assert not _is_running(pid)
+
+
+def test_a_new_budget_gives_up_the_plan_for_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackgroundPlanner, "may_hold_up", lambda *_: False)
+    with ooc.Session(BUDGET, plan_cache=False, step_boundary="optimizer", background_planning=True) as session:
+        _steps(3)
+        background = session.engine.sequences.background
+        assert background is not None
+        session.set_budget("3MiB")
+        assert not background.is_busy

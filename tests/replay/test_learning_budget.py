@@ -1,0 +1,114 @@
+"""How much is learned and planned while everything fits: by a clock that the tests turn."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import ooc
+from ooc.memory.counters import Counters
+from ooc.replay.learning_budget import LEARNING_FRACTION, LearningBudget
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _calm(counters: Counters, clock: _Clock, num_periods: int = 8) -> LearningBudget:
+    learning = LearningBudget(counters, is_limited=True, clock=clock)
+    for _ in range(num_periods):
+        learning.begin_period()
+        learning.end_period(has_left_plan=False, has_replayed=False)
+    return learning
+
+
+def test_where_everything_fits_learning_takes_its_share_and_no_more() -> None:
+    counters, clock = Counters(), _Clock()
+    learning = _calm(counters, clock)
+    assert learning.may_learn()
+    with learning.spending():
+        clock.now += 1.0
+    assert not learning.may_learn()
+    clock.now = 1.0 / LEARNING_FRACTION
+    assert learning.may_learn()
+
+
+def test_where_something_was_moved_all_is_learned() -> None:
+    counters, clock = Counters(), _Clock()
+    learning = _calm(counters, clock)
+    with learning.spending():
+        clock.now += 1.0
+    learning.begin_period()
+    counters.evicted_nbytes += 1
+    learning.end_period(has_left_plan=True, has_replayed=False)
+    assert learning.may_learn()
+    assert learning.may_enter()
+
+
+def test_what_entering_a_plan_moves_is_no_want_of_room() -> None:
+    counters, clock = Counters(), _Clock()
+    learning = _calm(counters, clock)
+    counters.evicted_nbytes += 1  # between the periods
+    learning.begin_period()
+    learning.end_period(has_left_plan=False, has_replayed=False)
+    assert learning.everything_fits
+
+
+def test_plans_that_are_left_are_entered_less_and_less_often() -> None:
+    learning = _calm(Counters(), _Clock())
+    entered = []
+    for _ in range(40):
+        entered.append(learning.may_enter())
+        learning.begin_period()
+        learning.end_period(has_left_plan=entered[-1], has_replayed=False)
+    assert [i for i, was in enumerate(entered) if was] == [0, 2, 5, 10, 19, 36]
+    assert not learning.may_enter()
+    learning.end_period(has_left_plan=True, has_replayed=True)
+    assert learning.may_enter()
+
+
+def test_without_limits_the_clock_decides_nothing() -> None:
+    clock = _Clock()
+    learning = LearningBudget(Counters(), is_limited=False, clock=clock)
+    for _ in range(8):
+        with learning.spending():
+            clock.now += 1.0
+        learning.end_period(has_left_plan=True, has_replayed=False)
+    assert learning.may_learn()
+    assert learning.may_enter()
+
+
+def _train(num_steps: int, shrink_at: int | None) -> tuple[list[float], list[str]]:
+    """Losses, and why each step was not planned. Where everything fits, nothing at all may be learned."""
+    torch.manual_seed(0)
+    with ooc.Session("16MiB", step_boundary="optimizer", plan_cache=False, background_planning=True) as session:
+        session.engine.cycle._learning._spent_s = 1e9
+        model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.ReLU())))
+        optimizer = torch.optim.Adam(model.parameters())
+        losses = []
+        for index in range(num_steps):
+            if index == shrink_at:
+                session.set_budget("2MiB")
+            loss = model(torch.full((32, 256), index / 10)).square().mean()
+            for _ in range(max(12 - index, 0)):  # the first ones are all different
+                loss = loss * 1.5
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if session.engine.sequences.background is not None:
+                session.engine.sequences.background.wait()
+        return losses, [f"{step['mode']} {step['cause']}" for step in session.report()["steps"]]
+
+
+def test_steps_that_fit_are_not_planned_and_those_that_no_longer_do_are() -> None:
+    roomy, why_roomy = _train(24, None)
+    tight, why_tight = _train(24, 12)
+    assert roomy == tight
+    assert set(why_roomy[6:]) == {"learning fits"}
+    assert set(why_tight[6:12]) == {"learning fits"}
+    assert why_tight[-1] == "planned "

@@ -1,0 +1,37 @@
+"""Whether whole steps or segments are planned, by what became of the steps so far."""
+
+from __future__ import annotations
+
+from ooc.replay.segmentation import Segmentation
+
+
+def test_steps_that_come_again_are_planned_whole() -> None:
+    segmentation = Segmentation()
+    for index in range(100):
+        segmentation.note_whole(is_new=index < 4 or index % 3 == 0)  # and an evaluation now and then
+        assert not segmentation.is_on
+
+
+def test_segments_are_planned_where_no_step_comes_again() -> None:
+    segmentation = Segmentation()
+    for _ in range(7):
+        assert not segmentation.is_on
+        segmentation.note_whole(is_new=True)
+    assert segmentation.is_on
+
+
+def test_whole_steps_are_planned_again_when_all_are_alike_and_going_back_takes_more() -> None:
+    segmentation = Segmentation()
+    while not segmentation.is_on:
+        segmentation.note_whole(is_new=True)
+    for index in range(20):
+        segmentation.note_segments(("a", "b") if index % 5 else ("a", "a", "b"))
+    assert segmentation.is_on
+    for _ in range(4):
+        segmentation.note_segments(("a", "b"))
+    assert not segmentation.is_on
+    for _ in range(7):
+        segmentation.note_whole(is_new=True)
+        assert not segmentation.is_on
+    segmentation.note_whole(is_new=True)
+    assert segmentation.is_on

@@ -1,0 +1,153 @@
+"""Step boundaries that are found in unmodified programs (`step_boundary="optimizer"`): what counts as one step."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ooc
+
+NUM_STEPS = 10
+SIZE = 192
+
+
+def run(program: Callable[[], list[Any]], *, budget: str = "1MiB") -> list[str]:
+    """How each step ran that was found in the program; its results must be those of the run in core."""
+    torch.manual_seed(0)
+    expected = program()
+    torch.manual_seed(0)
+    gc.collect()  # optimizers of other tests are none of this program's
+    backward, construct = torch.autograd.backward, torch.optim.Optimizer.__init__
+    with ooc.Session(budget, debug=True, plan_cache=False, step_boundary="optimizer") as session:
+        found = program()
+    assert found == expected
+    assert torch.autograd.backward is backward
+    assert torch.optim.Optimizer.__init__ is construct
+    return [row.mode for row in session.steps.rows]
+
+
+def weights(number: int = 4) -> list[Tensor]:
+    return [torch.randn(SIZE, SIZE).mul_(0.05).requires_grad_() for _ in range(number)]
+
+
+def loss_of(parameters: list[Tensor], index: int, length: int = SIZE) -> Tensor:
+    hidden = torch.randn(length, SIZE, generator=torch.Generator().manual_seed(index))
+    for weight in parameters:
+        hidden = (hidden @ weight).tanh()
+    return hidden.square().mean()
+
+
+def digest(tensors: list[Tensor]) -> list[float]:
+    return [float(t.detach().double().sum()) for t in tensors]
+
+
+def test_without_an_optimizer_a_backward_pass_ends_the_step() -> None:
+    def program() -> list[Any]:
+        parameters, out = weights(), []
+        for index in range(NUM_STEPS):
+            loss = loss_of(parameters, index, SIZE - index)
+            loss.backward()
+            for p in parameters:
+                assert p.grad is not None
+                p.data -= 0.1 * p.grad.data
+                p.grad = None
+            out.append(loss.item())
+        return out + digest(parameters)
+
+    modes = run(program)
+    assert len(modes) == NUM_STEPS
+    assert modes[4:] == ["planned"] * (NUM_STEPS - 4), modes
+
+
+def test_accumulation_is_one_step_of_its_optimizer() -> None:
+    """Remedy: `BackwardPasses.has_optimizer`, also before the optimizer has stepped for the first time."""
+
+    def program() -> list[Any]:
+        parameters, out = weights(), []
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        for index in range(NUM_STEPS):
+            for part in range(3):
+                loss = loss_of(parameters, 3 * index + part)
+                loss.backward()
+            out.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return out + digest(parameters)
+
+    modes = run(program)
+    assert len(modes) == NUM_STEPS
+    assert modes[4:] == ["planned"] * (NUM_STEPS - 4), modes
+
+
+def test_an_optimizer_made_before_the_session_counts() -> None:
+    parameters = weights()
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    with ooc.Session("1MiB", plan_cache=False, step_boundary="optimizer") as session:
+        for index in range(3):
+            loss_of(parameters, 2 * index).backward()
+            loss_of(parameters, 2 * index + 1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert session.steps.num_steps == 3
+
+
+def test_two_optimizers_in_a_row_are_one_step() -> None:
+    """Remedy: `in_a_row`. The same one twice, or with a backward pass in between, are two."""
+
+    def program() -> list[Any]:
+        parameters, out = weights(), []
+        first = torch.optim.SGD(parameters[:2], lr=0.1)
+        second = torch.optim.Adam(parameters[2:], lr=0.001)
+        for index in range(NUM_STEPS):
+            loss = loss_of(parameters, index)
+            loss.backward()
+            first.step()
+            second.step()
+            first.zero_grad()
+            second.zero_grad()
+            out.append(loss.item())
+        return out + digest(parameters)
+
+    modes = run(program)
+    assert len(modes) == NUM_STEPS
+    assert modes[5:] == ["planned"] * (NUM_STEPS - 5), modes
+
+
+def test_an_optimizer_without_backward_passes_ends_steps() -> None:
+    def program() -> list[Any]:
+        parameters, out = weights(2), []
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        for index in range(NUM_STEPS):
+            for p in parameters:
+                p.grad = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(index))
+            optimizer.step()
+            out += digest(parameters)
+        return out
+
+    assert len(run(program)) == NUM_STEPS
+
+
+def test_a_backward_pass_that_fails_ends_no_step() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(_: Any, *__: Tensor) -> Tensor:
+            raise RuntimeError("as intended")
+
+    def program() -> list[Any]:
+        parameters = weights(2)
+        for index in range(3):
+            with contextlib.suppress(RuntimeError):
+                Fails.apply(loss_of(parameters, index)).backward()
+            loss_of(parameters, index).backward()
+        return digest([p.grad for p in parameters if p.grad is not None])
+
+    assert len(run(program)) == 3

@@ -1,0 +1,28 @@
+"""Random programs whose plans discard whatever can be made again, in core and out of core, equal to the last bit.
+
+To see one again: `python -m tests.session.program_reruns --seed N`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.session.program_runs import Tally, run_many
+
+NUM_PROGRAMS = 40
+RUNNER = "tests.session.program_reruns:run_seed"
+
+
+def _check(tally: Tally, count: int) -> None:
+    report = "\n".join(f"seed {seed}: {failure}" for seed, failure in list(tally.failures.items())[:5])
+    assert not tally.failures, f"{len(tally.failures)} of {tally.num_run} programs failed\n{report}"
+    assert tally.num_run == count
+
+
+def test_random_programs_with_reruns() -> None:
+    _check(run_many(range(NUM_PROGRAMS), runner=RUNNER), NUM_PROGRAMS)
+
+
+@pytest.mark.slow
+def test_many_more_random_programs_with_reruns() -> None:
+    _check(run_many(range(100_000, 103_000), runner=RUNNER), 3000)

@@ -1,0 +1,239 @@
+"""Steps that are not the same twice are planned piece by piece, and their bits are those of ordinary training.
+
+Evaluations in between, micro-batches in any number, optimizers in any order, closures: each in core and under a session
+with debug checks, compared to the last bit; and how much of it was planned once each segment was seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ooc
+
+SIZE = 192
+BUDGET = "1280KiB"  # parameters, gradients and state of the model: 1.7 to 2.4 MiB
+
+Program = Callable[[], list[Any]]
+
+
+def model(seed: int = 0, num_layers: int = 4, *, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for _ in range(num_layers):
+        layers += [nn.Linear(SIZE, SIZE), nn.Tanh()]
+        if dropout:
+            layers.append(nn.Dropout(dropout))
+    return nn.Sequential(*layers)
+
+
+def batch(seed: int, length: int = 160) -> Tensor:
+    return torch.randn(length, SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def evaluate(net: nn.Module, num_batches: int, length: int = 160) -> float:
+    net.eval()
+    total = 0.0
+    with torch.no_grad():
+        for index in range(num_batches):
+            total += net(batch(1000 + index, length)).square().mean().item()
+    net.train()
+    return total
+
+
+def digest(*nets: nn.Module) -> list[float]:
+    tensors = [t for net in nets for p in net.parameters() for t in (p.detach(), p.grad) if t is not None]
+    return [float(t.double().sum()) for t in tensors] + [float(t.double().abs().max()) for t in tensors]
+
+
+def run(program: Program, *, budget: str = BUDGET) -> list[Any]:
+    """Rows of the steps that were found in the program; its results must be those of the run in core."""
+    torch.manual_seed(0)
+    expected = program()
+    torch.manual_seed(0)
+    gc.collect()  # optimizers of other tests are none of this program's
+    with ooc.Session(
+        budget, debug=True, plan_cache=False, step_boundary="optimizer", chunk_nbytes="64KiB", threshold_nbytes="16KiB"
+    ) as session:
+        found = program()
+    assert found == expected
+    return list(session.steps.rows)
+
+
+def planned_share(rows: list[Any]) -> float:
+    planned = sum(row.num_planned_ops for row in rows)
+    return planned / (planned + sum(row.num_demand_ops for row in rows))
+
+
+def train_step(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
+    optimizer.zero_grad()
+    loss = net(batch(seed)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_evaluations_of_any_number_of_batches_are_planned_in_between(dropout: float) -> None:
+    def program() -> list[Any]:
+        rng = random.Random(1)
+        net = model(dropout=dropout)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        out: list[Any] = []
+        for index in range(24):
+            out.append(train_step(net, optimizer, index))
+            if index % 3 == 2:
+                out.append(evaluate(net, rng.randint(2, 6)))
+                if index % 2:
+                    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, io.BytesIO())
+        return out + digest(net)
+
+    rows = run(program)
+    assert planned_share(rows[12:]) > 0.9
+    assert [row.mode for row in rows[12:]].count("planned") >= 9
+
+
+def test_micro_batches_in_any_number_are_planned() -> None:
+    def program() -> list[Any]:
+        rng = random.Random(2)
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+        out: list[Any] = []
+        for index in range(24):
+            optimizer.zero_grad()
+            for part in range(rng.randint(1, 5)):
+                loss = net(batch(10 * index + part)).square().mean()
+                loss.backward()
+                out.append(loss.item())
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+        return out + digest(net)
+
+    rows = run(program)
+    assert planned_share(rows[14:]) > 0.9
+
+
+def test_two_optimizers_in_any_alternation_are_planned() -> None:
+    def program() -> list[Any]:
+        rng = random.Random(3)
+        nets = [model(seed, 3) for seed in range(2)]
+        batches = [batch(seed) for seed in range(4)]
+        optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-3) for net in nets]
+        out = []
+        for index in range(28):
+            which = rng.randint(0, 1)
+            optimizers[which].zero_grad()
+            loss = nets[which](batches[index % 4]).square().mean()
+            loss.backward()
+            optimizers[which].step()
+            out.append(loss.item())
+        return out + digest(*nets)
+
+    rows = run(program)
+    assert planned_share(rows[16:]) > 0.8
+
+
+def test_closures_of_any_number_are_planned() -> None:
+    def program() -> list[Any]:
+        net = model(0, 3)
+        optimizer = torch.optim.LBFGS(
+            net.parameters(), lr=0.3, max_iter=5, history_size=3, line_search_fn="strong_wolfe"
+        )
+        out: list[Any] = []
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (net(batch(len(out) // 2)) - 0.1).abs().mean()
+            loss.backward()
+            out.append(loss.item())
+            return loss
+
+        for _ in range(12):
+            optimizer.step(closure)
+        return out + digest(net)
+
+    rows = run(program, budget="2560KiB")
+    assert planned_share(rows[8:]) > 0.5
+
+
+class Interrupted(Exception):
+    """Raised in the middle of what is planned."""
+
+
+class Interrupting(nn.Module):
+    """Passes its input on; raises in the backward pass or the forward pass when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.when = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when == "forward":
+            raise Interrupted
+        if self.when == "backward" and x.requires_grad:
+            x = x.clone()
+            x.register_hook(self._raise)
+        return x
+
+    def _raise(self, _: Tensor) -> None:
+        raise Interrupted
+
+
+def test_an_exception_in_the_middle_of_any_segment_costs_no_bit() -> None:
+    def program() -> list[Any]:
+        rng = random.Random(4)
+        interrupting = Interrupting()
+        net = nn.Sequential(model(0, 2), interrupting, model(1, 2))
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+        out: list[Any] = []
+        for index in range(30):
+            interrupting.when = "" if index < 8 else rng.choice(["", "", "forward", "backward"])
+            optimizer.zero_grad()
+            for part in range(rng.randint(1, 3)):
+                try:
+                    loss = net(batch(10 * index + part)).square().mean()
+                    loss.backward()
+                    out.append(loss.item())
+                except Interrupted:
+                    out.append("interrupted")
+            if rng.random() < 0.3:
+                try:
+                    out.append(evaluate(net, rng.randint(1, 3)))
+                except Interrupted:
+                    net.train()
+            optimizer.step()
+        return out + digest(net)
+
+    rows = run(program)
+    assert planned_share(rows[12:]) > 0.3
+
+
+def test_an_evaluation_in_the_middle_of_accumulation() -> None:
+    def program() -> list[Any]:
+        rng = random.Random(5)
+        net = model()
+        average = model(7)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        out: list[Any] = []
+        for index in range(20):
+            optimizer.zero_grad()
+            for part in range(rng.randint(1, 4)):
+                net(batch(10 * index + part)).square().mean().backward()
+                if rng.random() < 0.3:
+                    with torch.inference_mode():
+                        out += [net(batch(part)).sum().item() for _ in range(rng.randint(1, 3))]
+            optimizer.step()
+            with torch.no_grad():
+                for theirs, ours in zip(average.parameters(), net.parameters(), strict=True):
+                    theirs.lerp_(ours, 0.1)
+        return out + digest(net, average)
+
+    rows = run(program, budget="1792KiB")
+    assert planned_share(rows[13:]) > 0.7

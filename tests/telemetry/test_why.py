@@ -1,0 +1,100 @@
+"""Why steps were not planned: of the report, of the progress line, and as a hint at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import ooc
+from ooc.reporting.hints import NO_STEP, hint, planned_share
+from ooc.telemetry.why import compare
+from ooc.tracing.recorder import OpRecord
+from vmm.torch_cpu import ALLOC, Event
+
+KIB = 1 << 10
+
+
+def op(name: str) -> OpRecord:
+    return OpRecord(func=name, where=f"{name}.py:1", occurrences=(), written=())
+
+
+def made(index: int, nbytes: int) -> Event:
+    return Event(address=nbytes, nbytes=nbytes, kind=ALLOC, position=2 * index + 1)
+
+
+OPS = [FIRST := op("mm"), op("relu"), op("sum")]
+
+
+def test_another_op() -> None:
+    reason = compare(OPS, [], [FIRST, op("sin")], [])
+    assert reason.cause == "ops"
+    assert reason.text == "op 1 (sin, sin.py:1) came, where the step before had relu (relu.py:1)"
+
+
+def test_another_size() -> None:
+    events = [made(0, 64 * KIB), made(1, 128 * KIB)]
+    other = [made(0, 64 * KIB), made(1, 192 * KIB)]
+    reason = compare(OPS, events, OPS, other)
+    assert reason.cause == "sizes"
+    assert "op 1 (relu, relu.py:1) made 192.0 KiB, 128.0 KiB in the step before" in reason.text
+
+
+def test_a_size_that_crossed_the_threshold() -> None:
+    reason = compare(OPS, [made(0, 64 * KIB), made(2, 64 * KIB)], OPS, [made(0, 64 * KIB), made(1, 64 * KIB)])
+    assert reason.cause == "sizes"
+    assert "op 1 (relu, relu.py:1) made 64.0 KiB here, and not in the step before" in reason.text
+
+
+def test_equal_steps() -> None:
+    events = [made(0, 64 * KIB)]
+    assert compare(OPS, events, OPS[:2], events).cause == "again"
+
+
+def _rows(lengths: list[int], *, skip: int | None = None, is_elastic: bool = True) -> list[dict[str, Any]]:
+    with ooc.Session("8MiB", step_boundary="optimizer") as session:
+        session.engine.sequences._is_elastic = is_elastic
+        model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number, length in enumerate(lengths):
+            x = model(torch.ones(length, 128))
+            if number == skip:
+                x = torch.sin(x)
+            x.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report = session.report()
+        report["hint"] = hint(report)
+        rows: list[dict[str, Any]] = report["steps"]
+        rows.append({"hint": report["hint"]})
+        return rows
+
+
+def test_steps_of_other_lengths_say_so_and_the_hint_names_the_remedy() -> None:
+    *rows, last = _rows([200, 220, 250, 280, 310, 340, 370], is_elastic=False)  # as on a device
+    assert rows[0]["cause"] == "first"
+    assert [row["cause"] for row in rows[2:]] == ["sizes"] * 5
+    assert "test_why.py" in rows[3]["why"]
+    assert "multiple of 16" in last["hint"]
+    assert "For example: the same ops on other sizes" in last["hint"]
+
+
+def test_a_step_that_leaves_its_plan_says_where_and_what_was_expected() -> None:
+    rows = _rows([256] * 8, skip=6)
+    assert rows[5]["mode"] == "planned"
+    assert not rows[5]["why"]
+    assert rows[6]["cause"] == "left"
+    assert "aten.sin.default, tests/telemetry/test_why.py:" in rows[6]["why"]
+    assert "is not what the plan expects: aten.sum.default, tests/telemetry/test_why.py:" in rows[6]["why"]
+
+
+def test_no_step() -> None:
+    with ooc.Session("8MiB", step_boundary="optimizer") as session:
+        torch.ones(256, 256).sum()
+        assert hint(session.report()) == NO_STEP
+
+
+def test_shares_are_of_time() -> None:
+    steps = [{"mode": "planned", "duration_s": 1.0}] * 9 + [{"mode": "off_plan", "duration_s": 11.0}]
+    assert planned_share(steps) == 0.45
