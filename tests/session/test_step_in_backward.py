@@ -85,10 +85,10 @@ def test_bits(optimizer: str) -> None:
 
 
 def test_less_is_moved() -> None:
-    """No gradients, and parameters once less each way. Counted: 4.9 times the parameters instead of 7.2."""
+    """No gradients, and parameters once less each way. Counted: 5.9 times the parameters instead of 8.5."""
     (_, usual), (_, in_backward) = (within(BUDGET, "adam", in_backward=choice) for choice in (False, True))
     usual_nbytes, nbytes = (steps[-1]["loaded_nbytes"] + steps[-1]["evicted_nbytes"] for steps in (usual, in_backward))
-    assert nbytes < 0.75 * usual_nbytes
+    assert nbytes + PARAMETERS_NBYTES < usual_nbytes
 
 
 def test_accumulation() -> None:
