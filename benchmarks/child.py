@@ -23,6 +23,9 @@ VARIANTS = ("stock", "jemalloc", "checkpoint", "saved_on_disk", "cgroup_swap", "
 IN_BACKWARD = "ours_in_backward"
 """Ours with the optimizer inside the backward pass (`updates.py`)."""
 
+PAGING_ONLY = "ours, paging only"
+"""Ours without recomputation (`throttled.py`)."""
+
 
 def main() -> int:
     """Train as the command line says, and tell each step."""
@@ -40,13 +43,17 @@ def main() -> int:
 def _train(variant: str, options: TrialOptions) -> dict[str, object]:
     workload = models.get(options.workload, options.preset, **options.sizes)
     run = partial(train, workload, num_steps=sys.maxsize, optimizer=options.optimizer, seed=options.seed)
-    if variant in ("ours", IN_BACKWARD):
+    if variant in ("ours", IN_BACKWARD, PAGING_ONLY):
         from ooc.interop.step_in_backward import every_optimizer_in_backward
         from ooc.session import Session
 
         assert options.budget_nbytes is not None
         order = every_optimizer_in_backward() if variant == IN_BACKWARD else contextlib.nullcontext()
-        with order, Session(options.budget_nbytes, store=options.store, policy=options.policy) as session:
+        recompute = False if variant == PAGING_ONLY else None
+        with (
+            order,
+            Session(options.budget_nbytes, store=options.store, policy=options.policy, recompute=recompute) as session,
+        ):
             _follow_parent(run(step_context=session.step))
             return session.report()
     if variant == "checkpoint":

@@ -52,16 +52,7 @@ def scenarios() -> tuple[Scenario, ...]:
 class TimedContestant:
     """A variant's child process, and the CPU time of each of its turns."""
 
-    def __init__(self, variant: str, scenario: Scenario, store: Path) -> None:
-        trial = TrialOptions(
-            workload=scenario.workload,
-            sizes=scenario.sizes,
-            optimizer=scenario.optimizer,
-            num_steps=0,
-            budget_nbytes=None if variant == "stock" else scenario.budget_nbytes,
-            store=str(store),
-        )
-        command = [sys.executable, "-m", "benchmarks.child", variant, json.dumps(asdict(trial))]
+    def __init__(self, variant: str, command: list[str]) -> None:
         self.inner = Contestant(variant, command, {**os.environ, "OMP_WAIT_POLICY": "passive"}, None)
         self.cpu_s: list[float] = []
 
@@ -92,13 +83,25 @@ def measure(scenario: Scenario, *, rounds: int, store: Path) -> tuple[list[Row],
     """Rows, and the lines of the table."""
     baseline = run_trial(TrialOptions(workload="baseline", optimizer=scenario.optimizer, num_steps=3)).peak_nbytes
     with ExitStack() as stack:
-        own = [stack.enter_context(closing(TimedContestant(v, scenario, store))) for v in _VARIANTS]
+        own = [stack.enter_context(closing(_contestant(variant, scenario, store))) for variant in _VARIANTS]
         for each in own:
             each.take_turn(_LEARNING_STEPS, is_counted=False)
         for _ in range(rounds):
             for each in own:
                 each.take_turn(_TURN_STEPS, is_counted=True)
     return _rows(scenario, own, baseline), _lines(own, baseline)
+
+
+def _contestant(variant: str, scenario: Scenario, store: Path) -> TimedContestant:
+    trial = TrialOptions(
+        workload=scenario.workload,
+        sizes=scenario.sizes,
+        optimizer=scenario.optimizer,
+        num_steps=0,
+        budget_nbytes=None if variant == "stock" else scenario.budget_nbytes,
+        store=str(store),
+    )
+    return TimedContestant(variant, [sys.executable, "-m", "benchmarks.child", variant, json.dumps(asdict(trial))])
 
 
 def _moved(each: TimedContestant) -> list[float]:

@@ -1,0 +1,276 @@
+"""Training in half and a third of the memory with a slow store: a disk held to a card's rate by a control group.
+
+    python -m benchmarks.throttled [--case NAME]... [--rate MB/S]... [--share 1/N]... [--rounds N] [--out DIR]
+
+Four ways to train take turns of a few steps, each in a process of its own: stock PyTorch, checkpointing by block (both
+in all the memory they want), ours by paging alone (`recompute=False`), and ours as it is by default. The budget is a
+share of the step's in-core peak, as a session with room for all of it counts. All of ours are in a `blkio` control
+group (version 1) that limits the disk to a rate each way; that needs root, and a store that is opened with O_DIRECT.
+Where there is none, the rows say why. Losses are compared bit for bit.
+
+A busy machine computes slower and transfers as fast as ever, which flatters whoever waits for the store. So the load
+before and after is printed, and CPU times beside times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks.child import PAGING_ONLY
+from benchmarks.rows import Row, markdown, row, write
+from benchmarks.updates import TimedContestant
+from ooc.cli.trial import TrialOptions, run_trial
+from ooc.units import GIB, MIB, format_nbytes
+
+VARIANTS = ("stock", "checkpoint", PAGING_ONLY, "ours")
+_LEARNING_STEPS = 7
+"""Learned, planned, tried, planned anew; what is not so far by then is not so far in the table."""
+_TURN_STEPS = 3
+_IN_CORE = ("stock", "checkpoint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A workload that moves enough to wait for a card, and ends in a minute or two."""
+
+    name: str
+    workload: str
+    sizes: Mapping[str, Any]
+
+
+CASES = (
+    Case(name="conv stack", workload="conv_stack", sizes={"batch_size": 8}),
+    Case(name="ResNet-50", workload="resnet50", sizes={"batch_size": 4, "image_side": 128}),
+    Case(name="MobileNetV2", workload="mobilenet_v2", sizes={"batch_size": 2}),
+    Case(name="encoder", workload="encoder", sizes={"batch_size": 4}),
+)
+
+
+class ThrottleUnavailable(RuntimeError):
+    """No disk can be limited here; the message says why."""
+
+
+class Throttle:
+    """A blkio control group that limits the disk under `folder` to a rate each way. `close()` removes it."""
+
+    def __init__(self, folder: Path, bytes_per_s: int, root: Path = Path("/sys/fs/cgroup/blkio")) -> None:
+        if not (root / "cgroup.procs").exists():
+            raise ThrottleUnavailable(f"no control groups of version 1 for disks at {root}")
+        self.directory = root / f"ooc-throttle-{os.getpid()}-{bytes_per_s}"
+        disk = _disk_of(folder)
+        try:
+            self.directory.mkdir()
+            for way in ("read", "write"):
+                (self.directory / f"blkio.throttle.{way}_bps_device").write_text(f"{disk} {bytes_per_s}")
+        except OSError as error:
+            self.close()
+            raise ThrottleUnavailable(f"cannot limit disk {disk} by {self.directory}: {error.strerror}") from error
+
+    def __repr__(self) -> str:
+        return f"<Throttle {self.directory}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """`command`, wrapped so that it enters the group before it starts."""
+        return ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(self.directory), *command]
+
+    def close(self) -> None:
+        """Remove the group. Its processes have ended."""
+        with contextlib.suppress(FileNotFoundError):
+            self.directory.rmdir()
+
+
+def _disk_of(folder: Path) -> str:
+    """`major:minor` of the disk that holds `folder`: limits are of whole disks."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    entry = Path("/sys/dev/block", number)
+    if not entry.exists():
+        raise ThrottleUnavailable(f"{folder} is on no disk ({number} is no block device)")
+    return (entry.resolve().parent / "dev").read_text().strip() if (entry / "partition").exists() else number
+
+
+@contextlib.contextmanager
+def _contestants(
+    case: Case, budget_nbytes: int, variants: Sequence[str], throttle: Throttle, store: Path
+) -> Iterator[list[TimedContestant]]:
+    with ExitStack() as stack:
+        own = []
+        for variant in variants:
+            trial = TrialOptions(
+                workload=case.workload,
+                sizes=case.sizes,
+                optimizer="sgd",
+                num_steps=0,
+                budget_nbytes=None if variant in _IN_CORE else budget_nbytes,
+                store=str(store),
+            )
+            command = [sys.executable, "-m", "benchmarks.child", variant, json.dumps(asdict(trial))]
+            one = TimedContestant(variant, command if variant in _IN_CORE else throttle.command(command))
+            own.append(stack.enter_context(closing(one)))
+        yield own
+
+
+def peak_nbytes(case: Case, store: Path) -> int:
+    """What a step of the case has in memory at once, in core, as a session counts."""
+    trial = TrialOptions(
+        workload=case.workload, sizes=case.sizes, optimizer="sgd", num_steps=3, budget_nbytes=2 * GIB, store=str(store)
+    )
+    return int(run_trial(trial).report["peak_nbytes"])
+
+
+def measure(
+    case: Case, budget_nbytes: int, throttle: Throttle, *, variants: Sequence[str], rounds: int, store: Path
+) -> list[TimedContestant]:
+    """All variants, stepped by turns."""
+    with _contestants(case, budget_nbytes, variants, throttle, store) as own:
+        for each in own:
+            is_in_core = each.inner.variant in _IN_CORE
+            each.take_turn(2 if is_in_core else _LEARNING_STEPS, is_counted=False)
+        for _ in range(rounds):
+            for each in own:
+                each.take_turn(_TURN_STEPS, is_counted=True)
+    return own
+
+
+def _steps(each: TimedContestant) -> list[Mapping[str, Any]]:
+    """Those after learning."""
+    return list(each.inner.report.get("steps", ()))[_LEARNING_STEPS:]
+
+
+def _settled_at(each: TimedContestant) -> str:
+    """The first step, from 1, from which on each ran the same number of ops again, as a plan says."""
+    steps = each.inner.report.get("steps", ())
+    if not steps:
+        return "-"
+    last = steps[-1]["num_reruns"]
+    first = len(steps)
+    while first and steps[first - 1]["mode"] == "planned" and steps[first - 1]["num_reruns"] == last:
+        first -= 1
+    return str(first + 1)
+
+
+def _median(steps: Sequence[Mapping[str, Any]], *keys: str) -> float:
+    return statistics.median(sum(step[key] for key in keys) for step in steps)
+
+
+def lines(own: Sequence[TimedContestant]) -> list[list[str]]:
+    """One for each variant."""
+    stock = own[0]
+    found = []
+    for each in own:
+        inner, steps = each.inner, _steps(each)
+        cells = [inner.variant]
+        if not inner.samples or not stock.inner.samples:
+            found.append([*cells, *["-"] * 8, (inner.failure or "no step").splitlines()[0]])
+            continue
+        median_s = statistics.median(inner.samples)
+        cells += [f"{median_s:.3f}", f"{median_s / statistics.median(stock.inner.samples):.2f}"]
+        cells.append(f"{statistics.median(each.cpu_s) / statistics.median(stock.cpu_s):.2f}")
+        if steps:
+            predicted_s = (inner.report.get("plan") or {}).get("predicted", {}).get("duration_ns", 0) / 1e9
+            cells += [
+                f"{_median(steps, 'stall_s') / _median(steps, 'duration_s'):.0%}",
+                format_nbytes(int(_median(steps, "loaded_nbytes", "evicted_nbytes"))),
+                f"{_median(steps, 'num_reruns'):.0f}",
+                f"{predicted_s / _median(steps, 'duration_s'):.2f}",
+                _settled_at(each),
+            ]
+        else:
+            cells += ["-"] * 5
+        is_equal = inner.losses == stock.inner.losses[: len(inner.losses)] or (
+            inner.losses[: len(stock.inner.losses)] == stock.inner.losses
+        )
+        found.append([*cells, "losses equal" if is_equal else "OTHER LOSSES"])
+    return found
+
+
+_HEADINGS = (
+    "variant",
+    "s a step",
+    "time / stock",
+    "CPU / stock",
+    "waiting",
+    "moved a step",
+    "re-runs",
+    "predicted / actual",
+    "settled at step",
+    "",
+)
+
+
+def _rows(name: str, own: Sequence[TimedContestant]) -> list[Row]:
+    rows = []
+    for each in own:
+        inner, steps = each.inner, _steps(each)
+        rows.append(row(name, inner.variant, "time a step", "s", inner.samples, note=inner.failure))
+        rows.append(row(name, inner.variant, "CPU time a step", "s", each.cpu_s))
+        for key, unit in (("stall_s", "s"), ("loaded_nbytes", "B"), ("evicted_nbytes", "B"), ("num_reruns", "1")):
+            if steps:
+                rows.append(row(name, inner.variant, key, unit, [step[key] for step in steps]))
+    return rows
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", metavar="TEXT", help="only those whose name holds TEXT")
+    parser.add_argument("--variant", action="append", choices=VARIANTS, help="only these, and stock")
+    parser.add_argument("--rate", action="append", type=int, metavar="MB/S", help="each way (default: 100 and 40)")
+    parser.add_argument("--share", action="append", type=int, metavar="N", help="1/N of the peak (default: 2 and 3)")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each variant (default: 2)")
+    parser.add_argument("--store", type=Path, default=Path("/var/tmp"), help="disk for the store (default: /var/tmp)")
+    parser.add_argument("--out", type=Path, default=Path("bench-out"), help="where the rows go")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the cases, print tables, write rows."""
+    options = _parse()
+    options.out.mkdir(parents=True, exist_ok=True)
+    variants = [v for v in VARIANTS if v == "stock" or not options.variant or v in options.variant]
+    rows: list[Row] = []
+    is_equal = True
+    for case in CASES:
+        if options.case and not any(text.lower() in case.name.lower() for text in options.case):
+            continue
+        peak = peak_nbytes(case, options.store)
+        for rate in options.rate or (100, 40):
+            for share in options.share or (2, 3):
+                budget_nbytes = peak // share // MIB * MIB
+                name = f"{case.name}, {format_nbytes(budget_nbytes)} (1/{share}), {rate} MB/s each way"
+                try:
+                    with Throttle(options.store, rate * 10**6) as throttle:
+                        load = os.getloadavg()[0]
+                        own = measure(
+                            case, budget_nbytes, throttle, variants=variants, rounds=options.rounds, store=options.store
+                        )
+                except ThrottleUnavailable as reason:
+                    rows.append(row(name, "ours", "time a step", "s", [], note=str(reason)))
+                    print(f"## {name}\n\nNot measured: {reason}.\n", flush=True)
+                else:
+                    found = lines(own)
+                    rows += _rows(name, own)
+                    is_equal = is_equal and all(line[-1] != "OTHER LOSSES" for line in found)
+                    conditions = f"Load before and after: {load:.1f}, {os.getloadavg()[0]:.1f}."
+                    print(f"## {name}\n\n{conditions}\n\n{markdown(_HEADINGS, found)}\n", flush=True)
+                write(rows, options.out / "throttled.jsonl")
+    return 0 if is_equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
