@@ -43,10 +43,12 @@ def answer(request: Mapping[str, Any]) -> dict[str, str]:
 
 def main() -> int:
     """Answer one request."""
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # first: at a low priority it may be long until the next statement
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     json.dump(answer(json.load(sys.stdin)), sys.stdout)
     return 0
 

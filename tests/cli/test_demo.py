@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,12 @@ def test_curves_of_a_trace_alone_end_with_the_step_and_take_the_time_that_they_a
 
 
 def test_pss_of_a_child_is_seen() -> None:
-    code = "b = bytearray(64 << 20); import time; time.sleep(1.5)"
-    with MeasuredProcess([sys.executable, "-c", code]) as child, PssWatch(child.process.pid) as watch:
-        child.process.wait()
+    code = "b = bytearray(64 << 20); input()"
+    with MeasuredProcess([sys.executable, "-c", code], is_told=True) as child, PssWatch(child.process.pid) as watch:
+        deadline = time.monotonic() + 120
+        while watch.peak_nbytes() < 64 * MIB and time.monotonic() < deadline:
+            time.sleep(0.01)
+        child.process.communicate("\n")
     assert 64 * MIB <= watch.peak_nbytes() < 128 * MIB
     assert child.process.returncode == 0
 

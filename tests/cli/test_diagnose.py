@@ -22,7 +22,7 @@ from tests.cli.test_run import environment
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 TRAIN = str(SCRIPTS / "train.py")
 MIB = 1 << 20
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 
 CPU = "cpu"
 """Tests of the profiler's way; on a machine with a GPU the default would be CUDA's."""

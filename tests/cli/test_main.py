@@ -161,7 +161,7 @@ def test_run_end_to_end(tmp_path: Path) -> None:
         env={**os.environ, "OOC_BUDGET": "16MiB", "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert (done.stdout, done.returncode) == ("['--budget', '7']\n", 5), done.stderr

@@ -290,7 +290,7 @@ def memory_cgroup(limit_nbytes: int) -> Iterator[Path]:
                 (directory / name).write_text(str(limit_nbytes) if "memsw" in name else "0")
         yield directory
     finally:
-        for _ in range(50):  # the last process's charge takes a moment to go
+        for _ in range(600):  # the last process's charge takes a moment to go
             with contextlib.suppress(OSError):
                 directory.rmdir()
                 break

@@ -113,7 +113,7 @@ print(memory)
 
 @pytest.mark.parametrize("placement", ["remapped", "best_fit"])
 def test_the_gate_measures_them(placement: str) -> None:
-    shell = Processes(limit_s=200, fake=True)
+    shell = Processes(limit_s=600, fake=True)
     order = Order(workload="conv_stack", preset="small", digests=True, num_steps=6)
     expected = shell.train(order)
     found = shell.train(
@@ -141,7 +141,7 @@ def test_the_gate_measures_them(placement: str) -> None:
 
 
 def test_computation_alone_is_measured() -> None:
-    shell = Processes(limit_s=100, fake=True)
+    shell = Processes(limit_s=600, fake=True)
     order = Order(workload="conv_stack", preset="small", variant="aliased", budget_nbytes=2 << 20, num_steps=4)
     found = shell.train(order)
     assert "error" not in found, found

@@ -190,7 +190,7 @@ def test_session_on_another_thread_leaves_handlers_alone() -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert ready.wait(60)
+    assert ready.wait(600)
     handled = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)

@@ -359,9 +359,11 @@ def test_threads_read_on_demand_while_training_goes_on() -> None:
         for thread in threads:
             thread.start()
         try:
-            for turn in range(25):
-                total = sum((t + turn).sum().item() for t in frozen)
-                assert total == WIDTH * WIDTH * (28 + 8 * turn)
+            turn = 0
+            while turn < 25 or not rounds[0]:
+                total = sum((t + turn % 25).sum().item() for t in frozen)
+                assert total == WIDTH * WIDTH * (28 + 8 * (turn % 25))
+                turn += 1
         finally:
             stop.set()
             for thread in threads:
@@ -398,6 +400,8 @@ def test_another_thread_allocates_during_planned_steps() -> None:
                 thread.start()
             with session.step():
                 losses.append(train(model, optimizer, index))
+        while not rounds[0] and thread.is_alive():
+            time.sleep(0.001)
         stop.set()
         thread.join()
         assert losses == expected

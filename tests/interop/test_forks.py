@@ -99,7 +99,7 @@ def wait(pid):
 def fork(check):
     pid = os.fork()
     if pid == 0:
-        signal.alarm(60)
+        signal.alarm(500)
         code = 1
         try:
             check()

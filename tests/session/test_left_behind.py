@@ -93,8 +93,8 @@ def test_no_growth_over_a_thousand_steps() -> None:
 
         train(100)
         found = [measure()]
-        for _ in range(2):
-            train(500)
+        for _ in range(3):
+            train(300)
             found.append(measure())
         assert [(row.mode, row.why) for row in session.steps.rows[-900:] if row.mode != "planned"] == []
         plan = session.plan()
@@ -104,11 +104,11 @@ def test_no_growth_over_a_thousand_steps() -> None:
         assert len(session.engine.executor._acts.writes) + len(session.engine.executor._acts.loads) <= 2 * len(
             plan.residencies
         )
-    # What grows does so in both halves; something that others have left in this process may go or come in one.
+    # What grows does so in each third; something that others have left in this process may go or come in one.
     assert any(earlier == later for (earlier, *_), (later, *_) in pairwise(found))
-    assert min(later - earlier for (_, earlier, _), (_, later, _) in pairwise(found)) < 50
-    # 500 rows take 0.25 MB; malloc needs some slack.
-    assert min(later - earlier for (*_, earlier), (*_, later) in pairwise(found)) < 2 * MIB
+    assert min(later - earlier for (_, earlier, _), (_, later, _) in pairwise(found)) < 30
+    # 300 rows take 0.15 MB; malloc needs some slack.
+    assert min(later - earlier for (*_, earlier), (*_, later) in pairwise(found)) < MIB
 
 
 def test_no_growth_over_many_on_demand_steps() -> None:
@@ -139,6 +139,8 @@ def test_no_growth_over_many_on_demand_steps() -> None:
 
 
 def test_two_hundred_sessions() -> None:
+    """Counts must be what they were. What grows does so in each third: malloc may come to what it keeps in one."""
+
     def one() -> None:
         with ooc.Session(BUDGET) as session:
             trainer = Trainer()
@@ -152,15 +154,17 @@ def test_two_hundred_sessions() -> None:
 
     for _ in range(80):  # until malloc and torch have what they keep: 50 to 90 sessions
         one()
-    files, threads, maps, objects, memory = measure()
-    for _ in range(130):
-        one()
-    files_after, threads_after, maps_after, objects_after, memory_after = measure()
-    assert files_after == files
-    assert threads_after == threads
-    assert maps_after <= maps + 20  # malloc's own
-    assert abs(objects_after - objects) < 200
-    assert memory_after - memory < 4 * MIB
+    found = [measure()]
+    for _ in range(3):
+        for _ in range(40):
+            one()
+        found.append(measure())
+    files, threads, maps, objects, memory = zip(*found, strict=True)
+    assert files[-1] <= files[0]
+    assert threads[-1] <= threads[0]
+    assert maps[-1] <= maps[0] + 20  # malloc's own
+    assert min(later - earlier for earlier, later in pairwise(objects)) < 40
+    assert min(later - earlier for earlier, later in pairwise(memory)) < MIB
 
 
 def _normally(session: ooc.Session) -> None:

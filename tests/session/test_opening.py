@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import ooc
 import ooc._current
 from tests.harness import Recipe, assert_equal, run_in_core, run_out_of_core
+from tests.vmm.memory_cases import num_threads
 from vmm.torch_cpu import MODE_OFF, cpu_allocator
 
 BUDGET = "2MiB"
@@ -59,7 +61,7 @@ def held_by_the_process() -> dict[str, object]:
         "mode": _get_current_dispatch_mode_stack(),
         "allocator": cpu_allocator().state.mode,
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "kernel threads": len(os.listdir("/proc/self/task")),
+        "kernel threads": num_threads(),
         "descriptors": sorted(descriptors),
         "pool and store mapped": sum("ooc" in line and ("memfd" in line or "(deleted)" in line) for line in maps),
         "functions": [owner.__dict__.get(name) for owner, name in PATCHED],
@@ -150,8 +152,8 @@ def test_ctrl_c_at_any_moment_of_an_opening_leaves_nothing() -> None:
             try:
                 signal.setitimer(signal.ITIMER_REAL, moment * 250e-6)
                 session = open_session()
-                while True:  # until it comes
-                    signal.pause()
+                while True:  # until it comes; `signal.pause` would sleep on if it came right before
+                    time.sleep(0.001)
             except KeyboardInterrupt:
                 num_interrupted += session is None
             if session is not None:

@@ -20,7 +20,7 @@ def test_a_session_works_in_whole_pages(page_nbytes: int) -> None:
     if page_nbytes % mmap.PAGESIZE:
         pytest.skip(f"this machine's pages have {mmap.PAGESIZE} bytes")
     command = [sys.executable, "-m", "tests.scripts.other_page", str(page_nbytes)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     assert all(seen.values()), seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import threading
@@ -14,6 +15,7 @@ import pytest
 import vmm.nvtx_ranges
 from ooc.cli.memory_group import PssWatch
 from ooc.telemetry.progress import Position, Progress, ProgressBar
+from tests.vmm.memory_cases import num_threads
 from vmm.cuda_calls import CudaCalls
 from vmm.device_streams import DeviceStreams
 from vmm.nvtx_ranges import name_stream
@@ -22,33 +24,32 @@ from vmm.testing.fake_cuda import FakeCuda
 from vmm.threads import name_this_thread
 
 
-def _names() -> set[str]:
-    found = set()
+def _names() -> dict[str, str]:
+    """Names by thread."""
+    found = {}
     for task in Path("/proc/self/task").iterdir():
-        try:
-            found.add((task / "comm").read_text().strip())
-        except OSError:  # it has ended meanwhile
-            continue
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found[task.name] = (task / "comm").read_text().strip()
     return found
 
 
-def _names_become(*wanted: str) -> bool:
+def _new_names_become(before: dict[str, str], *wanted: str) -> bool:
     """A thread that was just started names itself a moment later."""
-    for _ in range(400):
-        if _names() >= set(wanted):
+    for _ in range(12_000):
+        if {name for task, name in _names().items() if task not in before} >= set(wanted):
             return True
         time.sleep(0.01)
     return False
 
 
 def test_transfer_threads() -> None:
-    assert not _names() & {"ooc-write", "ooc-read"}
+    before, num_before = _names(), num_threads()
     store = FileStore()
     try:
-        assert _names_become("ooc-write", "ooc-read")
+        assert _new_names_become(before, "ooc-write", "ooc-read")
     finally:
         store.close()
-    assert not _names() & {"ooc-write", "ooc-read"}
+    assert num_threads() == num_before
 
 
 def test_threads_of_python() -> None:
@@ -56,21 +57,22 @@ def test_threads_of_python() -> None:
         def isatty(self) -> bool:
             return True
 
+    before = _names()
     progress = Progress("always", Terminal())
     bar = ProgressBar(progress, lambda: Position(mode="planned", num_done=0, num_ops=None))
     with PssWatch(os.getpid()):
-        assert _names_become("ooc-progress", "ooc-pss-watch")
+        assert _new_names_become(before, "ooc-progress", "ooc-pss-watch")
     bar.close()
 
 
 def test_a_name_that_the_kernel_would_cut_is_refused() -> None:
     with pytest.raises(ValueError, match="16 bytes, at most 15"):
         name_this_thread("x" * 16)
-    done: list[set[str]] = []
+    done: list[dict[str, str]] = []
     thread = threading.Thread(target=lambda: (name_this_thread("y" * 15), done.append(_names())))
     thread.start()
     thread.join()
-    assert "y" * 15 in done[0]
+    assert "y" * 15 in done[0].values()
 
 
 class Tools:

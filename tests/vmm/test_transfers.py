@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import gc
 import itertools
 import mmap
 import os
@@ -89,15 +90,19 @@ def test_partial_transfers_are_continued(engine: TransferEngine, memory: Memory,
 
 
 def test_threads_share_one_large_transfer(memory: Memory, file: int) -> None:
-    with TransferEngine(num_writers=4, num_readers=1, piece_nbytes=MIB) as engine:
-        time.sleep(0.1)  # all threads asleep: each must be woken
-        engine.inject_faults(delay_ns=20_000_000)
-        engine.wait(engine.submit_write(file, 0, [(memory.address, 16 * MIB)]))
-        statistics = engine.statistics("write")
-        assert statistics.num_calls == 16
-        # 16 calls of at least 20 ms each; were they in a row, call_ns and busy_ns would be equal.
-        assert statistics.call_ns >= 16 * 20_000_000
-        assert statistics.call_ns > 2 * statistics.busy_ns
+    def are_shared() -> bool:
+        with TransferEngine(num_writers=4, num_readers=1, piece_nbytes=MIB) as engine:
+            time.sleep(0.1)  # all threads asleep: each must be woken
+            engine.inject_faults(delay_ns=20_000_000)
+            engine.wait(engine.submit_write(file, 0, [(memory.address, 16 * MIB)]))
+            statistics = engine.statistics("write")
+            assert statistics.num_calls == 16
+            # 16 calls of at least 20 ms each; were they in a row, call_ns and busy_ns would be equal.
+            assert statistics.call_ns >= 16 * 20_000_000
+            return statistics.call_ns > 2 * statistics.busy_ns
+
+    # A machine with other work may run one thread for long while the others wait for their turn; not again and again.
+    assert any(are_shared() for _ in range(30))
 
 
 def test_a_job_waits_for_those_it_comes_after(engine: TransferEngine, memory: Memory, file: int) -> None:
@@ -387,13 +392,17 @@ def test_a_thousand_cycles_leave_nothing(memory: Memory, file: int) -> None:
             engine.close()
 
     cycle(closes=True)
+    gc.collect()
     files, threads = num_open_files(), num_threads()
-    resident = resident_nbytes()
-    for index in range(1000):
-        cycle(closes=index % 2 == 0)  # the others are closed when they are dropped
+    resident = [resident_nbytes()]
+    for _ in range(2):
+        for index in range(500):
+            cycle(closes=index % 2 == 0)  # the others are closed when they are dropped
+        resident.append(resident_nbytes())
     assert num_open_files() == files
     assert num_threads() == threads
-    assert resident_nbytes() - resident < 4 * MIB
+    # What grows does so in both halves; malloc may come to what it keeps in one.
+    assert min(later - earlier for earlier, later in itertools.pairwise(resident)) < 2 * MIB
 
 
 def resident_nbytes() -> int:
@@ -493,7 +502,7 @@ def test_ctrl_c_is_heard_while_waiting(tmp_path: Path) -> None:
         "try: print('waiting', flush=True); engine.wait(late)\n"
         "except KeyboardInterrupt: print('done' if engine.done(late) else 'interrupted')\n"
     )
-    process = start_script(tail, tmp_path / "data", 3_000_000_000)
+    process = start_script(tail, tmp_path / "data", HELD_UP_NS)
     assert process.stdout is not None
     assert process.stdout.readline() == "submitted\n"
     assert process.stdout.readline() == "waiting\n"  # before this line Ctrl-C would end the script
