@@ -391,9 +391,9 @@ class ResidencyManager:
         if self.debug and record.checksum is not None and self.checksum(record) != record.checksum:
             raise hidden_write(record)
 
-    def checksum(self, record: VariableRecord) -> int:
-        """A checksum of a resident record's bytes (of host memory)."""
-        return checksum(self.segments(record.runs, record.nbytes))
+    def checksum(self, record: VariableRecord, nbytes: int | None = None) -> int:
+        """A checksum of a resident record's bytes (of host memory), or of the first `nbytes` of them."""
+        return checksum(self.segments(record.runs, record.nbytes if nbytes is None else nbytes))
 
     def load(self, records: Iterable[VariableRecord]) -> None:
         """Load records and wait for them. The caller has pinned them, so that none evicts another.

@@ -108,15 +108,15 @@ class RerunDevice:
         if self._watch is not None:
             self._watch.runs_again("a comparison", reads=ranges)
 
-    def checksum(self, manager: ResidencyManager, record: VariableRecord) -> int:
-        """A checksum of a resident record's bytes, for debug mode: on a device they are copied to the host."""
+    def checksum(self, manager: ResidencyManager, record: VariableRecord, nbytes: int) -> int:
+        """A checksum of a resident record's first bytes, for debug mode: on a device they are copied to the host."""
         if self._watch is None:
-            return manager.checksum(record)
-        place = record.address, record.nbytes
+            return manager.checksum(record, nbytes)
+        place = record.address, nbytes
         self._watch.runs_again("a checksum", reads=[place])
         with below_everything():
             on_host = self._bytes_at(*place).cpu()
-            return zlib.crc32((ctypes.c_char * record.nbytes).from_address(_data_ptr(on_host)))
+            return zlib.crc32((ctypes.c_char * nbytes).from_address(_data_ptr(on_host)))
 
     def _bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
         empty = torch.empty(0, dtype=torch.uint8, device=self.torch_device)

@@ -148,11 +148,16 @@ class Reruns:
             self._bail_out("a variable that may be touched between ops was to be discarded")
             return False
         if self._manager.debug:
-            self._checksums[index] = self._device.checksum(self._manager, record)
+            self._checksums[index] = self._checksum(executable, index, record)
         record.discarded()
         if self._manager.debug:
             self._manager.space.unmap(record.reservation)
         return True
+
+    def _checksum(self, executable: ExecutablePlan, index: int, record: VariableRecord) -> int:
+        """Of the present storage: it may be smaller than planned, and what lies behind it is noise."""
+        nbytes = min(record.nbytes, int(executable.variable_nbytes[index]) or record.nbytes)
+        return self._device.checksum(self._manager, record, nbytes)
 
     def any_discarded(self, executable: ExecutablePlan) -> bool:
         """Whether a variable of the program has its bytes nowhere now."""
@@ -289,7 +294,7 @@ class Reruns:
             record, expected = executable.variables[index].record, self._checksums.get(index)
             if record is None or expected is None or not executable.variable_alive[index]:
                 continue
-            if self._device.checksum(self._manager, record) != expected:
+            if self._checksum(executable, index, record) != expected:
                 ops = ", ".join(f"{op.index} ({executable.funcs[op.index]})" for op in rerun.ops)
                 raise RerunDiffers(
                     f"variable {index} ({record.label or executable.trace.variables[index].label}) was discarded, and "

@@ -1,4 +1,6 @@
-"""Random programs with their steps cut into segments from the first one on, and longer: the same programs as elsewhere.
+"""Random programs with their steps cut into segments from the first one on, and longer.
+
+Those of even seeds are the programs that run elsewhere; those of odd ones have statements that never do the same twice.
 
 python -m tests.session.program_runs --runner tests.session.program_segments:run_seed --seed 0 --count 60
 """
@@ -12,6 +14,8 @@ from random import Random
 from typing import Any
 
 from ooc.replay.segmentation import Segmentation
+from tests.session.program_statements import Statement
+from tests.session.program_variations import VARIATIONS
 from tests.session.programs import Program, generate, run_in_core, run_in_session
 
 _MOST_STEPS = 12
@@ -35,17 +39,44 @@ def forced_segments() -> Iterator[None]:
 
 
 def with_segments(seed: int) -> Program:
-    """The program of this seed with more steps: its own again, some of them cut short."""
+    """The program of this seed with more steps, some of them cut short; of odd seeds, with variations in between."""
     program = generate(seed)
     random = Random(seed)
     steps = list(program.steps)
     while len(steps) < _MOST_STEPS:
-        step = random.choice(program.steps)
+        steps.append(random.choice(program.steps))
+    if seed % 2:
+        program = _varied(program, random)
+    for index in range(len(program.steps), len(steps)):
         if random.random() < 0.2:
-            step = replace(step, stop=random.randrange(len(program.bodies[step.body])), raises=random.random() < 0.5)
-        steps.append(step)
+            stop = random.randrange(len(program.bodies[steps[index].body]))
+            steps[index] = replace(steps[index], stop=stop, raises=random.random() < 0.5)
     lengths = tuple(random.choice(program.lengths) for _ in steps) if program.lengths else ()
     return replace(program, steps=tuple(steps), lengths=lengths)
+
+
+def _varied(program: Program, random: Random) -> Program:
+    """The program, less most of its statements, with such as never do the same twice."""
+    bodies = []
+    for body in program.bodies:
+        statements = [s for s in body if random.random() < 0.5]
+        for _ in range(random.randint(2, 5)):
+            kind = random.choice(sorted(VARIATIONS))
+            mask = 0xFFFF if random.random() < 0.6 else random.getrandbits(16)
+            p, q = random.randrange(1 << 12), random.randrange(1 << 8)
+            variation = Statement(kind, random.randrange(program.num_registers), 0, 0, p, q, mask)
+            statements.insert(random.randrange(len(statements) + 1), variation)
+        bodies.append(tuple(statements))
+    sizes = (1024, 5000, 16384, 20000)
+    return replace(
+        program,
+        bodies=tuple(bodies),
+        num_inside=tuple(len(body) - (len(body) // 3 if random.random() < 0.3 else 0) for body in bodies),
+        steps=tuple(replace(step, stop=None, raises=False) for step in program.steps),
+        parameters=program.parameters or tuple(random.choice(sizes) for _ in range(random.randint(1, 5))),
+        by_optimizer=random.random() < 0.5,
+        fail_call=0,  # what fails is tried again, and a variation has done half of its work by then
+    )
 
 
 def run_seed(seed: int) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class State:
     inputs: list[Tensor] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    closures: list[torch.optim.LBFGS] = field(default_factory=list)
     modules: list[torch.nn.Module] = field(default_factory=list)
     cycles: list[Any] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
@@ -85,7 +86,8 @@ class State:
     def clear(self) -> None:
         """Forget everything."""
         self.registers = []
-        for own in (self.kept, self.for_ever, self.inputs, self.parameters, self.optimizers, self.modules, self.cycles):
+        lives = (self.kept, self.for_ever, self.inputs, self.parameters, self.modules, self.cycles)
+        for own in (*lives, self.optimizers, self.closures):
             own.clear()
 
 

@@ -33,6 +33,7 @@ import tests.session.program_ops
 import tests.session.program_training  # noqa: F401 (as above: it registers kinds of statement)
 from ooc.errors import OocError, StoreFailed
 from tests.session.program_statements import KINDS, RETRYABLE, WEIGHTS, Interrupted, State, Statement, set_length
+from tests.session.program_variations import VARIATIONS
 from tests.store_speed import USUAL, store_speed
 
 CHUNK_NBYTES = 1 << 16
@@ -284,7 +285,8 @@ class _Runner:
             if self.verbose:
                 print(f"  step {self.state.step}: {s}", flush=True)
             try:
-                self._retry(lambda s=s: KINDS[s.kind](self.state, s))  # type: ignore[misc]
+                function = KINDS.get(s.kind) or VARIATIONS[s.kind]
+                self._retry(lambda s=s, function=function: function(self.state, s))  # type: ignore[misc]
             except (OocError, torch.OutOfMemoryError):
                 raise
             except (RuntimeError, ValueError, IndexError, TypeError) as error:

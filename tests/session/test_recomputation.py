@@ -199,6 +199,12 @@ def test_another_batch_shape() -> None:
     assert all(step["num_reruns"] > 0 for step in (*steps[3:6], steps[7]))
 
 
+def test_a_smaller_batch_leaves_noise_behind_its_own_bytes() -> None:
+    """Debug mode compares what was made again as far as the storage reaches, not as far as the plan has room."""
+    run = compare(CASES["convolutions"], sizes=[8, 8, 8, 8, 6, 8])
+    assert noted(run, "num_reruns") > 0
+
+
 def test_recompute_can_be_switched_off() -> None:
     run = compare(CASES["convolutions_auto"], recompute=False)
     assert noted(run, "num_reruns") == 0
