@@ -37,7 +37,7 @@ _READ_AT_START = ("OMP_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH", "LD_", "MALLOC
 def run(
     words: Sequence[str], *, env: Mapping[str, str], cwd: str | Path | None = None, timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python script.py ...` or `python -m module ...` to the end, as `subprocess.run` would, with its output.
+    """Run `python script.py`, `python -m module` or `python -c code` to the end, as `subprocess.run` would.
 
     Args:
         words: The command line; its first word is `sys.executable`.
@@ -138,6 +138,12 @@ def _become(words: list[str], env: dict[str, str], cwd: str) -> None:
         sys.argv[:] = ["-m", *words[2:]]
         sys.path[0] = cwd
         runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+        return
+    if words[0] == "-c":
+        sys.argv[:] = ["-c", *words[2:]]
+        sys.path[0] = cwd
+        main.__dict__["__builtins__"] = __builtins__
+        exec(compile(words[1], "<code>", "exec", dont_inherit=True), main.__dict__)
         return
     path = words[0]
     sys.argv[:] = words

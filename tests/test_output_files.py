@@ -17,6 +17,7 @@ import pytest
 
 from ooc.cli.run import _of_this_rank
 from ooc.output_files import is_special, write_output
+from tests import forked
 from tests.fragmentation.cases import DATA
 from tests.html_report.cases import synthetic
 
@@ -112,11 +113,9 @@ def test_a_file_that_cannot_be_replaced_is_written_in_place(
 
 
 @pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
-def test_standard_output_that_is_a_file_is_added_to(name: str, tmp_path: Path) -> None:
+def test_standard_output_that_is_a_file_is_added_to(name: str) -> None:
     code = f"from ooc.output_files import write_output\nprint('a')\nwrite_output({name!r}, 'b\\n')\nprint('c')"
-    with open(tmp_path / "out", "w") as out:
-        subprocess.run([sys.executable, "-c", code], stdout=out, check=True, cwd=ROOT)
-    assert (tmp_path / "out").read_text() == "a\nb\nc\n"
+    assert _python("-c", code).stdout == "a\nb\nc\n"
 
 
 def test_ranks_share_a_device_and_have_a_file_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -127,10 +126,10 @@ def test_ranks_share_a_device_and_have_a_file_each(monkeypatch: pytest.MonkeyPat
     assert not is_special(tmp_path / "nothing")
 
 
-def _ooc(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ooc", *arguments], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Its standard output is a file."""
+    command = [sys.executable, *arguments]
+    return forked.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, timeout=600)
 
 
 def _commands(tmp_path: Path) -> dict[str, Callable[[str], list[str]]]:
@@ -155,10 +154,10 @@ def test_every_output_option_follows_links_and_keeps_devices(command: str, tmp_p
     line = _commands(tmp_path)[command]
     target, link = tmp_path / "target", tmp_path / "link"
     link.symlink_to(target)
-    done = _ooc(*line(str(link)))
+    done = _python("-m", "ooc", *line(str(link)))
     assert link.is_symlink(), done.stderr
     assert target.stat().st_size > 0, done.stderr
-    full = _ooc(*line("/dev/full"))
+    full = _python("-m", "ooc", *line("/dev/full"))
     assert "No space left on device" in full.stderr
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
     assert "Traceback" not in full.stderr

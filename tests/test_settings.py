@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from ooc.cli.findings import Verdict
 from ooc.cli.main import _spelled_out, main, parser
 from ooc.settings import PROGRESS, SETTINGS, BadSetting, check, check_environment, resolve
 from ooc.telemetry.progress import When
+from tests import forked
 
 SCRIPT = "print('it ran')\n"
 
@@ -121,7 +122,7 @@ def test_progress_with_and_without_a_value(words: list[str], progress: str | Non
 def test_progress_always_speaks_off_a_terminal() -> None:
     script = Path(__file__).parent / "scripts" / "small_net.py"
     command = [sys.executable, "-m", "ooc", "run", "--budget", "64MiB", "--progress=always", str(script)]
-    done = subprocess.run([*command, "--steps", "2"], capture_output=True, text=True, check=False)
+    done = forked.run([*command, "--steps", "2"], env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "ooc: step 1 learning" in done.stderr
 
