@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from benchmarks.gpu.gate import Processes
 from scheduler.plan import Machine, PlanError
 from scheduler.planning import make_plan
 from scheduler.verify import verify
+from tests import forked
 from tests.cuda.cases import CudaSession, fixed_speed
 from tests.harness import Recipe, assert_equal, num_steps_by_mode, run_in_core, run_out_of_core
 from tests.scheduler.random_traces import random_trace
@@ -107,7 +108,8 @@ with open_aliased(4 * MIB, fake=True) as memory:
 assert torch._C._is_multithreading_enabled()
 print(memory)
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-c", script]
+    done = forked.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

@@ -221,7 +221,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_a_child_that_dies_is_an_answer_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "deep" / "failed.log"
-    shell = gate.Processes(limit_s=60, fake=True, log=log)
+    shell = gate.Processes(limit_s=600, fake=True, log=log)
     assert "ValueError" in shell.train(Order(workload="nothing"))["error"]
     for text in log.read_text(), capsys.readouterr().out:
         assert "Traceback" in text and "models.get" in text
@@ -325,12 +325,12 @@ def test_an_item_that_fails_costs_no_other(tmp_path: Path) -> None:
 
 def test_what_the_machine_has_is_looked_at_first() -> None:
     assert ITEMS[0].name == FAKE_ITEMS[0].name == "preflight"
-    figures = {f.variant: f for f in ITEMS[0].measure(gate.Processes(limit_s=100, fake=True))}
+    figures = {f.variant: f for f in ITEMS[0].measure(gate.Processes(limit_s=600, fake=True))}
     assert {"compiler", "native parts", "packages", "host memory", "pinning", "store"} <= set(figures)
     assert "MemTotal" in figures["host memory"].note and "MemAvailable" in figures["host memory"].note
     assert "registered at" in figures["pinning"].note
     assert not [f for f in figures.values() if f.is_good is False]
-    real = {f.variant: f for f in ITEMS[0].measure(gate.Processes(limit_s=100, fake=False))}
+    real = {f.variant: f for f in ITEMS[0].measure(gate.Processes(limit_s=600, fake=False))}
     if not torch.cuda.is_available():
         assert real["device"].is_good is False
 
@@ -375,7 +375,7 @@ def test_an_item_over_the_fake_driver(tmp_path: Path) -> None:
             return super().train(order) if kept else {"error": "left out", "is_too_small": True}
 
     budget = 0
-    shell = Fewer(limit_s=400, fake=True)
+    shell = Fewer(limit_s=600, fake=True)
     order = Order(workload="conv_stack", preset="small", digests=True)
     expected = shell.train(order)
     budget = expected["peak_nbytes"] // 2 // (64 << 10) * (64 << 10)
@@ -388,7 +388,7 @@ def test_an_item_over_the_fake_driver(tmp_path: Path) -> None:
 
 def test_driver_calls_over_the_fake() -> None:
     (item,) = (item for item in FAKE_ITEMS if item.name == "driver calls")
-    figures = list(item.measure(gate.Processes(limit_s=60, fake=True)))
+    figures = list(item.measure(gate.Processes(limit_s=600, fake=True)))
     assert {figure.variant for figure in figures} == {"idle", "loaded"}
     names = {figure.metric for figure in figures}
     assert names >= {"cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease", "cuEventRecord"}
@@ -397,7 +397,7 @@ def test_driver_calls_over_the_fake() -> None:
 
 def test_the_doctor_and_the_demo_are_figures() -> None:
     (doctor,) = (item for item in FAKE_ITEMS if item.name == "doctor")
-    figures = {figure.variant: figure for figure in doctor.measure(gate.Processes(limit_s=200, fake=True))}
+    figures = {figure.variant: figure for figure in doctor.measure(gate.Processes(limit_s=600, fake=True))}
     assert figures["session on the device"].is_good and "came back whole" in figures["session on the device"].note
     assert not [f for f in figures.values() if f.is_good is False]
 
@@ -427,5 +427,5 @@ from benchmarks.gpu.child import Order, run
 order = Order(workload="conv_stack", preset="small", variant="ours", budget_nbytes=2 << 20, num_steps=5, fake=True)
 assert run(order)["steps"][-1]["mode"] == "planned"
 """
-    code, output = gate.Processes(limit_s=100, fake=True).command(["-c", script])
+    code, output = gate.Processes(limit_s=600, fake=True).command(["-c", script])
     assert code == 0, output

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
+
 ROOT = Path(__file__).parents[2]
 
 START = """
-import gc, torch, ooc
+import faulthandler, gc, torch, ooc
+faulthandler.enable()
 from tests.cuda.hosted import CHUNK_NBYTES, HostedDevice
 from vmm.cuda_table import cuda_table
 
@@ -40,14 +43,8 @@ expected = train(7, keep=expected_parameters)
 
 def run(script: str) -> str:
     """Run it after `START`, in a process of its own. What it printed."""
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", START + script],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    command = [sys.executable, "-c", START + script]
+    done = forked.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -312,7 +309,7 @@ if child == 0:
     table.take(512)
     os._exit(0)
 thread.join()
-for _ in range(600):
+for _ in range(6000):
     done, status = os.waitpid(child, os.WNOHANG)
     if done:
         break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import errno
+import gc
 import inspect
 import os
 import re
@@ -22,6 +23,7 @@ from torch import nn
 import ooc
 import ooc._current
 import ooc.session
+from tests import forked
 from tests.session.continuation import BUDGET, Trainer, assert_books_true
 from vmm import machine
 from vmm.files import is_in_memory
@@ -315,16 +317,9 @@ def test_store_full_when_planned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        check=False,
-    )
+    """A process that has opened no session yet."""
+    command = [sys.executable, "-c", code]
+    return forked.run(command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, cwd=ROOT, timeout=600)
 
 
 IN_CORE_AFTERWARDS = """
@@ -367,6 +362,7 @@ def test_map_count_exhausted() -> None:
             with session.step():
                 losses.append(trainer.step(index))
             if index == 1:  # from here on, a handful more than now
+                gc.collect()  # what earlier tests have left
                 driver = session.engine.memory.driver
                 driver._max_map_count = machine.map_count() + 512 + 12
                 driver._num_mappings_unchecked = 0

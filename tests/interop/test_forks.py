@@ -6,6 +6,7 @@ Data loaders with workers, `os.fork` in and between steps, and subprocesses.
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import ooc
+from tests import forked
 from tests.interop.cases import BUDGET, WIDTH, InCore, build, contents
 
 ROOT = Path(__file__).parents[2]
@@ -159,14 +161,8 @@ print("good")
 )
 def test_os_fork(how: str, num_steps: int) -> None:
     """The child waits until the parent has trained on; it still sees the bytes as at the fork, and can train."""
-    done = subprocess.run(
-        [sys.executable, "-c", FORK, how, str(num_steps)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=600,
-        check=False,
-    )
+    command = [sys.executable, "-c", FORK, how, str(num_steps)]
+    done = forked.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "good" in done.stdout
 

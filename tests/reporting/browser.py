@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-_LONGEST_S = 60.0
+_LONGEST_S = 240.0
 
 
 def find_browser() -> str | None:

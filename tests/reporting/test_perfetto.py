@@ -26,7 +26,7 @@ from ooc.reporting.documents import Document, parse_document
 from tests.html_report.cases import net, recorded_text, synthetic
 from tests.reporting.browser import Browser, find_browser
 
-_LONGEST_S = 120.0
+_LONGEST_S = 240.0
 
 
 def perfetto_page() -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import resource
@@ -188,6 +189,7 @@ def test_aliases_are_counted_once(huge_pages: bool) -> None:
     """A pool mapped five times over: RSS grows by five pools and more, the measure by one."""
     chunk, num_chunks = 65536, 512
     pool = chunk * num_chunks
+    gc.collect()  # what earlier tests have left
     before, rss_before = machine.process_memory(), psutil.Process().memory_info().rss
     with PosixDriver(num_chunks, chunk, huge_pages=huge_pages) as driver:
         for _ in range(5):
@@ -204,6 +206,7 @@ def test_aliases_are_counted_once(huge_pages: bool) -> None:
 
 
 def test_private_memory_is_counted() -> None:
+    gc.collect()
     before = machine.process_memory()
     # Fresh pages: malloc may have so much of its own at hand.
     with mmap.mmap(-1, 32 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as data:

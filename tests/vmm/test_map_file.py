@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import mmap
 import os
@@ -153,6 +154,7 @@ def test_a_failed_map_over_a_file_leaves_the_file(case: PosixCase, file: int) ->
 
 
 def test_noted_files_and_guards_count_as_mappings(case: PosixCase, file: int) -> None:
+    gc.collect()  # what earlier tests have left
     with case.make(8, max_map_count=machine.map_count() + 512 + 60) as driver:
         address = driver.reserve(4)
         driver.note_file(address, 4, file, 0, CHUNK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 
@@ -16,6 +17,7 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("vmm.files.is_in_memory", lambda _: False)  # pytest's directory may be on tmpfs
     text = (Path(vmm.__file__).parent / "README.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    gc.collect()  # what earlier tests have left
     files, threads = num_open_files(), num_threads()
     exec(example, {})
     assert (num_open_files(), num_threads()) == (files, threads)
