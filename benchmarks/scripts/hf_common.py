@@ -7,6 +7,9 @@ import tempfile
 from typing import Any
 
 import torch
+import torchvision_ops  # noqa: F401
+
+# isort: split
 from common import LENGTH, tell, tell_bits, time_optimizer_steps
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments

@@ -4,6 +4,9 @@ import logging
 import tempfile
 import warnings
 
+import torchvision_ops  # noqa: F401
+
+# isort: split
 import lightning
 import torch
 from common import LENGTH, tell, tell_bits, time_optimizer_steps

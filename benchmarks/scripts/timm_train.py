@@ -1,5 +1,8 @@
 """After timm's train.py: its factories, mixup, an average of the weights, a validation an epoch."""
 
+import torchvision_ops  # noqa: F401
+
+# isort: split
 import timm
 import torch
 from common import LENGTH, tell, tell_bits, time_optimizer_steps

@@ -4,17 +4,18 @@ import torch
 from common import iterations, tell, tell_bits
 from torch import nn
 
-TOKENS, WIDTH, LENGTH, BATCH = 2000, 256, 35, 20
+TOKENS, WIDTH, SPAN, PARTS, BATCH = 2000, 256, 35, 24, 20
 
 torch.manual_seed(1)
 encoder, rnn = nn.Embedding(TOKENS, WIDTH), nn.LSTM(WIDTH, WIDTH, 2, dropout=0.2)
 decoder, drop = nn.Linear(WIDTH, TOKENS), nn.Dropout(0.2)
 model = nn.ModuleList([encoder, rnn, decoder, drop])
-corpus = torch.randint(TOKENS, (LENGTH * 24 + 1, BATCH))
+corpus = torch.randint(TOKENS, (SPAN * PARTS + 1, BATCH))
 hidden = tuple(torch.zeros(2, BATCH, WIDTH) for _ in range(2))
 for index in iterations(20):
-    data = corpus[index * LENGTH : (index + 1) * LENGTH]
-    targets = corpus[index * LENGTH + 1 : (index + 1) * LENGTH + 1].reshape(-1)
+    start = index % PARTS * SPAN
+    data = corpus[start : start + SPAN]
+    targets = corpus[start + 1 : start + SPAN + 1].reshape(-1)
     model.zero_grad()
     hidden = tuple(h.detach() for h in hidden)
     output, hidden = rnn(drop(encoder(data)), hidden)

@@ -178,9 +178,7 @@ class GuestOps:
             kind = "quantized"
         else:
             kind = str(tensor.layout)
-            if tensor.layout is not torch.sparse_coo:
-                return
-            if not self._dispatcher.operands(tensor._indices(), tensor._values()):
+            if not self._dispatcher.operands(tensor):
                 return
         raise SessionError(
             f"{func} on the thread {threading.current_thread().name!r}: an operand ({kind}, {tuple(tensor.shape)}) is "

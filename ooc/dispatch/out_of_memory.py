@@ -41,7 +41,7 @@ def budget_too_small(
     threshold_nbytes: int,
     place: str,
     earlier_needed_nbytes: int = 0,
-    expect: Callable[[int, Sequence[int]], ExpectedNeed | None] = lambda *_: None,
+    expect: Callable[[str, int, Sequence[int], Sequence[int]], ExpectedNeed | None] = lambda *_: None,
 ) -> BudgetTooSmall:
     """Make the error for an op whose operands, or an allocation of `new_nbytes`, did not fit the budget.
 
@@ -59,7 +59,7 @@ def budget_too_small(
         threshold_nbytes: Smaller storages are not counted.
         place: Where in the program the op is (`ooc.tracing.call_sites`).
         earlier_needed_nbytes: The largest need refused before.
-        expect: Guesses what the rest of the step needs, from what this op does and the sizes of its operands.
+        expect: Guesses what the rest of the step needs, from this op, its need, and the sizes of operands and results.
     """
     names = _names(address_of)
     tensors = _operand_tensors(func, args, kwargs, address_of)
@@ -82,7 +82,7 @@ def budget_too_small(
     needed_nbytes = max(together, at_its_end) * manager.chunk_nbytes
     expected = None
     with contextlib.suppress(Exception):  # a guess, about a step that has just failed: no reason to fail otherwise
-        expected = expect(needed_nbytes, [record.nbytes for record in operands])
+        expected = expect(str(func), needed_nbytes, [record.nbytes for record in operands], results)
     return BudgetTooSmall(
         op_index=len(earlier_ops),
         op_name=str(func),

@@ -62,13 +62,23 @@ class RefusedAllocations:
             return self.too_small(call, records, pending.no_room, pending.nbytes)
         return pending
 
-    def _expect(self, needed_nbytes: int, operands: Sequence[int]) -> ExpectedNeed | None:
+    def _expect(
+        self, failed: str, needed_nbytes: int, operands: Sequence[int], results: Sequence[int]
+    ) -> ExpectedNeed | None:
         recorder = self._recording.recorder
         if recorder is None:
             return None
-        has_backward = torch.is_grad_enabled() and torch._C._current_autograd_node() is None
-        so_far = recorder.build(self._manager.records).trace
-        return expected_need(so_far, needed_nbytes, operands, self.earlier_traces(), has_backward=has_backward)
+        is_going_back = torch._C._current_autograd_node() is not None
+        return expected_need(
+            recorder.build(self._manager.records).trace,
+            failed,
+            needed_nbytes,
+            operands,
+            results,
+            self.earlier_traces(),
+            may_go_back=torch.is_grad_enabled() and not is_going_back,
+            is_going_back=is_going_back,
+        )
 
     def too_small(self, call: Call, records: list[VariableRecord], no_room: NoRoom, nbytes: int) -> BudgetTooSmall:
         """The error for an op whose operands, or an allocation of `nbytes`, do not fit the budget."""

@@ -55,3 +55,38 @@ def test_without_gradients_nothing_is_added() -> None:
             model(torch.ones(2048, 512))
         assert caught.value.expected_nbytes == 0
         assert "a guess" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "width_in", "width", "is_bidirectional"),
+    [(35, 20, 256, 256, False), (10, 64, 512, 512, False), (100, 8, 128, 256, False), (20, 32, 64, 384, True)],
+)
+def test_one_restart_is_enough_for_a_recurrent_layer(
+    length: int, batch: int, width_in: int, width: int, is_bidirectional: bool
+) -> None:
+    """One op is a whole layer; oneDNN's copies of the weights come after the allocation that fails."""
+
+    def step() -> None:
+        torch.manual_seed(0)
+        layer = nn.LSTM(width_in, width, bidirectional=is_bidirectional)
+        layer(torch.ones(length, batch, width_in))[0].sum().backward()
+
+    weights = 4 * width * (width_in + width) * 4 * (2 if is_bidirectional else 1)
+    with (
+        ooc.Session(weights + 2 * MIB, chunk_nbytes="64KiB"),
+        pytest.raises(BudgetTooSmall, match="for the backward pass of the ops so far") as caught,
+    ):
+        step()
+    with ooc.Session(caught.value.expected_nbytes, chunk_nbytes="64KiB"):
+        step()
+
+
+def test_in_a_backward_pass_what_the_forward_pass_told_is_told_again() -> None:
+    with ooc.Session("8MiB") as session:
+        layer = nn.LSTM(256, 256)
+        made = layer(torch.ones(8, 20, 256))[0].sum()
+        session.set_budget("6MiB")
+        with pytest.raises(BudgetTooSmall, match="for the backward pass of the ops so far") as caught:
+            made.backward()
+        assert "backward" in caught.value.op_name
+        assert caught.value.expected_nbytes > caught.value.needed_nbytes

@@ -13,6 +13,7 @@
 
 #include "../../../vmm/native/allocator.h"
 #include "demand.h"
+#include "sparse.h"
 #include "trials.h"
 
 namespace {
@@ -96,20 +97,23 @@ int64_t now_ns() {
   return int64_t{t.tv_sec} * 1000000000 + t.tv_nsec;
 }
 
-// The storage address of a tensor if it lies in the arena, else 0.
-uint64_t arena_address(const Dispatcher* self, PyObject* tensor) {
-  const c10::TensorImpl* impl = nullptr;
+// Null for what is no initialised tensor.
+const c10::TensorImpl* tensor_impl(const Dispatcher* self, PyObject* tensor) {
   if (self->cdata_offset >= 0) {
-    impl = *reinterpret_cast<c10::TensorImpl**>(reinterpret_cast<char*>(tensor) + self->cdata_offset);
-  } else {
-    PyObject* value = PyObject_GetAttrString(tensor, "_cdata");
-    if (value == nullptr) {
-      PyErr_Clear();
-      return 0;
-    }
-    impl = reinterpret_cast<c10::TensorImpl*>(PyLong_AsUnsignedLongLong(value));
-    Py_DECREF(value);
+    return *reinterpret_cast<c10::TensorImpl**>(reinterpret_cast<char*>(tensor) + self->cdata_offset);
   }
+  PyObject* value = PyObject_GetAttrString(tensor, "_cdata");
+  if (value == nullptr) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  const auto* impl = reinterpret_cast<const c10::TensorImpl*>(PyLong_AsUnsignedLongLong(value));
+  Py_DECREF(value);
+  return impl;
+}
+
+// The address of a tensor's own storage if it lies in the arena, else 0.
+uint64_t arena_address(const Dispatcher* self, const c10::TensorImpl* impl) {
   if (impl == nullptr || !impl->has_storage()) return 0;
   const c10::Storage& storage = impl->unsafe_storage();
   if (!storage) return 0;
@@ -120,12 +124,26 @@ uint64_t arena_address(const Dispatcher* self, PyObject* tensor) {
   return address >= start && address < stop ? address : 0;
 }
 
+uint64_t arena_address(const Dispatcher* self, PyObject* tensor) {
+  return arena_address(self, tensor_impl(self, tensor));
+}
+
+// Call visit(address) for the storages of a tensor that lie in the arena, until it returns false.
+template <class Visit>
+bool for_each_storage(const Dispatcher* self, const c10::TensorImpl* impl, Visit&& visit) {
+  const auto one = [&](const c10::TensorImpl* each) {
+    const uint64_t address = arena_address(self, each);
+    return address == 0 || visit(address);
+  };
+  if (impl == nullptr) return true;
+  return impl->has_storage() ? one(impl) : for_each_part(impl, one);
+}
+
 // Call visit(address) for every arena operand in `object`, depth first, until it returns false.
 template <class Visit>
 bool for_each_operand(const Dispatcher* self, PyObject* object, Visit&& visit) {
   if (PyObject_TypeCheck(object, self->tensor_type)) {
-    const uint64_t address = arena_address(self, object);
-    return address == 0 || visit(address);
+    return for_each_storage(self, tensor_impl(self, object), visit);
   }
   if (PyTuple_CheckExact(object) || PyList_Check(object) || PyTuple_Check(object)) {
     const Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
