@@ -97,7 +97,7 @@ def parse_options(
     parameters: dict[str, Any] = {}
     if window_nbytes is not None:
         parameters["window_nbytes"] = parse_nbytes(window_nbytes, what="window")
-    if_slow = recompute is None and isinstance(chosen, CpuDevice) and policy == "auto"
+    if_slow = recompute is None and policy == "auto"
     if recompute is None:  # asked for by its policy
         recompute = policy in _RECOMPUTING
     if "recompute" in POLICIES[policy].parameters:

@@ -55,8 +55,8 @@ class Session:
             steps are planned by `policy`.
         progress: One line a step to stderr: "never", "auto" (on a terminal), "always".
         recompute: Whether ops may be run again instead of moving what they made, where that is faster. True: from the
-            first plan on; ops are tried in learning. None: with `auto` on the CPU once a plan waits for the store for a
-            tenth of its step, with policies that do nothing else always. See `ooc/DESIGN.md`, "Recomputation".
+            first plan on; ops are tried in learning. None: with `auto` once a plan waits for the store for a tenth of
+            its step, with policies that do nothing else always. See `ooc/DESIGN.md`, "Recomputation".
         background_planning: Let another process make plans where training would wait for them for more than 5 % of its
             time; which step is the first that is planned then depends on how long that takes.
 

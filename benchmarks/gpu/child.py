@@ -341,7 +341,7 @@ def _memory(order: Order, session: ooc.Session | None) -> dict[str, int]:
 def _fake_peak_nbytes(order: Order) -> int:
     """What a session with room for everything saw: there is no allocator on a fake to ask."""
     workload = models.get(order.workload, order.preset, batch_size=order.batch_size)
-    with ooc.Session("1GiB", plan_cache=False) as session:
+    with ooc.Session("64MiB", plan_cache=False) as session:
         model = workload.build()
         optimizer = workload.make_optimizer(model, order.optimizer)
         for index in range(2):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -19,14 +20,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.child import Order
+from benchmarks.gpu.fake_items import FAKE_ITEMS
 from benchmarks.gpu.figures import Figure, Item, Overran
-from benchmarks.gpu.items import FAKE_ITEMS, ITEMS, NOT_THERE
+from benchmarks.gpu.items import ITEMS, NOT_THERE
 from benchmarks.gpu.machine_items import order_text
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +61,8 @@ class Processes:
         self._fake = fake
         self._log = log
         self.machine: dict[str, Any] = {}
+        self.told: list[str] = []
+        """The last lines of what failed."""
 
     def train(self, order: Order) -> dict[str, Any]:
         """As `Shell.train`."""
@@ -106,6 +110,8 @@ class Processes:
         left_s = self._stops - time.monotonic()
         if left_s <= 0:
             raise Overran(f"the item's {self._limit_s:.0f} s were used up before")
+        if self._fake:  # torch computes on the host, where on a busy machine a second thread waits more than it helps
+            environment["OMP_NUM_THREADS"] = "1"
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -136,8 +142,9 @@ class Processes:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("a") as file:
             file.write(f"$ {shlex.join(command)}\n{said}\n{what}\n\n")
-        for line in [*said.splitlines()[-_NUM_TAIL_LINES:], what]:
-            print(f"  | {line[:300]}", flush=True)
+        tail = [f"  | {line[:300]}" for line in (*said.splitlines()[-_NUM_TAIL_LINES:], what)]
+        self.told += tail
+        print("\n".join(tail), flush=True)
 
 
 def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -203,19 +210,22 @@ def run(
     *,
     fake: bool,
     commit: str,
+    machine: Mapping[str, Any] | None = None,
     stops_s: float = math.inf,
     retries: bool = False,
-) -> None:
-    """Measure what is not there yet.
+) -> dict[str, list[str]]:
+    """Measure what is not there yet. By item, the last lines of what failed.
 
     Args:
         chosen: The items.
         results: Where figures go, and what has been measured.
         fake: Whether to run over the fake driver.
         commit: What is measured.
+        machine: What is known of the machine before anything is trained.
         stops_s: When, by `time.monotonic`, the last item must be over.
         retries: Whether to measure once more what overran or was wrong.
     """
+    known, told = dict(machine or {}), {}
     for item in chosen:
         if item.name in results.items and not (retries and _has_failed(results.items[item.name])):
             print(f"{item.name}: measured before")
@@ -228,7 +238,11 @@ def run(
         started = time.monotonic()
         shell = Processes(limit_s=limit_s, fake=fake, log=results.path.with_suffix(".log"))
         figures = list(_figures(item, shell))
-        results.add(item.name, figures, took_s=time.monotonic() - started, machine=shell.machine, commit=commit)
+        known |= shell.machine
+        results.add(item.name, figures, took_s=time.monotonic() - started, machine=known, commit=commit)
+        if shell.told:
+            told[item.name] = shell.told
+    return told
 
 
 def _figures(item: Item, shell: Processes) -> Iterable[Figure]:
@@ -242,7 +256,7 @@ def _figures(item: Item, shell: Processes) -> Iterable[Figure]:
 
 
 def table(items: Sequence[Item], results: Results) -> str:
-    """All items, measured or not; what is wrong says so."""
+    """These items, measured or not; what is wrong says so."""
     lines = ["", "| item | variant | figure | value | |", "|---|---|---|---:|---|"]
     for item in items:
         found = results.items.get(item.name)
@@ -260,6 +274,21 @@ def table(items: Sequence[Item], results: Results) -> str:
 
 
 _VERDICTS = {None: "", True: "good", False: "WRONG"}
+
+
+def failures(items: Sequence[Item], results: Results, told: Mapping[str, Sequence[str]]) -> str:
+    """What is wrong and what overran, each with its note in full and the last lines of its process: read last."""
+    lines: list[str] = []
+    for item in items:
+        found = results.items.get(item.name)
+        if found is None or not _has_failed(found):
+            continue
+        for figure in found["figures"]:
+            if figure["is_good"] is False or figure.get("overran"):
+                what = "overran" if figure.get("overran") else "WRONG"
+                lines.append(f"{what}: {item.name}, {figure['variant']}, {figure['metric']}: {figure['note'][:600]}")
+        lines += list(told.get(item.name, ()))[-_NUM_TAIL_LINES:]
+    return "\n".join(["", *lines]) if lines else ""
 
 
 def is_wrong(results: Results) -> bool:
@@ -290,16 +319,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number, part in enumerate(parts, 1):
             print(f"shard {number}: " + ", ".join(f"{item.name} ({item.limit_s} s)" for item in part))
         return 0
-    where = "fake" if options.fake else _gpu_name()
-    if where is None:
+    machine = {"gpu": "fake"} if options.fake else _machine()
+    if machine is None:
         print("gpu-gate: torch sees no CUDA device here. Options: a machine with a GPU; --fake tries the gate itself.")
+        _diagnose()
         return 2
+    where = "-".join(machine["gpu"].split()).replace("/", "-")
     commit = options.commit or os.environ.get("OOC_COMMIT") or _commit()
     results = Results(options.out / f"{where}-{commit}.jsonl")
     chosen = parts[options.shard - 1] if options.shard is not None else [item for part in parts for item in part]
     stops_s = started_s + _LAST_ITEM_S if options.shard is not None else math.inf
-    run(chosen, results, fake=options.fake, commit=commit, stops_s=stops_s, retries=options.retry)
-    print(table(items, results))
+    told = run(
+        chosen,
+        results,
+        fake=options.fake,
+        commit=commit,
+        machine=machine,
+        stops_s=stops_s,
+        retries=options.retry,
+    )
+    print(table(chosen, results))
+    print(failures(chosen, results, told))
     overran = [name for name, found in results.items.items() if any(f.get("overran") for f in found["figures"])]
     if overran:
         print(f"\nOverran, so neither right nor wrong (--retry measures them again): {'; '.join(overran)}")
@@ -307,26 +347,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if is_wrong(results) else 0
 
 
-def _gpu_name() -> str | None:
-    """Asked in another process: this one must hold no memory of the device."""
-    code = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
-    command = [sys.executable, "-c", code]
+_ASKED = """
+import json, os, platform, torch
+if torch.cuda.is_available():
+    found = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "torch_cuda": torch.version.cuda}
+    print(json.dumps(found | {"python": platform.python_version(), "os": platform.platform(), "cores": os.cpu_count()}))
+"""
+
+
+def _machine() -> dict[str, Any] | None:
+    """The GPU's name, and versions. Asked in another process: this one must hold no memory of the device."""
+    command = [sys.executable, "-c", _ASKED]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_GPU_NAME_S)
     except subprocess.TimeoutExpired:
         print(f"gpu-gate: torch did not name the GPU within {_GPU_NAME_S} s: the driver hangs, or the disk is slow.")
         return None
-    name = "-".join(done.stdout.split()).replace("/", "-")
-    return name or None
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        print("\n".join(done.stderr.strip().splitlines()[-_NUM_TAIL_LINES:]))
+        return None
+    return found
+
+
+def _diagnose() -> None:
+    """Let the doctor say what is wrong with this machine."""
+    command = [sys.executable, "-m", "ooc", "doctor", "--device", "cuda"]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(command, cwd=ROOT, check=False, timeout=_GPU_NAME_S)
 
 
 def _commit() -> str:
+    """The commit; where there is none, or files differ from it, also a name for what the files hold.
+
+    Else what was mended would count as measured before.
+    """
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     except FileNotFoundError:
-        return "no-commit"
-    return done.stdout.strip() or "no-commit"
+        said = ""
+    if said and not said.endswith("-dirty"):
+        return said
+    contents = hashlib.sha256()
+    paths = (path for package in _MEASURED for path in (ROOT / package).rglob("*") if path.suffix in _SUFFIXES)
+    for path in sorted(paths):
+        contents.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"{said or 'no-commit'}-{contents.hexdigest()[:12]}"
+
+
+_MEASURED = ("ooc", "vmm", "scheduler", "benchmarks", "tests/gpu")
+_SUFFIXES = frozenset({".py", ".cpp", ".h"})
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ _LARGE_HOST_NBYTES = 8 << 30
 _CONTEXT_SLACK_NBYTES = 64 << 20
 """A process's context is not to the byte that of another one, where kernels are loaded when they are first used."""
 _NUM_STEPS, _NUM_TIMED = 10, 3
-"""A session plans in its third step or fourth, and once more after three planned ones; the last steps are timed."""
+"""A session plans in its third step or fourth, and where its plan waits for the link much, once more after the next, in
+which ops are tried; the last steps are timed."""
 _NO_ALGORITHM = "does not have a deterministic implementation"
 
 
@@ -314,10 +315,10 @@ def _failed(name: str, answer: dict[str, Any]) -> Figure:
 
 _POLICIES = ("auto", "window", "vdnn", "lms", "on_demand")
 _ALL_POLICIES = tuple(ours(policy) for policy in _POLICIES)
-_RIVALS = (other("save_on_cpu"), other("offload_hooks"), other("checkpoint"), other("expandable_segments"))
-_LONE_RIVALS = (other("managed", budget_nbytes=16 * GIB), other("deepspeed_offload"))
+RIVALS = (other("save_on_cpu"), other("offload_hooks"), other("checkpoint"), other("expandable_segments"))
+LONE_RIVALS = (other("managed", budget_nbytes=16 * GIB), other("deepspeed_offload"))
 """Each an item of its own: managed memory beyond the card's may take minutes, or hang."""
-_RECOMPUTATION = (ours("auto", recompute=True), ours("auto", recompute=False))
+RECOMPUTATION = (ours("auto", recompute=True), ours("auto", recompute=False))
 _GPT_1B: dict[str, Any] = {"builds_on_device": True, "sample_nbytes": 8_000_000_000}
 _SAMPLE_NBYTES = 88_000_000
 """What an image of 224x224 adds to ResNet-50's step: 87 MB by a trace of batch 960 on fake tensors. Those of the other
@@ -365,7 +366,7 @@ ITEMS: tuple[Item, ...] = (
         name="resnet50 16GiB, rivals and policies at batch 480",
         limit_s=400,
         measure=throughput(
-            "resnet50", (480,), 16 * GIB, (COMPUTE, *_RIVALS, *_ALL_POLICIES), sample_nbytes=_SAMPLE_NBYTES
+            "resnet50", (480,), 16 * GIB, (COMPUTE, *RIVALS, *_ALL_POLICIES), sample_nbytes=_SAMPLE_NBYTES
         ),
     ),
     *(
@@ -397,7 +398,7 @@ ITEMS: tuple[Item, ...] = (
                 "resnet50",
                 (batch_size,),
                 budget_gib * GIB,
-                (COMPUTE, *_RECOMPUTATION),
+                (COMPUTE, *RECOMPUTATION),
                 sample_nbytes=_SAMPLE_NBYTES,
             ),
         )
@@ -406,7 +407,7 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="gpt_1b 8GiB, recomputation",
         limit_s=180,
-        measure=throughput("gpt_1b", (4,), 8 * GIB, (COMPUTE, *_RECOMPUTATION), **_GPT_1B),
+        measure=throughput("gpt_1b", (4,), 8 * GIB, (COMPUTE, *RECOMPUTATION), **_GPT_1B),
     ),
     *(
         Item(
@@ -414,7 +415,7 @@ ITEMS: tuple[Item, ...] = (
             limit_s=120,
             measure=throughput("resnet50", (480,), 16 * GIB, (rival,), num_steps=5),
         )
-        for rival in _LONE_RIVALS
+        for rival in LONE_RIVALS
     ),
     Item(name="driver calls", limit_s=60, measure=driver_calls),
     Item(name="sanitizer", limit_s=180, measure=sanitizer("conv_stack")),
@@ -478,62 +479,8 @@ ITEMS: tuple[Item, ...] = (
     ),
 )
 """In order of importance: the first three shards are all that half an hour has room for. A smaller version of them
-runs over the fake (`FAKE_ITEMS`).
+runs over the fake (`fake_items.py`).
 """
-
-FAKE_ITEMS: tuple[Item, ...] = (
-    Item(name="preflight", limit_s=90, measure=preflight),
-    Item(name="doctor", limit_s=90, measure=doctor),
-    Item(name="demo", limit_s=180, measure=demo),
-    Item(name="driver calls", limit_s=60, measure=driver_calls),
-    Item(name="bitwise conv_stack", limit_s=470, measure=bitwise("conv_stack", preset="small", chunk_nbytes=64 << 10)),
-    Item(name="sanitizer", limit_s=120, measure=sanitizer("conv_stack")),
-    Item(
-        name="budget changes conv_stack",
-        limit_s=300,
-        measure=budget_changes("conv_stack", preset="small", chunk_nbytes=64 << 10),
-    ),
-    Item(
-        name="recomputation conv_stack",
-        limit_s=300,
-        measure=recomputation("conv_stack", preset="small", chunk_nbytes=64 << 10),
-    ),
-    Item(
-        name="rivals and recomputation conv_stack",
-        limit_s=470,
-        measure=throughput("conv_stack", (8,), 3 * MIB, (*_LONE_RIVALS, *_RECOMPUTATION), preset="small", num_steps=5),
-    ),
-    Item(
-        name="throughput conv_stack",
-        limit_s=470,
-        measure=throughput(
-            "conv_stack",
-            (8,),
-            3 * MIB,
-            (
-                other("in_core"),
-                replace(COMPUTE, fields={**COMPUTE.fields, "budget_nbytes": 4 * MIB}),
-                *_RIVALS,
-                *(ours("window", placement) for placement in ("standing", "remapped", "best_fit")),
-                *(ours("auto", chunk_nbytes=kib << 10) for kib in (64, 128, 256)),
-            ),
-            preset="small",
-        ),
-    ),
-    Item(
-        name="throughput gpt_1b",
-        limit_s=300,
-        measure=throughput(
-            "gpt_1b",
-            (4,),
-            6 * MIB,
-            (ours("auto"), ours("auto", optimizer="adamw_fused")),
-            preset="small",
-            builds_on_device=True,
-        ),
-    ),
-)
-"""For trying the gate itself, on a machine that may be busy: each of the large items starts up to 13 processes."""
 
 NOT_THERE: tuple[str, ...] = ()
 """Figures that issue 3 asks for and that no item measures yet; the table names them."""

@@ -5,10 +5,15 @@ plan waits for the store for a good part of its step, the ops that make what it 
 each kind is run a second time right after its first run, in chunks that the plan leaves free just then. So a trial
 moves nothing, takes no step off its plan, and no memory beyond the budget. Where there is no room, the op is not called
 replayable.
+
+On a device the host waits in such a step: for each comparison, and for writes out of the chunks that a trial takes.
+What comes after is ordered as ever, since a trial is compute work: loads into its chunks come behind all ops so far,
+and its mappings stay until the host has seen the end of all use (`vmm.device_space`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ooc.memory.no_room import NoRoom
-from ooc.memory.record import VariableRecord
+from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
-from ooc.replay.bailout import has_landed
+from ooc.replay.bailout import has_landed, pinned_by
 from ooc.replay.op_watch import Range
+from ooc.replay.plan_variables import ExecutableResidency
 from ooc.replay.planned_reruns import PlannedTrials
 from ooc.replay.rerun_trials import RerunTrials
 from scheduler.plan import Loaded, Plan, occupied_ticks
@@ -93,8 +99,6 @@ class TrialsInPlans:
         bail_out: Callable[[str], None],
     ) -> None:
         self.installed: PlannedTrials | None = None
-        self.is_able = manager.is_host
-        """Whether trials can be made around a plan's ops: on a device they would need the streams' order."""
         self._trials = trials
         self._manager = manager
         self._allocator = allocator
@@ -188,9 +192,12 @@ class PlannedRoom:
         self._bail_out = bail_out
         self._space = manager.space
         self._chunk_nbytes = manager.chunk_nbytes
+        self._index = index
         self._records = {record.address: record for record in executable.live_records()}
         self._reservations: list[Reservation] = []
-        self._free = _free_chunks(executable, index, self._records.values())
+        self._free, self._under_way = _free_chunks(
+            executable, index, self._records.values(), may_wait=not manager.is_host
+        )
 
     def nbytes_at(self, address: int) -> int | None:
         """Of the live variable there; None if the plan has none."""
@@ -200,8 +207,13 @@ class PlannedRoom:
         return record.nbytes if record is not None else None
 
     def in_use(self) -> list[Range]:
-        """Nothing: trials within plans are made on the host."""
-        return []
+        """On a device, what the op uses and has made, and what was taken."""
+        if self._manager.is_host:
+            return []
+        indices = pinned_by(self._executable, self._index)
+        alive = (self._executable.variables[i].record for i in indices if self._executable.variable_alive[i])
+        found = [(r.address, r.nbytes) for r in alive if r is not None and r.state is State.RESIDENT]
+        return found + [(r.address, r.nbytes) for r in self._reservations]
 
     def take(self, nbytes: int) -> int:
         """The address of so many bytes. Raises `NoRoom`."""
@@ -209,6 +221,9 @@ class PlannedRoom:
         if count > len(self._free):
             raise NoRoom(num_needed=count, num_free=len(self._free), num_pinned=0)
         taken, self._free = self._free[:count], self._free[count:]
+        for residency in {r for chunk in taken for r in self._under_way.get(chunk, ())}:
+            if not _lands(residency):
+                raise NoRoom(num_needed=count, num_free=len(self._free), num_pinned=count)
         reservation = self._space.reserve(nbytes)
         self._reservations.append(reservation)
         self._space.map(reservation, [(chunk, 1) for chunk in taken])
@@ -236,23 +251,42 @@ def adopt_kept(manager: ResidencyManager, reservation: Reservation) -> None:
     manager.records[record.address] = record
 
 
-def _free_chunks(executable: ExecutablePlan, index: int, alive: Any) -> list[int]:
+def _free_chunks(
+    executable: ExecutablePlan, index: int, alive: Any, *, may_wait: bool
+) -> tuple[list[int], dict[int, list[ExecutableResidency]]]:
     """The plan's chunks that no variable has while an op runs, and whose last transfer has ended well.
 
-    A write that is under way reads them, and what a failed one was to write is nowhere else.
+    A write that is under way reads them, and what a failed one was to write is nowhere else. With `may_wait`, chunks
+    of transfers under way come last; what must have ended before they are touched is in the second result.
     """
     op, trace = executable.trace.ops[index], executable.trace
     is_free = np.ones(executable.num_chunks, dtype=np.bool_)
+    under_way: dict[int, list[ExecutableResidency]] = {}
     for variable in executable.variables:
         for residency in variable.residencies:
             first, last = occupied_ticks(residency.planned, trace)
-            if (first <= op.stop_tick and last >= op.start_tick) or not has_landed(residency):
+            if first <= op.stop_tick and last >= op.start_tick:
                 _take(is_free, residency.runs)
+            elif not has_landed(residency):
+                if not may_wait:
+                    _take(is_free, residency.runs)
+                for start, count in residency.runs:
+                    for chunk in range(start, start + count):
+                        under_way.setdefault(chunk, []).append(residency)
     record: VariableRecord
     for record in alive:  # what was freed later than planned, too
         if record.state.holds_chunks or (record.transfer is not None):
             _take(is_free, record.runs)
-    return np.flatnonzero(is_free).tolist()
+    free = np.flatnonzero(is_free).tolist()
+    return sorted(free, key=under_way.__contains__), under_way
+
+
+def _lands(residency: ExecutableResidency) -> bool:
+    """Wait for a residency's transfer. Whether it has ended well."""
+    if residency.transfer is not None:
+        with contextlib.suppress(OSError):
+            residency.transfer.wait()
+    return has_landed(residency)
 
 
 def _take(is_free: Any, runs: Any) -> None:

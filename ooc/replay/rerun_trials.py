@@ -26,7 +26,7 @@ from ooc.replay.random_state import RandomState, default_generators
 from ooc.replay.recipes import NoRecipe, Recipe, below_everything
 from ooc.replay.rerun_device import RerunDevice
 from ooc.tracing import op_semantics
-from ooc.tracing.replayability import is_random, makes_undefined_bytes, may_run_again
+from ooc.tracing.replayability import is_random, is_unsteady_on_cuda, makes_undefined_bytes, may_run_again
 from vmm.table import AllocatorTable
 
 _log = logging.getLogger(__name__)
@@ -76,7 +76,15 @@ class RerunTrials:
 
     def may_be_tried(self, func: Any) -> bool:
         """Whether a trial may tell if an op repeats its bits."""
-        return may_run_again(func) and str(func) not in self.refused
+        return may_run_again(func) and str(func) not in self.refused and not self._may_differ_by_chance(func)
+
+    def _may_differ_by_chance(self, func: Any) -> bool:
+        """Whether an op's bits may be the same in a trial, and others later."""
+        return (
+            self._device.torch_device.type == "cuda"
+            and is_unsteady_on_cuda(func)
+            and not torch.are_deterministic_algorithms_enabled()
+        )
 
     def begin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RerunTrial | bool:
         """Before an op runs on demand: whether it may be run again, or a trial that will tell.

@@ -126,8 +126,6 @@ class Reruns:
         except NoRecipe as error:
             self.broken = f"op {index} ({executable.funcs[index]}) cannot be run again: {error}"
         self._allocator.state.num_counted = 0  # what the recipe has copied is no allocation of the op's
-        if not self._trials.is_able:
-            return call(*args, **kwargs)
         kind, result = self._trials.call_tried(executable, index, call, args, kwargs)
         if not self._trials.repeats(kind):  # with other numbers than before, or other threads
             self.broken = f"op {index} ({executable.funcs[index]}) may not repeat its bits"

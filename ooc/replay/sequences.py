@@ -56,6 +56,8 @@ class Sequences:
         is_elastic: Whether steps that differ in sizes share a plan.
         in_background: Make plans in another process where training would be held up by them.
         trials: Who knows which ops repeat their bits, where a plan that waits for the store is to have its ops tried.
+        is_timed: Whether a planned step tells how long ops take. Not on a device: there it tells how long launches
+            take, and a plan made anew for those would take computation to be free.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Sequences:
         is_elastic: bool = True,
         in_background: bool = False,
         trials: RerunTrials | None = None,
+        is_timed: bool = True,
     ) -> None:
         self._policy = policy
         self._cache = cache
@@ -81,6 +84,7 @@ class Sequences:
         if in_background:
             self.background = BackgroundPlanner(policy=policy, parameters=self._parameters)
         self._trials = trials
+        self._is_timed = is_timed
         self._proven: dict[
             str, frozenset[int]
         ] = {}  # by sequence: ops that were tried within a plan, and may run again
@@ -363,6 +367,8 @@ class Sequences:
         if key is None:
             return executable  # another one has just taken its place
         tried = executable.trials is not None and executable.trials.was_installed
+        if not tried and not self._is_timed:
+            return executable
         if not tried:  # else ops have taken more than their own time
             log.note(executable.op_stop_ns - executable.op_start_ns, store)
             if log.num_played not in _REFINE_AFTER or not executable.plan.predicted.get("loaded_nbytes"):

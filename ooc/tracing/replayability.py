@@ -58,6 +58,37 @@ _ALLOCATORS = frozenset(
     }
 )
 
+_UNSTEADY_ON_CUDA = frozenset(
+    {
+        "bincount",
+        "cumsum",
+        "gather_backward",
+        "grid_sampler_2d_backward",
+        "grid_sampler_3d_backward",
+        "histc",
+        "index_add",
+        "index_copy",
+        "index_put",
+        "_index_put_impl",
+        "_unsafe_index_put",
+        "kthvalue",
+        "median",
+        "nanmedian",
+        "put",
+        "repeat_interleave",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+        "nll_loss2d_forward",
+        "_embedding_bag",
+        "_thnn_fused_lstm_cell",
+        "_cudnn_rnn",
+        "cudnn_grid_sampler_backward",
+    }
+)
+"""By torch's documentation of `use_deterministic_algorithms`; all backward ops count as well, since many sum by atomic
+additions (of convolutions, pooling, padding, interpolation, embeddings), and re-runs rarely want one."""
+
 
 def declare_pure(op: Any) -> None:
     """Declare that a custom op computes its results from its arguments alone, and writes nothing else.
@@ -98,3 +129,13 @@ def makes_undefined_bytes(func: Any) -> bool:
 def is_random(func: Any) -> bool:
     """Whether the op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@functools.cache
+def is_unsteady_on_cuda(func: Any) -> bool:
+    """Whether the op's bits may change from run to run on a GPU unless torch is held to deterministic algorithms.
+
+    A trial cannot tell: atomic additions may happen in the same order twice.
+    """
+    name: str = func._schema.name.rpartition("::")[2].rstrip("_")
+    return name in _UNSTEADY_ON_CUDA or name.endswith("backward")

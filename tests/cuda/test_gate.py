@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch
 from benchmarks.gpu import gate
 from benchmarks.gpu.budget_items import budget_changes
 from benchmarks.gpu.child import Order
+from benchmarks.gpu.fake_items import FAKE_ITEMS
 from benchmarks.gpu.figures import Figure, Item, Overran, Shell
 from benchmarks.gpu.gate import ITEMS_S, SHARD_S, Results, shards
-from benchmarks.gpu.items import COMPUTE, FAKE_ITEMS, ITEMS, NOT_THERE, bitwise, other, ours, throughput
+from benchmarks.gpu.items import COMPUTE, ITEMS, NOT_THERE, bitwise, other, ours, throughput
 
 MIB = 1 << 20
 CONTEXT_NBYTES = 300 * MIB
@@ -210,9 +212,11 @@ def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(gate, "_gpu_name", lambda: None)
+    monkeypatch.setattr(gate, "_machine", lambda: None)
+    monkeypatch.setattr(gate, "_diagnose", lambda: print("the doctor's findings"))
     assert gate.main([]) == 2
-    assert "torch sees no CUDA device" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "torch sees no CUDA device" in told and "the doctor's findings" in told
     assert gate.main(["--list"]) == 0
     assert capsys.readouterr().out.startswith("shard 1: preflight (80 s), doctor (60 s), tests (240 s)")
     with pytest.raises(SystemExit):
@@ -337,7 +341,48 @@ def test_what_the_machine_has_is_looked_at_first() -> None:
 
 def test_without_git_the_commit_is_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert gate._commit() == "no-commit"
+    found = gate._commit()
+    assert re.fullmatch("no-commit-[0-9a-f]{12}", found)
+    assert gate._commit() == found
+    monkeypatch.setattr(gate, "_MEASURED", ("benchmarks",))
+    assert gate._commit() != found  # other files: what was measured before does not count
+
+
+def test_a_shard_whose_items_all_fail_ends_and_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A child that is killed, one that hangs, an item that raises: each is told in full, last of all, and kept."""
+
+    def killed(shell: Shell) -> Iterable[Figure]:
+        code, _ = shell.command(["-c", "import os; print('so far', flush=True); os.kill(os.getpid(), 9)"])
+        yield Figure(variant="v", metric="exit code", unit="", value=code, is_good=code == 0, note="x" * 300)
+
+    def hangs(shell: Shell) -> Iterable[Figure]:
+        shell.command(["-c", "import time; time.sleep(60)"])
+        yield Figure(variant="v", metric="m", unit="", value=1.0)
+
+    def raises(_: Shell) -> Iterable[Figure]:
+        raise KeyError("steps")
+
+    measures = {"killed": (killed, 60), "hangs": (hangs, 2), "raises": (raises, 5)}
+    items = tuple(Item(name=name, limit_s=limit_s, measure=m) for name, (m, limit_s) in measures.items())
+    monkeypatch.setattr(gate, "FAKE_ITEMS", items)
+    assert gate.main(["--fake", "--shard", "1", "--out", str(tmp_path), "--commit", "c"]) == 1
+    end = capsys.readouterr().out.partition("| raises | gate |")[2]
+    assert f"WRONG: killed, v, exit code: {'x' * 300}\n  | so far\n  | exit code -9" in end
+    assert "overran: hangs, gate, ends in time" in end
+    assert "WRONG: raises, gate, measures: KeyError('steps')" in end
+    kept = Results(tmp_path / "fake-c.jsonl").items
+    assert set(kept) == set(measures)
+    assert all(
+        found["commit"] == "c" and found["machine"]["gpu"] == "fake" and found["date"] for found in kept.values()
+    )
+    assert "so far" in (tmp_path / "fake-c.log").read_text()
+
+
+def test_the_first_shard_ends_within_nine_minutes() -> None:
+    """By the last item's end, what hangs in the driver, and the imports of a slow disk."""
+    assert gate._LAST_ITEM_S + 2 * gate._END_S + 30 <= 9 * 60
 
 
 def test_failed_tests_are_named() -> None:
