@@ -216,6 +216,17 @@ class CudaCalls:
         free, total = self.call("cuMemGetInfo", what="the device's free memory")
         return MemoryInfo(int(free), int(total))
 
+    def shares_host_memory(self, device: int) -> bool:
+        """Whether a device has no memory of its own, but the host's.
+
+        [Note: unified memory] On such devices (boards, GB10) what is evicted to pinned host memory is where it was.
+        Not so where a device with memory of its own sees the host's coherently (GH200): there host memory is more
+        memory, and `CU_DEVICE_ATTRIBUTE_INTEGRATED` is 0. Access to pageable memory and the use of the host's page
+        tables do not tell the two apart.
+        """
+        attribute = self._bindings.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED
+        return bool(self.call("cuDeviceGetAttribute", attribute, device, what=f"whose memory device {device} has"))
+
     def create_stream(self) -> int:
         """A stream that does not synchronise with the legacy default stream."""
         flags = int(self._bindings.CUstream_flags.CU_STREAM_NON_BLOCKING)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vmm import machine
 from vmm.cuda_calls import CudaCalls, CudaFault
 from vmm.driver import MemoryFault
 from vmm.sizes import format_exactly, format_nbytes
@@ -12,6 +13,8 @@ __all__ = ["ChunkHandles"]
 
 _GONE_WITH_THE_CONTEXT = frozenset({"CUDA_ERROR_DEINITIALIZED", "CUDA_ERROR_CONTEXT_IS_DESTROYED"})
 """Results after which there is nothing left to give back."""
+_HOST_SHARE = 16
+"""One part in so many of memory that device and host share is never the device's. Not tuned: none was seen."""
 
 
 class ChunkHandles:
@@ -62,15 +65,27 @@ class ChunkHandles:
         return granularity
 
     def check_free(self, num_chunks: int) -> int:
-        """Raise MemoryFault if the device has not so many chunks free. Its memory in all, in bytes."""
+        """Raise MemoryFault if the device has not so many chunks free. Its memory in all, in bytes.
+
+        [Note: free memory that is the host's] Where the device has no memory of its own, the driver's "free" is the
+        kernel's MemFree, in which the page cache counts as used: after a file was read, next to nothing. What can be
+        had is MemAvailable. Nothing but us keeps such a machine from being filled until it hangs (the driver takes
+        physical pages, which no control group counts), so a part of it stays the host's.
+        """
         info = self._calls.memory_info()
+        free_nbytes, where = info.free_nbytes, ""
+        if self._calls.shares_host_memory(self._device):
+            memory = machine.meminfo_nbytes()
+            left_nbytes = memory["MemTotal"] // _HOST_SHARE
+            free_nbytes = max(memory["MemAvailable"] - left_nbytes, 0)
+            where = f" (its memory is the host's, to which {format_nbytes(left_nbytes)} are left)"
         nbytes = num_chunks * self._chunk_nbytes
-        if nbytes > info.free_nbytes:
+        if nbytes > free_nbytes:
             raise MemoryFault(
-                f"{self._pool(num_chunks)} does not fit device {self._device}:\n"
-                f"  needed {format_exactly(nbytes)}\n  free   {format_exactly(info.free_nbytes)}\n"
+                f"{self._pool(num_chunks)} does not fit device {self._device}{where}:\n"
+                f"  needed {format_exactly(nbytes)}\n  free   {format_exactly(free_nbytes)}\n"
                 f"  total  {format_exactly(info.total_nbytes)}\n"
-                f"  Options: a budget of at most {info.free_nbytes >> 20}MiB; end other processes on the device; "
+                f"  Options: a budget of at most {free_nbytes >> 20}MiB; end other processes on the device; "
                 "torch.cuda.empty_cache() before."
             )
         return info.total_nbytes

@@ -71,7 +71,7 @@ FAKE_ITEMS: tuple[Item, ...] = (
             6 * MIB,
             (ours("auto"), ours("auto", optimizer="adamw_fused")),
             builds_on_device=True,
-            **_FAKE,
+            **{**_FAKE, "num_steps": 7},
         ),
     ),
 )

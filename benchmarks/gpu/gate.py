@@ -340,6 +340,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print(table(chosen, results))
     print(failures(chosen, results, told))
+    if options.fake:
+        print("\nOver the fake driver: verdicts count, times and rates mean nothing.")
     overran = [name for name, found in results.items.items() if any(f.get("overran") for f in found["figures"])]
     if overran:
         print(f"\nOverran, so neither right nor wrong (--retry measures them again): {'; '.join(overran)}")

@@ -208,6 +208,9 @@ def _context(probe: Probe) -> Iterator[Finding]:
 
 def _memory(known: dict[str, Any]) -> Iterator[Finding]:
     info = known["calls"].memory_info()
+    if known["calls"].shares_host_memory(known["device"]):  # whose page cache the driver counts as used
+        yield Finding(name="device memory", value=f"{format_nbytes(info.total_nbytes)}, the host's")
+        return
     is_shared = info.free_nbytes < _FREE_SHARE * info.total_nbytes
     yield Finding(
         name="device memory",

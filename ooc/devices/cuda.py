@@ -166,15 +166,8 @@ class CudaDevice:
 
 
 def shares_host_memory(calls: CudaCalls, index: int) -> bool:
-    """Whether the device shares the host's memory.
-
-    [Note: unified memory] On such devices (boards, GB10) what is evicted to pinned host memory is where it was: there
-    is no such tier, and it goes to the file. Not so where a device with memory of its own sees the host's coherently
-    (GH200): there host memory is more memory, and `CU_DEVICE_ATTRIBUTE_INTEGRATED` is 0.
-    """
-    device = int(calls.call("cuDeviceGet", index, what=f"device {index}"))
-    attribute = calls.bindings.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED
-    return bool(calls.call("cuDeviceGetAttribute", attribute, device, what=f"whose memory device {index} has"))
+    """Whether the device shares the host's memory ([Note: unified memory] in `vmm.cuda_calls`)."""
+    return calls.shares_host_memory(int(calls.call("cuDeviceGet", index, what=f"device {index}")))
 
 
 class CudaMemory(DeviceMemory):

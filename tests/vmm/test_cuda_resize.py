@@ -72,6 +72,24 @@ def test_what_may_not_be(case: CudaCase) -> None:
         driver.resize(7)
 
 
+def test_memory_that_is_the_hosts_is_counted_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's free memory has no page cache in it; what the host has available does, less what it keeps."""
+    memory = {"MemTotal": 64 * CHUNK, "MemAvailable": 20 * CHUNK}
+    monkeypatch.setattr("vmm.machine.meminfo_nbytes", lambda: memory)
+    for is_integrated, free, fits, too_many in ((True, 0, 16, 17), (True, 64, 16, 17), (False, 10, 10, 11)):
+        fake = FakeCuda(total_nbytes=64 * CHUNK, granularity=CHUNK, is_integrated=is_integrated)
+        told = (fake.CUresult.CUDA_SUCCESS, free * CHUNK, 64 * CHUNK)
+        fake.cuMemGetInfo = lambda told=told: told  # type: ignore[method-assign]
+        try:
+            CudaDriver(fits, CHUNK, bindings=fake).close()
+            with pytest.raises(MemoryFault, match="does not fit device") as caught:
+                CudaDriver(too_many, CHUNK, bindings=fake)
+            assert ("its memory is the host's" in str(caught.value)) is is_integrated
+            assert f"at most {fits * CHUNK >> 20}MiB" in str(caught.value)
+        finally:
+            fake.close()
+
+
 @pytest.mark.parametrize(("before", "after"), [(8, 3), (3, 8), (6, 0)])
 @pytest.mark.parametrize("times", [1, 2])
 def test_every_call_that_fails(case: CudaCase, before: int, after: int, times: int) -> None:
