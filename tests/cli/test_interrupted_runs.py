@@ -9,12 +9,14 @@ import contextlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,11 +69,14 @@ MOMENTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How an interrupted run ended: its exit status, its stderr, how long it took, and what it left behind."""
+    """How an interrupted run ended: its exit status, its stderr, how long it took from the signal on (by the clock and
+    of the processors' time), and what it left behind.
+    """
 
     status: int
     errors: str
     duration_s: float
+    processor_s: float
     left: tuple[str, ...]
 
 
@@ -94,7 +99,7 @@ def interrupt(moment: Moment, seed: int, directory: Path) -> Ending:
     chance = random.Random(f"{moment.name} {seed}")
     options = ["run", "--budget", BUDGET, "--store", str(directory / "store"), "--report", str(report), str(SCRIPT)]
     options += ["--steps", str(moment.steps), "--workers", str(int(seed % 3 == 0))]
-    shared_before = shared_memory()
+    shared_before, spent_before_s = shared_memory(), _spent_by_children_s()
     process = subprocess.Popen(
         [sys.executable, "-c", _LAUNCH, *options],
         stdout=subprocess.PIPE,
@@ -111,7 +116,7 @@ def interrupt(moment: Moment, seed: int, directory: Path) -> Ending:
         else:
             raise AssertionError(f"it ended before {moment.marker!r}: {process.communicate()[1]}")
         time.sleep(chance.uniform(0, moment.longest_s))
-        started = time.monotonic()
+        started, spent_s = time.monotonic(), _spent_by_group_s(process.pid)
         _signal_group(process.pid, signal.SIGINT)
         try:
             _, errors = process.communicate(timeout=_HANG_S)
@@ -121,6 +126,7 @@ def interrupt(moment: Moment, seed: int, directory: Path) -> Ending:
             _signal_group(process.pid, signal.SIGKILL)
             _, errors = process.communicate()
         duration_s = time.monotonic() - started
+        processor_s = _spent_by_children_s() - spent_before_s - spent_s
         left = [*_group_members(process.pid), *shared_memory_beyond(shared_before)]
     finally:
         _signal_group(process.pid, signal.SIGKILL)
@@ -132,7 +138,9 @@ def interrupt(moment: Moment, seed: int, directory: Path) -> Ending:
     left += [str(path) for path in directory.rglob(".plan-*")]
     if report.exists():
         json.loads(report.read_text())  # whole or not there
-    return Ending(status=process.returncode, errors=errors, duration_s=duration_s, left=tuple(left))
+    return Ending(
+        status=process.returncode, errors=errors, duration_s=duration_s, processor_s=processor_s, left=tuple(left)
+    )
 
 
 def _copy_libraries(cache: Path) -> None:
@@ -150,17 +158,32 @@ def _signal_group(group: int, number: int) -> None:
 
 def _group_members(group: int) -> list[str]:
     """Processes of the group that are still there, as text."""
-    found = []
+    return [f"process {name})" for name, fields in _stats_of_group(group) if fields[0] != "Z"]
+
+
+def _stats_of_group(group: int) -> Iterator[tuple[str, list[str]]]:
+    """`/proc/PID/stat` of the group's processes: up to the name, and the fields behind it."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            name, _, fields = (entry / "stat").read_text().rpartition(")")
+            name, _, rest = (entry / "stat").read_text().rpartition(")")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(fields.split()[2]) == group and fields.split()[0] != "Z":
-            found.append(f"process {name})")
-    return found
+        if int(rest.split()[2]) == group:
+            yield name, rest.split()
+
+
+def _spent_by_group_s(group: int) -> float:
+    """The processors' time of the group's processes, and of those children that they have waited for."""
+    ticks = sum(int(field) for _, fields in _stats_of_group(group) for field in fields[11:15])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _spent_by_children_s() -> float:
+    """The processors' time of this process's children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def check(moment: Moment, ending: Ending) -> None:
@@ -201,7 +224,9 @@ def main(num_runs: int) -> int:
             verdict = f"WRONG: {error}"
             num_wrong += 1
         print(
-            f"{seed:3} {moment.name:9} status {ending.status:4} after {ending.duration_s:5.2f} s: {verdict}", flush=True
+            f"{seed:3} {moment.name:9} status {ending.status:4} after {ending.duration_s:5.2f} s, "
+            f"{ending.processor_s:4.2f} s of the processors' time: {verdict}",
+            flush=True,
         )
     return num_wrong
 

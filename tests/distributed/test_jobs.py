@@ -22,23 +22,28 @@ from tests.distributed.cases import CASES
 _TIMEOUT_S = 850
 _ROOT = Path(__file__).parents[2]
 
-Job = Callable[[int], list[dict[str, Any]]]
+_ATTEMPTS = 3
+
+Job = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="session")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """What each rank of a job of so many processes found, by case. Run once, whoever asks first."""
+    """What each rank of a job of so many processes found, by case. Run once, whoever asks first.
+
+    With a case's name: of another job, of this case alone.
+    """
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent  # of all of pytest's processes
 
-    def results(size: int) -> list[dict[str, Any]]:
-        folder = shared / f"job{size}"
+    def results(size: int, *names: str) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("job") if names else shared / f"job{size}"
         folder.mkdir(exist_ok=True)
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "done").exists():
-                _run(size, folder)
+                _run(size, folder, *names)
                 (folder / "done").touch()
         return [json.loads((folder / f"rank{index}.json").read_text()) for index in range(size)]
 
@@ -56,12 +61,12 @@ def environment() -> dict[str, str]:
     }
 
 
-def _run(size: int, folder: Path) -> None:
+def _run(size: int, folder: Path, *names: str) -> None:
     ranks = []
     for index in range(size):
         (folder / f"rank{index}.json").write_text("{}")
         with open(folder / f"rank{index}.log", "w") as log:
-            command = [sys.executable, "-m", "tests.distributed.worker", str(index), str(size), str(folder)]
+            command = [sys.executable, "-m", "tests.distributed.worker", str(index), str(size), str(folder), *names]
             ranks.append(subprocess.Popen(command, cwd=_ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT))
     try:
         for rank in ranks:
@@ -76,9 +81,22 @@ def _run(size: int, folder: Path) -> None:
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for name, case in CASES.items() for size in case.sizes])
 def test_bits_are_those_of_a_run_without_a_session(job: Job, size: int, name: str) -> None:
+    """And steps are planned: on some rank, in some of a few runs. Gloo's threads free what they have used at moments of
+    their own, so on one rank of one run it may be that no step is as another.
+    """
+    num_planned = CASES[name].num_planned
+    planned = _check(name, job(size))
+    for _ in range(_ATTEMPTS - 1):
+        if max(planned.values())[0] < num_planned:
+            planned = _check(name, job(size, name))
+    assert max(planned.values())[0] >= num_planned, planned
+
+
+def _check(name: str, ranks: list[dict[str, Any]]) -> dict[int, tuple[int, list[str], list[str], list[str]]]:
+    """Assert that a case had the right bits. How many steps each rank played from a plan, and why not the others."""
     case = CASES[name]
     planned = {}
-    for index, results in enumerate(job(size)):
+    for index, results in enumerate(ranks):
         assert name in results, f"rank {index} did not come so far"
         result = results[name]
         assert "error" not in result, f"rank {index}: {result['error']}"
@@ -90,5 +108,4 @@ def test_bits_are_those_of_a_run_without_a_session(job: Job, size: int, name: st
             continue
         assert result["evicted_nbytes"] > 0 or not case.evicts
         planned[index] = result["modes"].count("planned"), result["modes"], result["why"], result["unplannable"]
-    # Not on each rank: gloo's threads free what they have used at moments of their own, and no step may be as another.
-    assert max(planned.values())[0] >= case.num_planned, planned
+    return planned
