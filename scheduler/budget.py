@@ -26,6 +26,9 @@ IntArray = npt.NDArray[np.int64]
 _MOST_OPERANDS = 12
 _MOST_HELD = 4
 
+# From this share of the need on, a refusal says how much of it is rounding.
+_MUCH_ROUNDING = 0.1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
@@ -54,6 +57,7 @@ class BudgetTooSmall(PlanError):
             nothing more to release, of all that it has in memory then.
         fixed: How many other variables can never be away and are in memory then, and their bytes.
         is_policys: Whether the op alone would fit, and not what the policy keeps beside it.
+        chunk_nbytes, rounding_nbytes: Size of a chunk; of the need, what is the rest of variables' last chunks.
     """
 
     def __init__(
@@ -68,6 +72,8 @@ class BudgetTooSmall(PlanError):
         operands: tuple[tuple[str, int], ...],
         fixed: tuple[int, int] = (0, 0),
         is_policys: bool = False,
+        chunk_nbytes: int = 1,
+        rounding_nbytes: int = 0,
     ) -> None:
         self.op_index = op_index
         self.op_name = op_name
@@ -78,20 +84,27 @@ class BudgetTooSmall(PlanError):
         self.operands = operands
         self.fixed = fixed
         self.is_policys = is_policys
+        self.chunk_nbytes = chunk_nbytes
+        self.rounding_nbytes = rounding_nbytes
         place = f"op {op_index} ({op_name}{', ' + where if where else ''})"
         most = _MOST_HELD if is_policys else _MOST_OPERANDS
         listed = ", ".join(f"{name} {format_mib(nbytes)}" for name, nbytes in operands[:most])
-        more = f", and {len(operands) - most} smaller" if len(operands) > most else ""
+        more = f", and {len(operands) - most} more" if len(operands) > most else ""
         what = "in memory, and not to be released by this policy" if is_policys else "operands"
         with_what = ", with what the policy keeps and makes again" if is_policys else ""
         num_fixed, fixed_nbytes = fixed
         beside = f"\n  beside what can never be away: {num_fixed} more, {format_mib(fixed_nbytes)}" if num_fixed else ""
+        rounds = rounding_nbytes >= _MUCH_ROUNDING * needed_nbytes
+        rounding = (
+            f"\n  rounded up to chunks of {format_mib(chunk_nbytes)}, none of which two variables share: "
+            f"{format_mib(rounding_nbytes)} of it"
+        )
         super().__init__(
             f"{place} needs {format_mib(needed_nbytes, up=True)} at once{with_what}; "
             f"the budget is {format_mib(budget_nbytes, up=False)}.\n"
-            f"  {what}: {listed or 'none'}{more}{beside}\n"
+            f"  {what}: {listed or 'none'}{more}{beside}{rounding if rounds else ''}\n"
             f"  Options: budget >= {format_mib(smallest_budget_nbytes, up=True)} ({smallest_budget_nbytes} bytes); "
-            f"a smaller batch (operands grow with it)."
+            f"{'smaller chunks; ' if rounds else ''}a smaller batch (operands grow with it)."
         )
 
     def naming(self, smallest_budget_nbytes: int) -> BudgetTooSmall:
@@ -106,6 +119,8 @@ class BudgetTooSmall(PlanError):
             operands=self.operands,
             fixed=self.fixed,
             is_policys=self.is_policys,
+            chunk_nbytes=self.chunk_nbytes,
+            rounding_nbytes=self.rounding_nbytes,
         )
 
 
@@ -222,6 +237,8 @@ def budget_too_small(
         ),
         fixed=(len(fixed), sum(sizes[v] for v in fixed) * machine.chunk_nbytes),
         is_policys=num_missing_chunks is not None,
+        chunk_nbytes=machine.chunk_nbytes,
+        rounding_nbytes=sum(sizes[v] * machine.chunk_nbytes - trace.variables[v].nbytes for v in variables),
     )
 
 

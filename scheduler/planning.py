@@ -115,8 +115,9 @@ def _coloured_attempt(
     def schedule(logical: Machine) -> tuple[Residency, ...]:
         notes.clear()
         sinks = {"notes": notes, "evaluations": evaluations if logical is machine else None}
-        sink = {name: where for name, where in sinks.items() if name in POLICIES[policy].parameters}
-        proposal = POLICIES[policy].schedule(trace, logical, **parameters, **sink)
+        own: dict[str, Any] = {**sinks, "search_smallest": logical is machine}  # of a smaller pool nobody reads why not
+        own = {name: value for name, value in own.items() if name in POLICIES[policy].parameters}
+        proposal = POLICIES[policy].schedule(trace, logical, **{**own, **parameters})
         known.update((residencies, evaluation.coloured) for residencies, evaluation in evaluations.items())
         return proposal
 

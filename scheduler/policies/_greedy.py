@@ -143,11 +143,21 @@ class Walk:
         self.last_used_ns: dict[int, int] = {}
         self.discarded: set[int] = set()
         self.stored = {i for i, v in enumerate(self.trace.variables) if v.birth_tick is None}
+        self._next_uses: dict[int, int] = {}  # as of the op for which each was last asked
 
     # -- what advice asks ----------------------------------------------------------------------
 
     def next_use(self, variable: int, op_index: int) -> int:
-        """The first op from `op_index` on that needs the variable, counted on into the next step; far if none."""
+        """The first op from `op_index` on that needs the variable, counted on into the next step; far if none.
+
+        A walk asks for ops in their order, so an answer holds until that op is past.
+        """
+        known = self._next_uses.get(variable)
+        if known is None or known < op_index:
+            known = self._next_uses[variable] = self._find_next_use(variable, op_index)
+        return known
+
+    def _find_next_use(self, variable: int, op_index: int) -> int:
         num_ops = len(self.trace.ops)
         own = self.facts.pin_ops[variable]
         position = bisect_left(own, op_index)

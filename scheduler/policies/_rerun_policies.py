@@ -24,19 +24,23 @@ def or_too_small(
     machine: Machine,
     *,
     probe: Callable[[Machine], tuple[Residency, ...]] | None = None,
+    search_smallest: bool = True,
 ) -> tuple[Residency, ...]:
     """`attempt(machine)`, with `Stuck` turned into the error for users.
 
     Args:
         probe: A quicker attempt to look for the smallest budget with; what it finds is tried by `attempt` itself.
+        search_smallest: Whether to look for it. A caller that does not read the error saves most of the time.
 
     Raises:
         BudgetTooSmall: The policy found nothing; with the op, what was held there, and the smallest
-            budget found with which it does.
+            budget found with which it does (if not looked for: with which everything fits at once).
     """
     try:
         return attempt(machine)
     except BudgetTooSmall as refused:
+        if not search_smallest:
+            raise
         smallest = _smallest(attempt, probe or attempt, trace, machine)
         raise refused.naming(smallest * machine.chunk_nbytes) from None
     except Stuck as stuck:
@@ -45,7 +49,11 @@ def or_too_small(
             machine,
             tick=trace.ops[stuck.op_index].start_tick,
             variables=list(stuck.held),
-            smallest_num_chunks=_smallest(attempt, probe or attempt, trace, machine),
+            smallest_num_chunks=(
+                _smallest(attempt, probe or attempt, trace, machine)
+                if search_smallest
+                else lower_bounds(trace, machine)["in_core_nbytes"] // machine.chunk_nbytes
+            ),
             num_missing_chunks=stuck.num_missing_chunks,
         ) from stuck
 
@@ -113,11 +121,14 @@ class AsChosen(Advice):
         self.discarded = set(discarded)
         self.swapped = set(swapped)
         self.kept = None if kept is None else set(kept)
+        self._variables = {v for v, _ in self.discarded | self.swapped}
 
     def eager(self, walk: Walk, op_index: int, candidates: Sequence[int]) -> Iterable[Victim]:
         """What was chosen."""
         found = []
         for v in candidates:
+            if v not in self._variables:
+                continue
             key = v, walk.next_use(v, op_index)
             if key in self.discarded and walk.may_discard(v, op_index):
                 found.append(Victim(v, True))

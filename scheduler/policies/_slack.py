@@ -32,21 +32,25 @@ def use_slack(residencies: Iterable[Residency], trace: Trace, machine: Machine) 
 
 
 class _Slack:
-    """Residencies while they grow, and the chunks held at each tick."""
+    """Residencies while they grow, and the chunks held around each op: the most from its start to the next one's."""
 
     def __init__(self, stays: list[Residency], trace: Trace, machine: Machine) -> None:
         self.stays = stays
         self.trace = trace
         self.machine = machine
         self.starts = trace.op_starts
-        self.held: IntArray = np.zeros(trace.num_ticks + 1, dtype=np.int64)
+        self.chunks = [machine.chunks_of(v.nbytes) for v in trace.variables]
+        held: IntArray = np.zeros(trace.num_ticks + 1, dtype=np.int64)
         for stay in stays:
             start, stop = occupied_ticks(stay, trace)
-            self.held[start:stop] += self._chunks(stay)
+            held[start] += self.chunks[stay.variable]
+            held[stop] -= self.chunks[stay.variable]
+        held = np.cumsum(held)
         rerun_ns = dict.fromkeys(range(len(trace.ops)), 0)
         for rerun in reruns_of(stays, trace, machine):
             rerun_ns[rerun.before_op] = rerun.duration_ns
-            self.held[self.starts[rerun.before_op]] += rerun.num_scratch_chunks
+            held[self.starts[rerun.before_op]] += rerun.num_scratch_chunks
+        self.held: list[int] = np.maximum.reduceat(held, np.array(self.starts)).tolist()
         self.start_ns: list[int] = []  # of each op, or of the re-run before it
         self.stop_ns: list[int] = []
         now = 0
@@ -55,9 +59,6 @@ class _Slack:
             now += rerun_ns[index] + op.duration_ns
             self.stop_ns.append(now)
         self.neighbours = self._find_neighbours()
-
-    def _chunks(self, stay: Residency) -> int:
-        return self.machine.chunks_of(self.trace.variables[stay.variable].nbytes)
 
     def _find_neighbours(self) -> list[tuple[int | None, int | None]]:
         """For each stay, the indices of the same variable's stay before and after it."""
@@ -79,6 +80,7 @@ class _Slack:
         ]
         for write_op, release_op, index in sorted(evicted):
             stay = self.stays[index]
+            num_chunks = self.chunks[stay.variable]
             nbytes = self.trace.variables[stay.variable].nbytes
             free_ns = max(free_ns, self.stop_ns[write_op])
             free_ns += self.machine.latency_ns + nbytes / self.machine.evict_bytes_per_s * 1e9
@@ -88,10 +90,9 @@ class _Slack:
             if after is not None:
                 limit = min(limit, occupied_ticks(self.stays[after], self.trace)[0])
             while release_op < wish and self.starts[release_op + 1] <= limit:
-                zone = slice(self.starts[release_op], self.starts[release_op + 1])
-                if int(self.held[zone].max()) + self._chunks(stay) > self.machine.num_chunks:
+                if self.held[release_op] + num_chunks > self.machine.num_chunks:
                     break
-                self.held[zone] += self._chunks(stay)
+                self.held[release_op] += num_chunks
                 release_op += 1
             self.stays[index] = replace(stay, stop=Evicted(write_op=write_op, release_op=release_op))
 
@@ -101,6 +102,7 @@ class _Slack:
         loads = [(s.start.before_op, i) for i, s in enumerate(self.stays) if isinstance(s.start, Loaded)]
         for before_op, index in sorted(loads, reverse=True):
             stay = self.stays[index]
+            num_chunks = self.chunks[stay.variable]
             nbytes = self.trace.variables[stay.variable].nbytes
             limit_ns = min(limit_ns, self.start_ns[self._need(stay)])
             limit_ns -= self.machine.latency_ns + nbytes / self.machine.load_bytes_per_s * 1e9
@@ -108,11 +110,10 @@ class _Slack:
             before = self.neighbours[index][0]
             earliest = 0 if before is None else occupied_ticks(self.stays[before], self.trace)[1]
             while before_op > wish and self.starts[before_op - 1] >= earliest:
-                zone = slice(self.starts[before_op - 1], self.starts[before_op])
-                if int(self.held[zone].max()) + self._chunks(stay) > self.machine.num_chunks:
+                if self.held[before_op - 1] + num_chunks > self.machine.num_chunks:
                     break
-                self.held[zone] += self._chunks(stay)
                 before_op -= 1
+                self.held[before_op] += num_chunks
             self.stays[index] = replace(stay, start=Loaded(before_op))
 
     def _need(self, stay: Residency) -> int:

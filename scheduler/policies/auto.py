@@ -75,9 +75,11 @@ _NO_STALL_AT_ALL = 0.00002
 
 # The most ops of a step for which others are asked. They search their own parameters by simulation, or walk op by op:
 # together 50 s of a core for 2,752 ops, and minutes for 8,000, which is why only a thorough search asks them, and of a
-# long step only the quick ones. Who has the others' plans anyway takes the best (`scheduler.compare`).
+# long step only the quick ones (`capuchin` takes 6 s for 5,000 ops). Who has the others' plans anyway takes the
+# best (`scheduler.compare`).
 _MOST_OPS_FOR_OTHERS = 4_000
-_QUICK = (on_demand, vdnn)
+_MOST_OPS_FOR_QUICK = 12_000
+_QUICK = (capuchin, on_demand, vdnn)
 
 # The others, the likely winners first.
 _OTHERS = (capuchin, window, on_demand, vdnn, lms, nntrainer)
@@ -375,10 +377,11 @@ class _Search:
         for policy in policies:
             if self.is_perfect:
                 return
-            if len(self.trace.ops) > _MOST_OPS_FOR_OTHERS and policy not in _QUICK:
+            if len(self.trace.ops) > (_MOST_OPS_FOR_QUICK if policy in _QUICK else _MOST_OPS_FOR_OTHERS):
                 continue
             taken = inspect.signature(policy.schedule).parameters
-            own = {name: value for name, value in parameters.items() if name in taken}
+            asked = {**parameters, "search_smallest": False}  # nobody reads a refusal
+            own = {name: value for name, value in asked.items() if name in taken}
             try:
                 tuned = policy.tune(self.trace, self.machine, own) if hasattr(policy, "tune") else own
                 proposal = policy.schedule(self.trace, self.machine, **tuned)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from scheduler.budget import IntArray
 from scheduler.chains import Gap, chains_of
 from scheduler.plan import Machine, Residency
 from scheduler.policies._greedy import Advice, Facts, Walk
@@ -28,7 +29,14 @@ from scheduler.trace import Trace
 _MOST_OPS = 128
 
 
-def schedule(trace: Trace, machine: Machine, *, wrap: bool = True, recompute: bool = True) -> tuple[Residency, ...]:
+def schedule(
+    trace: Trace,
+    machine: Machine,
+    *,
+    wrap: bool = True,
+    recompute: bool = True,
+    search_smallest: bool = True,
+) -> tuple[Residency, ...]:
     """Swap what hides, then swap or recompute what costs least.
 
     Args:
@@ -36,6 +44,7 @@ def schedule(trace: Trace, machine: Machine, *, wrap: bool = True, recompute: bo
         machine: Budget and rates.
         wrap: Whether variables may stay in memory over the boundary of a cyclic step.
         recompute: Whether ops may be run again; if not, all that does not fit is swapped.
+        search_smallest: Whether a refusal names a budget that works, which takes up to 20 attempts.
 
     Raises:
         BudgetTooSmall: An op needs more at once than the budget.
@@ -44,7 +53,7 @@ def schedule(trace: Trace, machine: Machine, *, wrap: bool = True, recompute: bo
     def attempt(within: Machine) -> tuple[Residency, ...]:
         return propose(Facts(trace, within), wrap=wrap, recompute=recompute)
 
-    return or_too_small(attempt, trace, machine)
+    return or_too_small(attempt, trace, machine, search_smallest=search_smallest)
 
 
 def propose(facts: Facts, *, wrap: bool, recompute: bool) -> tuple[Residency, ...]:
@@ -74,6 +83,7 @@ class _Choices:
         self.discarded: set[tuple[int, int]] = set()
         self.link_ns = [0.0, 0.0]  # in, out
         self._recomputed: dict[int, list[tuple[int, int]]] = {}  # variable -> ticks without it
+        self._free = np.array([self._free_ns(gap) for gap in self.selection.gaps])  # of each gap, nanoseconds
 
     def choose(self) -> None:
         """Choose until no tick holds more than the budget."""
@@ -86,24 +96,27 @@ class _Choices:
                 return
             covers = (selection.start <= tick) & (tick < selection.stop)
             covers |= (selection.start <= tick + num_ticks) & (tick + num_ticks < selection.stop)
-            candidates = np.flatnonzero(covers & ~selection.chosen).tolist()
-            if not candidates:
+            candidates = np.flatnonzero(covers & ~selection.chosen)
+            if not len(candidates):
                 return  # what is pinned there; the walk deals with it
             self._choose_one(candidates)
 
-    def _choose_one(self, candidates: list[int]) -> None:
+    def _choose_one(self, candidates: IntArray) -> None:
         gaps = self.selection.gaps
-        free_ns, to_swap = max((self._free_ns(gaps[i]), -i) for i in candidates)
-        if free_ns >= 0 and self._links_have_room(gaps[-to_swap]):
-            self._take(-to_swap, discard=False)
+        to_swap = int(candidates[self._free[candidates].argmax()])  # of equals the first
+        free_ns, has_room = float(self._free[to_swap]), self._links_have_room(gaps[to_swap])
+        if not self.recompute or (free_ns >= 0 and has_room):
+            self._take(to_swap, discard=False)
             return
-        remakes = [(gaps[i].num_chunks / max(ns, 1.0), -i, ns) for i in candidates if (ns := self._remake_ns(gaps[i]))]
+        remakes = [
+            (gaps[i].num_chunks / max(ns, 1.0), -i, ns) for i in candidates.tolist() if (ns := self._remake_ns(gaps[i]))
+        ]
         _, to_remake, remake_ns = max(remakes, default=(0.0, 0, float("inf")))
-        shown_ns = max(-free_ns, 0.0) if self._links_have_room(gaps[-to_swap]) else self._transfer_ns(gaps[-to_swap])
+        shown_ns = max(-free_ns, 0.0) if has_room else self._transfer_ns(gaps[to_swap])
         if remake_ns < shown_ns:
             self._take(-to_remake, discard=True)
         else:
-            self._take(-to_swap, discard=False)
+            self._take(to_swap, discard=False)
 
     def _take(self, index: int, *, discard: bool) -> None:
         selection, gap = self.selection, self.selection.gaps[index]
@@ -149,7 +162,7 @@ class _Choices:
         trace, graph = self.facts.trace, self.facts.graph
         variable, need = self.chains[gap.chain].variable, gap.latest_load
         v = trace.variables[variable]
-        if not self.recompute or need is None or need >= len(trace.ops) or v.birth_tick is None or v.death_tick is None:
+        if need is None or need >= len(trace.ops) or v.birth_tick is None or v.death_tick is None:
             return 0.0
         if graph.expiry(variable, need) < need:
             return 0.0

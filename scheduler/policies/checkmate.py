@@ -28,6 +28,7 @@ def schedule(
     exact: bool = True,
     wrap: bool = True,
     notes: list[str] | None = None,
+    search_smallest: bool = True,
 ) -> tuple[Residency, ...]:
     """The least recomputation.
 
@@ -41,6 +42,7 @@ def schedule(
         exact: Whether to solve the program where it is small enough. If not, its relaxation is rounded always.
         wrap: Whether variables may stay in memory over the boundary of a cyclic step.
         notes: Gets how the solve ended where it is not proven the best: the gap, or that there is no schedule.
+        search_smallest: Whether a refusal names a budget that works, which takes up to 20 attempts.
 
     Raises:
         BudgetTooSmall: Recomputation alone does not fit the budget.
@@ -67,4 +69,4 @@ def schedule(
             notes=notes,
         )
 
-    return or_too_small(attempt, trace, machine, probe=partial(attempt, exact=False))
+    return or_too_small(attempt, trace, machine, search_smallest=search_smallest, probe=partial(attempt, exact=False))

@@ -21,13 +21,20 @@ from scheduler.policies._rerun_policies import or_too_small
 from scheduler.trace import Trace
 
 
-def schedule(trace: Trace, machine: Machine, *, wrap: bool = True) -> tuple[Residency, ...]:
+def schedule(
+    trace: Trace,
+    machine: Machine,
+    *,
+    wrap: bool = True,
+    search_smallest: bool = True,
+) -> tuple[Residency, ...]:
     """Evict by h_DTR, and recompute.
 
     Args:
         trace: The step.
         machine: The budget; rates do not matter, because nothing is swapped.
         wrap: Whether variables may stay in memory over the boundary of a cyclic step.
+        search_smallest: Whether a refusal names a budget that works, which takes up to 20 attempts.
 
     Raises:
         BudgetTooSmall: Recomputation alone does not fit the budget.
@@ -36,7 +43,7 @@ def schedule(trace: Trace, machine: Machine, *, wrap: bool = True) -> tuple[Resi
     def attempt(within: Machine) -> tuple[Residency, ...]:
         return propose(RematFacts(trace, within), wrap=wrap)
 
-    return or_too_small(attempt, trace, machine)
+    return or_too_small(attempt, trace, machine, search_smallest=search_smallest)
 
 
 def propose(facts: RematFacts, *, wrap: bool) -> tuple[Residency, ...]:

@@ -42,6 +42,7 @@ def schedule(
     exact: bool = True,
     wrap: bool = True,
     notes: list[str] | None = None,
+    search_smallest: bool = True,
 ) -> tuple[Residency, ...]:
     """The best mixture of paging and recomputation.
 
@@ -60,6 +61,7 @@ def schedule(
             is rounded always.
         wrap: Whether variables may stay in memory over the boundary of a cyclic step.
         notes: Gets how the solve ended where it is not proven the best: the gap, or that there is no schedule.
+        search_smallest: Whether a refusal names a budget that works, which takes up to 20 attempts.
 
     Raises:
         BudgetTooSmall: An op needs more at once than the budget.
@@ -97,4 +99,4 @@ def schedule(
             notes=notes,
         )
 
-    return or_too_small(attempt, trace, machine)
+    return or_too_small(attempt, trace, machine, search_smallest=search_smallest)

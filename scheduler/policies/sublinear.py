@@ -27,7 +27,14 @@ from scheduler.trace import Trace
 _LENGTHS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def schedule(trace: Trace, machine: Machine, *, segment_num_ops: int, wrap: bool = True) -> tuple[Residency, ...]:
+def schedule(
+    trace: Trace,
+    machine: Machine,
+    *,
+    segment_num_ops: int,
+    wrap: bool = True,
+    search_smallest: bool = True,
+) -> tuple[Residency, ...]:
     """Checkpointing.
 
     Args:
@@ -35,6 +42,7 @@ def schedule(trace: Trace, machine: Machine, *, segment_num_ops: int, wrap: bool
         machine: The budget; rates do not matter, because nothing is swapped.
         segment_num_ops: Length of a segment of the forward pass.
         wrap: Whether variables may stay in memory over the boundary of a cyclic step.
+        search_smallest: Whether a refusal names a budget that works, which takes up to 20 attempts.
 
     Raises:
         BudgetTooSmall: What is kept does not fit the budget.
@@ -47,7 +55,7 @@ def schedule(trace: Trace, machine: Machine, *, segment_num_ops: int, wrap: bool
         facts = Facts(trace, within)
         return Walk(facts, _Checkpoints(facts, segment_num_ops)).schedule(wrap=wrap)
 
-    return or_too_small(attempt, trace, machine)
+    return or_too_small(attempt, trace, machine, search_smallest=search_smallest)
 
 
 def tune(trace: Trace, machine: Machine, parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,19 @@ def test_short_cuts_cost_little(share: float, monkeypatch: pytest.MonkeyPatch) -
         assert quick.step_ns <= 1.1 * searched.step_ns
 
 
+def test_of_a_long_step_auto_asks_capuchin_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asked only those that were quick then; here its own choices and theirs are slower than `capuchin`'s."""
+    monkeypatch.setattr(auto, "_MOST_OPS_SEARCHED", 0)
+    monkeypatch.setattr(auto, "_MOST_OPS_FOR_OTHERS", 0)
+    trace = transformer(layers=2, gradients_kept=True)
+    machine = Machine(chunk_nbytes=1 << 20, num_chunks=1, load_bytes_per_s=4e9, evict_bytes_per_s=4e9)
+    machine = replace(machine, num_chunks=smallest_num_chunks(trace, machine))
+    other = make_plan(trace, machine, "capuchin", recompute=False).step_ns
+    assert make_plan(trace, machine, "auto").step_ns <= other
+    monkeypatch.setattr(auto, "_MOST_OPS_FOR_QUICK", 0)
+    assert make_plan(trace, machine, "auto").step_ns > other, "this step no longer tells whether others are asked"
+
+
 def test_who_comes_waits_for_what_has_been_written_for_longest() -> None:
     """Three variables are evicted one after another; the fourth needs more than what died leaves free."""
     variables = tuple(

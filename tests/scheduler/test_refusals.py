@@ -9,8 +9,10 @@ import pytest
 
 from scheduler.budget import BudgetTooSmall, smallest_num_chunks
 from scheduler.planning import make_plan
+from scheduler.policies import _rerun_policies
 from scheduler.trace import Op, Trace, Use, Variable
-from tests.scheduler.random_traces import TIMES, random_machine, random_trace
+from tests.scheduler.model_traces import conv_net
+from tests.scheduler.random_traces import TIMES, random_machine, random_trace, replayable
 
 MIB = 1 << 20
 # The policy, and how many steps it is tried on: `auto` and `window` search for longer.
@@ -67,6 +69,25 @@ def test_a_refusal_names_a_need_above_the_budget_and_a_budget_that_works(policy:
     assert num_refused
 
 
+def test_no_budget_is_looked_for_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` asks policies that find no plan; each of them tried up to 20 budgets, for its refusal's sake."""
+    trace = replayable(conv_net(num_blocks=3))
+    machine = replace(random_machine(0, 0), chunk_nbytes=MIB, load_bytes_per_s=1e9, evict_bytes_per_s=1e9)
+    machine = replace(machine, num_chunks=smallest_num_chunks(trace, machine))
+    searched = []
+
+    def smallest(*_: object) -> int:
+        searched.append(1)
+        return machine.num_chunks + 1
+
+    monkeypatch.setattr(_rerun_policies, "_smallest", smallest)
+    make_plan(trace, machine, "auto", recompute=True)
+    assert not searched
+    with pytest.raises(BudgetTooSmall):
+        make_plan(trace, machine, "melon")
+    assert len(searched) == 1, "of one refusal that is read, one budget"
+
+
 @pytest.mark.parametrize("missing_nbytes", [1, 20_000, 60_000])
 def test_a_need_slightly_above_the_budget_is_not_written_as_the_same(missing_nbytes: int) -> None:
     """It used to say that an op "needs 108.0 MiB at once; the budget is 108.0 MiB"."""
@@ -101,3 +122,25 @@ def test_what_can_never_be_away_is_not_listed_as_an_operand() -> None:
     assert "  operands: x 7.0 MiB, y 1.0 MiB\n  beside what can never be away: 71 more, 71.0 MiB\n" in str(
         refused.value
     )
+
+
+def test_what_only_chunks_make_too_large_says_so() -> None:
+    """Thirty operands of 10 KiB in chunks of 2 MiB: it said "needs 60.0 MiB", and listed 0.3 MiB."""
+    num = 30
+    variables = tuple(
+        Variable(nbytes=10 << 10, birth_tick=None, death_tick=None, becomes=v, label=f"w{v}") for v in range(num)
+    )
+    uses = tuple(Use(variable=v, reads=True, writes=False) for v in range(num))
+    op = Op(name="stack", start_tick=0, stop_tick=2, duration_ns=1, uses=uses)
+    trace = Trace(ops=(op,), variables=variables, num_ticks=3)
+    machine = replace(random_machine(0, 0), chunk_nbytes=2 * MIB, num_chunks=20)
+    with pytest.raises(BudgetTooSmall) as refused:
+        make_plan(trace, machine)
+    assert refused.value.rounding_nbytes == num * (2 * MIB - (10 << 10))
+    said = str(refused.value)
+    assert "needs 60.0 MiB at once; the budget is 40.0 MiB" in said
+    assert ", and 18 more\n  rounded up to chunks of 2.0 MiB, " in said and ": 59.7 MiB of it" in said
+    assert "; smaller chunks; a smaller batch" in said
+    with pytest.raises(BudgetTooSmall) as refused:  # where bytes are too many, chunks are not named
+        make_plan(with_many_fixed(0, 108 * MIB), replace(machine, num_chunks=50))
+    assert "chunks" not in str(refused.value)
