@@ -13,7 +13,7 @@ import pytest
 from ooc.cli import demo
 from ooc.cli.demo import DemoModel
 from ooc.cli.memory_group import MeasuredProcess, MemoryGroup, MemoryGroupUnavailable, PssWatch
-from ooc.cli.trial import TrialFailed, TrialOptions, follow_trial, run_trial
+from ooc.cli.trial import TrialFailed, TrialOptions, TrialResult, follow_trial, run_trial
 from ooc.reporting.memory_curves import Curve, step_curves
 from ooc.reporting.report import REPORT_SCHEMA_VERSION
 from ooc.reporting.step_view import Measured, measured_view, traced_view
@@ -175,6 +175,24 @@ def test_the_demo_ends_with_equal_losses_and_a_picture(
     assert ends == {in_table}, "the time axis ends where the table says that a step ends"
     assert in_table in title
     assert max(nbytes for _, nbytes in curves["resident"]) <= 2 * MIB < max(nbytes for _, nbytes in curves["live"])
+
+
+def test_the_in_core_column_says_why_the_kernel_counts_less_than_the_tensors_are() -> None:
+    """The LSTM's had 639.6 MiB of tensors and 465.2 MiB by the kernel, side by side and without a word."""
+
+    def trial(peak: int, report: dict[str, Any] | None = None) -> TrialResult:
+        return TrialResult(steps=(), peak_nbytes=peak, source="kernel", report=report or {}, curves={})
+
+    def said(in_core: int) -> str:
+        out_of_core = trial(300 * MIB, {"in_core_peak_nbytes": 640 * MIB})
+        runs = demo._Runs(
+            budget_nbytes=160 * MIB, baseline=trial(100 * MIB), in_core=trial(in_core), out_of_core=out_of_core
+        )
+        return demo._unwritten(runs)
+
+    assert said(740 * MIB) == ""
+    text = said(565 * MIB)
+    assert "counts 465.0 MiB for 640.0 MiB of tensors" in text and "at least 175.0 MiB never are" in text
 
 
 def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path: Path) -> None:
