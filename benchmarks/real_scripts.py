@@ -88,6 +88,8 @@ def _measure(script: Script, environment: Mapping[str, str], out: Path) -> tuple
     report = json.loads(report_path.read_text()) if report_path.exists() else {}
     steps = report.get("steps", [])
     planned = sum(step["mode"] == "planned" for step in steps)
+    planned_ops = sum(step["num_planned_ops"] for step in steps)
+    num_ops = planned_ops + sum(step["num_demand_ops"] for step in steps)
     is_equal = not plain.failure and not ours.failure and plain.stdout == ours.stdout
     ratio = ours.cpu_s / plain.cpu_s if ours.cpu_s and plain.cpu_s else None
     failure = plain.failure or ours.failure
@@ -102,7 +104,7 @@ def _measure(script: Script, environment: Mapping[str, str], out: Path) -> tuple
     cells = [
         script.name,
         "yes" if is_equal else "NO",
-        f"{planned} of {len(steps)}",
+        f"{planned} of {len(steps)} ({planned_ops / num_ops:.0%} of ops)" if num_ops else "-",
         f"{ratio:.2f}" if ratio else "-",
         f"{script.budget} ({share})",
         format_nbytes(needs) if needs else "-",

@@ -335,6 +335,7 @@ class StepCycle:
             self._num_planned += executor.active.num_ops
             sequences.note_end(key)
         else:
+            sequences.take_ready()  # first, so that what has just been recorded can be planned next
             key = self._learn()
         self._keys.append(key)
         self.give_up_retired()
@@ -429,6 +430,9 @@ class StepCycle:
             self._was_new = self._was_new or self._sequences.is_new(key)
             self._sequences.note_end(key)
             self._why.note_period(piece, key)
+        if self._segmentation.is_on:
+            bailout = self._executor.bailout_reason if recorder.num_replayed else ""
+            self._why.note_segment(recording, num_ops=recorder.num_ops - recorder.num_replayed, bailout=bailout)
         self._was_new = self._was_new or entered not in (None, key)
         return key
 
@@ -453,6 +457,7 @@ class StepCycle:
             self._runner.recording.recorder if not is_planned else None,
             was_planned=self._steps.began_planned,
             bailout=self._executor.bailout_reason,
+            in_segments=self._segmentation.is_on,
         )
         planned, on_demand = (now - then for now, then in zip(self._num_ops(), self._at_begin, strict=True))
         recorder = self._runner.recording.recorder

@@ -146,6 +146,10 @@ class Sequences:
         self.last_num_ops = recording.num_ops
         key = name_of(recording)
         for repeated in self._sightings.note(recording):
+            known = self._keys.get(repeated.signature)
+            if known is not None and known not in self._plans and self._must_wait(self._seen.get(known)):
+                self._remember(known, self._seen[known])
+                return known  # all that could be learned from it is that it comes again
             key = self.learn(repeated.build(), machine())
             self._predictor.rename(name_of(repeated), key)
             self._keys.pop(repeated.signature, None)
@@ -153,6 +157,13 @@ class Sequences:
             if len(self._keys) > _MAX_KEYS:
                 del self._keys[next(iter(self._keys))]
         return key
+
+    def _must_wait(self, shape: Shape | None) -> bool:
+        """Whether a sequence seen twice has no plan because another one's is being made beside training."""
+        background = self.background
+        if background is None or not background.is_busy or shape is None or shape.num_seen < 2:
+            return False
+        return not background.may_hold_up(shape.observed.trace)
 
     def key_of(self, signature: int) -> str | None:
         """The sequence that a step with these ops was last time; None if that was never learned."""
@@ -230,6 +241,8 @@ class Sequences:
 
         A wider plan replaces the old.
         """
+        if ready is None and self._must_wait(shape):
+            return
         started = time.monotonic()
         self._asked[key] = machine
         num_ops = len(shape.observed.trace.ops)

@@ -34,7 +34,16 @@ NO_STEP = (
 def planned_share(steps: list[Mapping[str, Any]]) -> float:
     """The part of the steps' time that was planned; 0 without steps."""
     total = sum(step["duration_s"] for step in steps)
-    return sum(step["duration_s"] for step in steps if step["mode"] == "planned") / total if total else 0.0
+    return sum(step["duration_s"] * _planned_part(step) for step in steps) / total if total else 0.0
+
+
+def _planned_part(step: Mapping[str, Any]) -> float:
+    """The part of a step that was planned, by its ops: in a step of many segments one may have been new."""
+    if step["mode"] == "planned":
+        return 1.0
+    planned = step.get("num_planned_ops", 0)
+    num_ops = planned + step.get("num_demand_ops", 0)
+    return planned / num_ops if num_ops else 0.0
 
 
 def hint(report: Mapping[str, Any]) -> str | None:
@@ -49,7 +58,8 @@ def hint(report: Mapping[str, Any]) -> str | None:
     spent: dict[str, float] = {}
     for step in later:
         if step["mode"] != "planned":
-            spent[step.get("cause", "unknown")] = spent.get(step.get("cause", "unknown"), 0.0) + step["duration_s"]
+            cause = step.get("cause", "unknown")
+            spent[cause] = spent.get(cause, 0.0) + step["duration_s"] * (1 - _planned_part(step))
     known = {cause: seconds for cause, seconds in spent.items() if cause != "unknown"} or spent
     cause = max(known, key=lambda name: known[name])
     example = next(step for step in later if step.get("cause", "unknown") == cause and step["mode"] != "planned")

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ooc.tracing.recorder import OpRecord, RecordedStep, StepRecorder
 from ooc.units import format_nbytes
 from vmm.torch_cpu import ALLOC, Event
 
 _MOST_COMPARED = 32
+_MOST_SEGMENTS_COMPARED = 128
+_MOST_SEGMENTS = 16
+_MOST_SEGMENT_OPS = 1 << 14
+"""Of all segments together that later ones are compared with: an op takes about 100 bytes."""
 
 Cause = Literal["", "first", "again", "sizes", "ops", "left", "refused", "segment", "unplannable", "fits", "unknown"]
 """Kinds of reasons; empty where the step was planned. first: no step came before it; again: it was as the one before,
@@ -50,6 +54,9 @@ class UnplannedSteps:
         self._entered = ""
         self._fits = False
         self._num_compared = 0
+        self._segments: dict[tuple[Any, ...], RecordedStep] = {}  # by their ops, the newest last
+        self._num_segments = 0
+        self._noted: list[tuple[int, Reason]] = []  # of the present step's segments, with their ops on demand
 
     def __repr__(self) -> str:
         return f"<UnplannedSteps: {self._num_compared} compared>"
@@ -59,6 +66,40 @@ class UnplannedSteps:
         self._before = recording
         self._refusal = self._unplannable.get(key, "")
 
+    def note_segment(self, recording: RecordedStep, *, num_ops: int, bailout: str) -> None:
+        """A segment has been recorded, so many ops of it on demand; `bailout`: why it left a plan, if it did."""
+        if bailout:
+            self._noted.append((num_ops, Reason(cause="left", text=f"left its plan: {bailout}")))
+            return
+        self._num_segments += 1
+        if self._num_segments > _MOST_SEGMENTS_COMPARED:
+            self._noted.append((num_ops, Reason(cause="unknown", text="it was not like one that was seen twice")))
+            return
+        self._noted.append((num_ops, self._compare_segment(recording.ops, recording.events)))
+        ops = tuple(op.func for op in recording.ops)
+        self._segments.pop(ops, None)
+        self._segments[ops] = recording
+        while len(self._segments) > _MOST_SEGMENTS or sum(map(len, self._segments)) > _MOST_SEGMENT_OPS:
+            del self._segments[next(iter(self._segments))]
+
+    def _compare_segment(self, ops: Sequence[OpRecord], events: Sequence[Event]) -> Reason:
+        """Compared with the last segment of the same ops; without one, with the last that began with the same op."""
+        funcs = tuple(op.func for op in ops)
+        before = self._segments.get(funcs) or next(
+            (found for known, found in reversed(self._segments.items()) if known[:1] == funcs[:1]), None
+        )
+        if before is None:
+            return Reason(cause="segment", text="nothing that began like it was seen before")
+        return compare(before.ops, before.events, ops, events)
+
+    def _explain_segments(self) -> Reason:
+        """The reason of that segment, of those noted in the step that ends, which took most ops on demand."""
+        noted, self._noted = self._noted, []
+        if not noted:
+            return Reason()
+        num_ops, reason = max(noted, key=lambda each: each[0])
+        return Reason(cause=reason.cause, text=f"a segment of {num_ops} ops was not planned: {reason.text}")
+
     def note_refusal(self, reason: str) -> None:
         """The plan for the step that begins could not be entered."""
         self._entered = reason
@@ -67,16 +108,28 @@ class UnplannedSteps:
         """Nothing is learned from the step that has ended: everything fits."""
         self._fits = True
 
-    def explain(self, recorder: StepRecorder | None, *, was_planned: bool, bailout: str) -> Reason:
+    def explain(
+        self, recorder: StepRecorder | None, *, was_planned: bool, bailout: str, in_segments: bool = False
+    ) -> Reason:
         """The reason of a step that ends.
 
         Args:
             recorder: Its ops; None while a plan is replayed.
             was_planned: Whether it began on a plan.
             bailout: Why that was left, if it was.
+            in_segments: Whether its segments are planned, and not the whole of it.
         """
         entered, self._entered = self._entered, ""
         fits, self._fits = self._fits, False
+        if in_segments and not fits:
+            if recorder is not None and recorder.num_ops > recorder.num_replayed:  # the one that is not over
+                left = bool(recorder.num_replayed)
+                reason = Reason(cause="left", text=f"left its plan: {bailout}") if left else Reason(cause="unknown")
+                if not left and self._num_segments <= _MOST_SEGMENTS_COMPARED:
+                    reason = self._compare_segment(recorder.ops, recorder.events)
+                self._noted.append((recorder.num_ops - recorder.num_replayed, reason))
+            return self._explain_segments()
+        self._noted.clear()
         if was_planned:
             return Reason() if recorder is None else Reason(cause="left", text=f"left its plan: {bailout}")
         if entered:

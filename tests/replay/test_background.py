@@ -14,6 +14,8 @@ from torch import nn
 
 import ooc
 from ooc.replay.background import BackgroundPlanner, PlanRequest
+from ooc.replay.elastic import Shape
+from ooc.replay.sequences import Sequences
 from scheduler.plan import Machine, PlanError
 from scheduler.planning import make_plan
 from scheduler.trace import Trace
@@ -160,6 +162,29 @@ def test_training_goes_on_on_demand_until_the_plan_is_there(monkeypatch: pytest.
         modes = [row.mode for row in session.steps.rows]
     assert "planned" in modes[4:7]
     assert modes[-1] == "planned"
+
+
+def test_what_waits_for_its_turn_is_not_learned_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one sequence is planned, another that came three times costs nothing but its recording."""
+    monkeypatch.setattr(BackgroundPlanner, "may_hold_up", lambda *_: False)
+    monkeypatch.setattr(BackgroundPlanner, "take", lambda _: None)
+    asked: list[int] = []
+    envelope, learn = Shape.envelope, Sequences.learn
+    learned: list[int] = []
+    monkeypatch.setattr(Shape, "envelope", lambda self, *a, **k: asked.append(1) or envelope(self, *a, **k))
+    monkeypatch.setattr(Sequences, "learn", lambda self, *a: learned.append(1) or learn(self, *a))
+    with ooc.Session(BUDGET, plan_cache=False, background_planning=True) as session:
+        weight = torch.zeros(256, 192, requires_grad=True)
+        for number in range(24):
+            with session.step():
+                functions = (torch.tanh, torch.sigmoid, torch.sin)[: 1 + number % 3]
+                x = weight * 1.0
+                for function in functions:
+                    x = function(x)
+                x.sum().backward()
+                weight.grad = None
+    assert len(asked) == 1
+    assert len(learned) <= 3 * 3  # of each of three sequences: the first two, and one that asked in vain
 
 
 def test_a_session_that_closes_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,13 @@ class State:
             found += [p.grad for p in module.parameters() if p.grad is not None]
         return found + self.kept + self.for_ever + self.inputs + self.parameters
 
+    def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step, without gradients that a statement gave another size: torch's fused kernels would read beyond them."""
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.shape != parameter.shape:
+                parameter.grad = None
+        optimizer.step()
+
     def clear(self) -> None:
         """Forget everything."""
         self.registers = []

@@ -65,7 +65,7 @@ def _take_grad(state: State, s: Statement) -> None:
 @kind(1.5)
 def _optimizer_step(state: State, s: Statement) -> None:
     if state.optimizers:
-        state.optimizers[s.q % len(state.optimizers)].step()
+        state.step_optimizer(state.optimizers[s.q % len(state.optimizers)])
 
 
 @kind(1.5)

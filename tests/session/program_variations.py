@@ -156,10 +156,10 @@ def _update(state: State, s: Statement) -> None:
     if r.random() < 0.3:
         with torch.no_grad():
             for weight in state.parameters:
-                if weight.grad is not None:
+                if weight.grad is not None and weight.grad.shape == weight.shape:
                     weight -= 0.01 * weight.grad.tanh()
     else:
-        r.choice(state.optimizers).step()
+        state.step_optimizer(r.choice(state.optimizers))
     if r.random() < 0.7:
         state.optimizers[0].zero_grad(set_to_none=r.random() < 0.8)
 

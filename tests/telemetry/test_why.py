@@ -11,6 +11,7 @@ import ooc
 from ooc.reporting.hints import NO_STEP, hint, planned_share
 from ooc.telemetry.why import compare
 from ooc.tracing.recorder import OpRecord
+from tests.session.program_segments import forced_segments
 from vmm.torch_cpu import ALLOC, Event
 
 KIB = 1 << 10
@@ -80,6 +81,23 @@ def test_steps_of_other_lengths_say_so_and_the_hint_names_the_remedy() -> None:
     assert "For example: the same ops on other sizes" in last["hint"]
 
 
+def test_segments_of_other_lengths_say_so_too() -> None:
+    """Once whole steps have never come again, segments are planned, and compared."""
+    with forced_segments():
+        *rows, last = _rows([200, 220, 250, 280, 310, 340, 370], is_elastic=False)
+    assert [row["cause"] for row in rows[3:]] == ["sizes"] * 4
+    assert "ops was not planned: the same ops on other sizes: op" in rows[4]["why"]
+    assert "test_why.py" in rows[4]["why"]
+    assert "multiple of 16" in last["hint"]
+
+
+def test_a_segment_that_is_planned_has_no_reason() -> None:
+    with forced_segments():
+        rows = _rows([256] * 8)
+    assert [row["mode"] for row in rows[5:8]] == ["planned"] * 3
+    assert not any(row["why"] or row["cause"] for row in rows[5:8])
+
+
 def test_a_step_that_leaves_its_plan_says_where_and_what_was_expected() -> None:
     rows = _rows([256] * 8, skip=6)
     assert rows[5]["mode"] == "planned"
@@ -98,3 +116,9 @@ def test_no_step() -> None:
 def test_shares_are_of_time() -> None:
     steps = [{"mode": "planned", "duration_s": 1.0}] * 9 + [{"mode": "off_plan", "duration_s": 11.0}]
     assert planned_share(steps) == 0.45
+
+
+def test_a_step_that_was_planned_in_part_counts_in_part() -> None:
+    step = {"mode": "off_plan", "duration_s": 2.0, "num_planned_ops": 90, "num_demand_ops": 10, "cause": "ops"}
+    assert planned_share([step, {**step, "num_planned_ops": 0}]) == 0.45
+    assert hint({"steps": [step] * 8}) is None
