@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import ooc
 from ooc.memory.no_room import NoRoom
 from ooc.replay import planned_trials, sequences
 from ooc.replay.op_timings import OpTimings
@@ -22,10 +24,14 @@ from ooc.testing.fake_device import FakeCudaDevice
 from scheduler.plan import Born, Evicted, Residency
 from tests.cuda.cases import CudaSession, fixed_speed
 from tests.cuda.test_reruns import SLOW
+from tests.session import program_reruns, programs
+from tests.session.program_runs import run_many
 from tests.session.recomputed import CASES, CHUNK_NBYTES, Case, Training
 from vmm.device_store import DeviceStore
 
-NUM_STEPS = 7
+NUM_STEPS = 6
+PROGRAMS = (15, 67)
+"""Random programs whose ops are tried within plans."""
 
 
 @pytest.fixture
@@ -74,6 +80,34 @@ def test_over_a_slow_link(name: str, debug: bool, trials: list[RerunTrial]) -> N
     assert sum(found["num_reruns"]) > 0
     assert len(trials) > 5
     assert found["peak_nbytes"] <= CASES[name].num_chunks * CHUNK_NBYTES
+
+
+def run_seed(seed: int) -> dict[str, Any]:
+    """A random program over a slow link: its plan's ops are tried, and its next plan discards all that it can."""
+    program = replace(programs.generate(seed), policy="auto", delay_ns=0, fail_call=0)
+    device = FakeCudaDevice(seed=seed, eagerness=(seed % 5) / 6)
+
+    def make_session(*, budget: int, chunk_nbytes: int, **options: Any) -> ooc.Session:
+        assert chunk_nbytes == programs.CHUNK_NBYTES
+        options.pop("recompute", None)
+        return CudaSession(budget, device=device, **options)
+
+    with fixed_speed(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceStore, "measure", lambda self, buffer=None: SLOW)
+        patch.setattr(programs, "make_session", make_session)
+        patch.setattr(sequences, "waits_much", lambda *_: True)
+        patch.setattr(sequences, "_WORTHWHILE", 1e9)
+        with program_reruns.forced_reruns(seed), program_reruns.counted_reruns() as counts:
+            outcome = programs.run_in_session(program, programs.run_in_core(program))
+    assert counts[0] > 0, outcome.modes
+    return {"modes": outcome.modes, "num_chunks": outcome.num_chunks, "counts": counts}
+
+
+def test_random_programs() -> None:
+    tally = run_many(PROGRAMS, runner=f"{__name__}:{run_seed.__name__}")
+    report = "\n".join(f"seed {seed}: {failure}" for seed, failure in list(tally.failures.items())[:5])
+    assert not tally.failures, f"{len(tally.failures)} of {tally.num_run} programs failed\n{report}"
+    assert tally.num_run == len(PROGRAMS)
 
 
 def _trial_in_a_chunk_that_is_written_out() -> tuple[set[int], int]:
