@@ -4,7 +4,8 @@ Where an earlier step began with the same ops, its remaining ops tell, scaled by
 Where there is none, the backward pass of the ops so far does: each needs the gradient of its result and makes that of
 its operands. Both are guesses: of ops that nobody has seen, nothing is known.
 
-Recurrent layers have a rule of their own (`_PACKED_COPIES`), since one op of theirs is a whole layer.
+Recurrent layers and convolutions have rules of their own, for the copies that oneDNN makes (`_PACKED_COPIES`,
+`_CONVOLUTION`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ _PACKED_COPIES = 2
 
 _WORKSPACE_OUTPUTS = 18
 """What that layer keeps for its backward op, in sizes of its output: 15.8 to 17 there."""
+
+_CONVOLUTION = "aten.convolution.default"
+"""oneDNN copies operands and result of a convolution to layouts of its own: twice as much in all, and a little more
+where three channels are padded to sixteen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +72,16 @@ def expected_need(
             return _as_before(so_far, needed_nbytes, trace)
     forward = [op for op in so_far.ops if not op.where.startswith("backward")]
     needs = [_backward_need(op, so_far) for op in forward] if may_go_back or is_going_back else []
+    if failed == _CONVOLUTION:
+        together = 2 * (sum(operands) + sum(results)) + max(results, default=0) // 4
+        needed_nbytes = max(needed_nbytes, together)
     if may_go_back and failed.startswith(_RECURRENT):
         made = sum(operands) + sum(results) + _WORKSPACE_OUTPUTS * max(results, default=0)
         needs.append(max(needed_nbytes, made) + 2 * _PACKED_COPIES * sum(operands))
     elif may_go_back:
         needs.append(needed_nbytes + max(operands, default=0))
+    elif failed == _CONVOLUTION:
+        return ExpectedNeed(nbytes=needed_nbytes, reason="this op's own copies of its operands and result (a guess)")
     if not needs:
         return None
     return ExpectedNeed(nbytes=max(needs), reason="the backward pass of the ops so far (a guess)")

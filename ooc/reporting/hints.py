@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
+
+from ooc.units import MIB
 
 _LEARNING_STEPS = 3
 """Steps at the beginning that are never planned: the optimizer makes its state, then two equal ones must be seen."""
@@ -65,4 +68,7 @@ def hint(report: Mapping[str, Any]) -> str | None:
     example = next(step for step in later if step.get("cause", "unknown") == cause and step["mode"] != "planned")
     text = f"{1 - planned_share(later):.0%} of the time after the first {_LEARNING_STEPS} steps was not planned: "
     text += _REMEDIES.get(cause, cause)
-    return f"{text}. For example: {example['why']}" if example.get("why") else text
+    if example.get("why"):
+        text += f". For example: {example['why']}"
+    needs = report.get("in_core_peak_nbytes", 0)
+    return f"{text}. With --budget {math.ceil(needs / MIB)}MiB nothing has to move" if needs else text

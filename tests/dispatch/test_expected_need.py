@@ -2,14 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
 
 import ooc
+from ooc.dispatch.expected_need import expected_need
 from ooc.errors import BudgetTooSmall
+from scheduler.trace import Op, Trace, Use, Variable
 
 MIB = 1 << 20
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Kernels that share their work among threads keep sums for each of them."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def _trace(*ops: tuple[str, str]) -> Trace:
+    """A chain of ops with names and places: op `i` reads variable `i` and makes `i + 1`, of 1, 2, 3, ... MiB."""
+    return Trace(
+        variables=tuple(Variable(nbytes=(i + 1) * MIB, birth_tick=None, death_tick=None) for i in range(len(ops) + 1)),
+        ops=tuple(
+            Op(
+                name=name,
+                where=where,
+                start_tick=i,
+                stop_tick=i + 1,
+                duration_ns=1,
+                uses=(Use(variable=i, reads=True, writes=False), Use(variable=i + 1, reads=False, writes=True)),
+            )
+            for i, (name, where) in enumerate(ops)
+        ),
+        num_ticks=len(ops) + 1,
+        cyclic=False,
+    )
+
+
+def _guess(so_far: Trace, failed: str, *, is_going_back: bool = False, may_go_back: bool = True) -> int | None:
+    """For an op that reads 4 and 2 MiB and makes 8 MiB."""
+    found = expected_need(
+        so_far,
+        failed,
+        14 * MIB,
+        [4 * MIB, 2 * MIB],
+        [8 * MIB],
+        (),
+        may_go_back=may_go_back,
+        is_going_back=is_going_back,
+    )
+    return found.nbytes // MIB if found is not None else None
+
+
+def test_what_is_guessed_for_an_op_of_each_kind() -> None:
+    nothing = _trace()
+    assert _guess(nothing, "aten.mm.default") == 14 + 4
+    assert _guess(nothing, "aten.convolution.default") == 2 * 14 + 2 + 4
+    assert _guess(nothing, "aten.mkldnn_rnn_layer.default") == 14 + 18 * 8 + 4 * 6
+    assert _guess(nothing, "aten.mm.default", may_go_back=False) is None
+    assert _guess(nothing, "aten.convolution.default", may_go_back=False) == 2 * 14 + 2
+
+
+def test_in_a_backward_pass_the_forward_ops_are_guessed_and_no_others() -> None:
+    going = {"is_going_back": True, "may_go_back": False}
+    so_far = _trace(
+        ("aten.mm.default", ""), ("aten.mkldnn_rnn_layer.default", "LSTM"), ("aten.mm.default", "backward of x")
+    )
+    assert _guess(so_far, "aten.mkldnn_rnn_layer_backward.default", **going) == 2 + 3 + 2 * 2
+    assert _guess(_trace(("aten.mm.default", "backward of x")), "aten.mm.default", **going) is None
 
 
 def _step(model: nn.Module, length: int) -> None:
@@ -57,6 +123,8 @@ def test_without_gradients_nothing_is_added() -> None:
         assert "a guess" not in str(caught.value)
 
 
+@pytest.mark.slow  # what kernels take for themselves is another machine's own
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("length", "batch", "width_in", "width", "is_bidirectional"),
     [(35, 20, 256, 256, False), (10, 64, 512, 512, False), (100, 8, 128, 256, False), (20, 32, 64, 384, True)],
@@ -81,6 +149,8 @@ def test_one_restart_is_enough_for_a_recurrent_layer(
         step()
 
 
+@pytest.mark.slow  # what kernels take for themselves is another machine's own
+@pytest.mark.usefixtures("one_thread")
 def test_in_a_backward_pass_what_the_forward_pass_told_is_told_again() -> None:
     with ooc.Session("8MiB") as session:
         layer = nn.LSTM(256, 256)
@@ -90,3 +160,27 @@ def test_in_a_backward_pass_what_the_forward_pass_told_is_told_again() -> None:
             made.backward()
         assert "backward" in caught.value.op_name
         assert caught.value.expected_nbytes > caught.value.needed_nbytes
+
+
+@pytest.mark.slow  # what kernels take for themselves is another machine's own
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize(("batch", "channels", "width"), [(16, (48, 96), 24), (8, (64, 64), 40), (4, (3, 64), 96)])
+def test_one_restart_is_enough_for_a_convolution(
+    batch: int, channels: tuple[int, int], width: int, has_gradients: bool
+) -> None:
+    """What oneDNN copies comes after the allocation that fails."""
+
+    def step() -> None:
+        torch.manual_seed(0)
+        layer = nn.Conv2d(*channels, 3, padding=1)
+        with torch.set_grad_enabled(has_gradients):
+            found = layer(torch.ones(batch, channels[0], width, width, requires_grad=has_gradients))
+        if has_gradients:
+            found.sum().backward()
+
+    smallest = batch * max(channels) * width * width * 4 + MIB // 2
+    with ooc.Session(smallest, chunk_nbytes="64KiB"), pytest.raises(BudgetTooSmall, match="a guess") as caught:
+        step()
+    with ooc.Session(caught.value.expected_nbytes, chunk_nbytes="64KiB"):
+        step()
