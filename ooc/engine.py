@@ -35,6 +35,7 @@ from ooc.memory.residency import ResidencyManager
 from ooc.options import SessionOptions
 from ooc.replay.given_plan import GivenPlan
 from ooc.replay.learning_budget import LearningBudget
+from ooc.replay.plan_change import change_plans
 from ooc.replay.sequences import Sequences
 from ooc.step_cycle import StepCycle
 from ooc.telemetry.progress import Progress, ProgressBar
@@ -316,19 +317,39 @@ class Engine:
             is_new = num_chunks != self.budget_nbytes // self.options.chunk_nbytes
             if self._yielded is not None:  # there was no memory at the end of `yielded`
                 self._refill(num_pool, num_small)
-            elif is_new or num_pool != self.memory.num_chunks:
+            elif (is_new or num_pool != self.memory.num_chunks) and not self._change_plans(num_pool, num_small):
                 self._leave_plan("set_budget", "the budget changes")
-                self.sequences.forget_plans()
-                self.cycle.give_up_retired()
-                resize_pool(self.manager, self.memory, num_pool, num_small)
+                self._resize(num_pool, num_small)
             if not is_new:
                 self.budget_nbytes = nbytes
                 return
-            self.sequences.forget_plans()
-            self.cycle.give_up_retired()
+            if self.executor.active is None:
+                self.sequences.forget_plans()
+                self.cycle.give_up_retired()
             self.steps.note_budget(self.budget_nbytes)
             self.budget_nbytes = nbytes
             self.runner.set_budget(nbytes)
+            if self.executor.active is not None:
+                self.steps.note_plan(self.manager.pool.num_chunks - self.manager.num_free)
+
+    def _resize(self, num_pool: int, num_small: int) -> None:
+        self.sequences.forget_plans()
+        self.cycle.give_up_retired()
+        resize_pool(self.manager, self.memory, num_pool, num_small)
+
+    def _change_plans(self, num_pool: int, num_small: int) -> bool:
+        """Go over to a plan for a smaller pool within the step, where the plan so far recomputes. False: it is left."""
+        self.runner.absorb()
+        if num_pool >= self.memory.num_chunks or not self.memory.is_host:
+            return False
+        return change_plans(
+            self.executor,
+            self.sequences,
+            self.manager,
+            at=self.runner.dispatcher.cursor,
+            num_chunks=num_pool,
+            resize=lambda: self._resize(num_pool, num_small),
+        )
 
     @contextlib.contextmanager
     def yielded(self) -> Iterator[None]:

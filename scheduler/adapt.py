@@ -86,7 +86,15 @@ def plan_within(plans: Mapping[int, Plan], num_chunks: int) -> Plan | None:
     return plans[max(fitting)] if fitting else None
 
 
-def switch(old: Plan, new: Plan, trace: Trace, op_index: int, *, keeps_prefix_only: bool = False) -> Switch:
+def switch(
+    old: Plan,
+    new: Plan,
+    trace: Trace,
+    op_index: int,
+    *,
+    keeps_prefix_only: bool = False,
+    num_way_chunks: int | None = None,
+) -> Switch:
     """What it takes to go from `old` to `new` right before an op.
 
     Args:
@@ -94,6 +102,7 @@ def switch(old: Plan, new: Plan, trace: Trace, op_index: int, *, keeps_prefix_on
         trace: The step.
         op_index: Ops before it have run under `old`.
         keeps_prefix_only: Whether what lies beyond the new budget's chunks is lost at once, as in the paper.
+        num_way_chunks: Chunks that there are until the way over is done; by default no more than the new plan has.
 
     Raises:
         ValueError: Another trace or chunk size, or no such op.
@@ -106,7 +115,8 @@ def switch(old: Plan, new: Plan, trace: Trace, op_index: int, *, keeps_prefix_on
         raise ValueError(f"op {op_index}: the step has ops 0 to {len(trace.ops) - 1}")
     if new.machine.num_chunks >= old.machine.num_chunks:
         return Switch(kind=SwitchKind.LAZY, op_index=op_index, reason="the budget did not shrink")
-    return _Switcher(old, new, trace, op_index, keeps_prefix_only).switch()
+    room = new.machine.num_chunks if num_way_chunks is None else num_way_chunks
+    return _Switcher(old, new, trace, op_index, keeps_prefix_only).switch(room)
 
 
 class _State:
@@ -170,8 +180,8 @@ class _Switcher:
     def _can_be_lost(self, variable: int) -> bool:
         return variable in self.before.stored or self.graph.may_ever_return(variable)
 
-    def switch(self) -> Switch:
-        """The way over, or the reason why there is none."""
+    def switch(self, num_way_chunks: int) -> Switch:
+        """The way over within so many chunks, or the reason why there is none."""
         wanted, there, machine = self.after.resident, self.there, self.new.machine
         restart_ns = simulate(self.new, self.trace, with_timeline=False).op_start_ns[self.op_index]
         stored = self.before.stored
@@ -196,8 +206,8 @@ class _Switcher:
         guests = [v for v in rerun.sources if v not in wanted]  # read by the re-run, and given up after it
         held = {*wanted, *guests, *writes}
         num_chunks = sum(machine.chunks_of(self.trace.variables[v].nbytes) for v in held) + rerun.num_scratch_chunks
-        if num_chunks > machine.num_chunks:
-            return give_up(f"the way over needs {num_chunks} chunks at once, and there are {machine.num_chunks}")
+        if num_chunks > num_way_chunks:
+            return give_up(f"the way over needs {num_chunks} chunks at once, and there are {num_way_chunks}")
         moves = [v for v in sorted(wanted) if v in there and there[v] != wanted[v]]
         loads = sorted({*loads, *(v for v in guests if v not in there)})
         return Switch(

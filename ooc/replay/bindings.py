@@ -109,9 +109,9 @@ class Bindings:
         executable: ExecutablePlan,
         bound: Bound,
         targets: Mapping[int, ExecutableResidency],
-        workspaces: Sequence[VariableRecord],
     ) -> bool:
         """Whether all that is in the plan's way, or in other chunks than it starts with, may be moved."""
+        workspaces = [r for r in self._manager.workspaces() if r.state is State.RESIDENT and not r.pins]
         found = self._in_the_way(executable, bound, self.in_place(bound, targets))
         num_kept = sum(self._manager.chunks_of(r.nbytes) for r in workspaces)
         if any(r.pins or not (r.seen or r in workspaces) for r in found):
@@ -123,6 +123,63 @@ class Bindings:
         else:
             return True
         return False
+
+    def place(
+        self,
+        executable: ExecutablePlan,
+        others: Sequence[ExecutablePlan],
+        bound: Bound,
+        targets: Mapping[int, ExecutableResidency],
+        new_pool: Callable[[], ChunkPool],
+        loads: list[ExecutableResidency],
+    ) -> MemoryFault | None:
+        """Bring what is bound to its targets, or start its load, and map all of the plan's reservations.
+
+        From then on what is bound is the executor's. If that cannot be, `refusal` says why, and all is the manager's.
+
+        Returns:
+            Why a load did not start; None if all did. They are noted in `loads`.
+
+        Raises:
+            StoreFailed: A transfer failed.
+        """
+        manager, self.refusal = self._manager, ""
+        workspaces = [r for r in manager.workspaces() if r.state is State.RESIDENT and not r.pins]
+        manager.foresight.begin(None)  # nothing is to be on its way in
+        # All that is in the plan's way goes elsewhere first; then what should be here comes in.
+        try:
+            self.make_way(executable, bound, targets, new_pool)
+        except StoreFull as full:
+            self.refusal = str(full)
+            manager.load([r for r in workspaces if r.state is State.AWAY])
+            return None
+        in_place = self.in_place(bound, targets)
+        try:
+            resident = [r for r in workspaces if r.state is State.RESIDENT]
+            beside = self.beside(bound, workspaces)
+            manager.share_pool(new_pool(), executable.num_chunks, [*resident, *beside])
+            manager.load([r for r in workspaces if r.state is State.AWAY])  # beside the plan's chunks
+            if not self.map_all(executable, others):
+                return None
+        finally:
+            manager.retake_pool(new_pool())
+        beside = self.beside(bound, workspaces)
+        for _, record in bound:
+            manager.forget(record)
+        manager.share_pool(new_pool(), executable.num_chunks, [*workspaces, *beside])
+        missing = [
+            (targets[variable.index], r)
+            for variable, r in bound
+            if variable.index in targets and r.address not in in_place
+        ]
+        failure = self.start_loads(missing, loads)
+        for variable, record in bound:
+            self.set_alive(executable, variable, record)
+        for variable in executable.variables:
+            if variable.record is not None:
+                executable.variable_address[variable.index] = variable.record.address
+        self.hide_away(executable)
+        return failure
 
     def make_way(
         self,
@@ -176,6 +233,7 @@ class Bindings:
     def map_all(self, executable: ExecutablePlan, others: Sequence[ExecutablePlan]) -> bool:
         """Map every variable's reservation to its first chunks. False, and nothing kept, if that cannot be."""
         for attempt in range(2):
+            self.refusal = ""
             try:
                 for variable in executable.variables:
                     if variable.record is None:
@@ -368,6 +426,12 @@ class Bindings:
         record.variable_index = variable.index
         if not self._allocator.bind(record.address, variable.index, is_born=is_born):
             executable.variable_alive[variable.index] = 0
+
+    def unbind_freed(self, executable: ExecutablePlan, bound: Bound) -> None:
+        """Note what was freed (by the cycle collector) before the plan was installed: frees find it from then on."""
+        for variable, record in bound:
+            if not self._allocator.is_alive(record.address):
+                executable.variable_alive[variable.index] = 0
 
     def expel(self, executable: ExecutablePlan, variable: PlanVariable) -> None:
         """Evict a record that outlived its plan variable; from here on it is managed on demand."""

@@ -14,10 +14,14 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ooc.tracing.recorder import Observed, close_cycle
 from scheduler.trace import Trace, Variable
 from vmm.table import between_ops, inside_op
+
+if TYPE_CHECKING:
+    from ooc.replay.executable_plan import ExecutablePlan
 
 HEADROOM = 1.25
 """The envelope holds so much more than the largest step seen (of what grows slowest with the step's size). Not tuned: a
@@ -48,6 +52,11 @@ class Envelope:
     trace: Trace
     elastic: frozenset[int]
     standing: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, executable: ExecutablePlan, trace: Trace) -> Envelope:
+        """What a plan is for, with another trace of the same sequence."""
+        return cls(trace=trace, elastic=executable.elastic, standing=executable.standing)
 
     def is_of(self, trace: Trace) -> bool:
         """Whether a trace has the same variables, whatever their sizes: the same index means the same one."""

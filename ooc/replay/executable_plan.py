@@ -21,6 +21,7 @@ from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
 from ooc.replay.planned_reruns import PlannedRerun, PlannedReruns, PlannedTrials
 from ooc.tracing.recorder import Observed
 from ooc.tracing.recording import MOST_IDLE_OPS
+from ooc.units import format_nbytes
 from scheduler.plan import (
     Born,
     Dies,
@@ -30,6 +31,7 @@ from scheduler.plan import (
     Kept,
     Loaded,
     Plan,
+    PlanError,
     Recomputed,
     occupied_ticks,
 )
@@ -131,6 +133,8 @@ class ExecutablePlan:
         self.reruns = PlannedReruns(plan, trace, residencies)
         self.trials: PlannedTrials | None = None
         """What is to be tried in the next step."""
+        self.stands_for: Trace | None = None
+        """Of a plan made in mid-step: the trace with all ops that may run again, for which the next one is made."""
         self.scratch: dict[tuple[int, int], Reservation] = {}
         """For each re-run's op and each variable that it makes and does not keep: where that is. See `Bindings`."""
         self._find_predecessors(residencies)
@@ -410,6 +414,11 @@ class ExecutablePlan:
         """The first op that touches a variable."""
         return self.funcs[min(self.num_idle, self.num_ops - 1)]
 
+    def can_be_bound(self, observed: Observed, alignment: Mapping[int, int]) -> bool:
+        """Whether the variables that live across steps are still those that the plan was made for."""
+        serials = {ours: observed.start_serials[theirs] for theirs, ours in alignment.items()}
+        return all(v.serial == serials.get(v.index) for v in self.variables if v.is_persistent)
+
     def is_freed_at_head(self, variable: PlanVariable) -> bool:
         """Whether a variable is freed before the first op that touches one."""
         death_tick = self.trace.variables[variable.index].death_tick
@@ -489,3 +498,16 @@ class ExecutablePlan:
             if first < stop and last > start:
                 return residency
         return None
+
+
+def check_unseen(trace: Trace) -> None:
+    """Raise `PlanError` if what can never be away crosses the cycle's boundary: nobody could take it over."""
+    successors = {v.becomes for v in trace.variables}
+    for index, v in enumerate(trace.variables):
+        comes = trace.cyclic and v.birth_tick is None and index not in successors
+        if not v.evictable and (comes or (v.death_tick is None and v.becomes is None)):
+            raise PlanError(
+                f"variable {index} ({format_nbytes(v.nbytes)}) can never be away, but it "
+                f"{'enters' if comes else 'outlives'} the cycle: no op has named it yet, so it may be in use unseen "
+                "(memory from another thread, say)."
+            )

@@ -23,10 +23,11 @@ from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.acts import ResidencyActs
 from ooc.replay.bailout import land_transfers, pinned_by, recorder_so_far, return_records
-from ooc.replay.bindings import Bindings
+from ooc.replay.bindings import Bindings, Bound
 from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.op_watch import OpWatch, named_calls
+from ooc.replay.plan_switch import Handover, PlanChange, held_for
 from ooc.replay.plan_variables import PlanVariable
 from ooc.replay.planned_trials import TrialsInPlans
 from ooc.replay.rerun_device import RerunDevice
@@ -35,7 +36,6 @@ from ooc.tracing.recording import StepRecording
 from scheduler.plan import Loaded, occupied_ticks
 from vmm.chunks import ChunkPool
 from vmm.nvtx_ranges import names_ops
-from vmm.store import StoreFull
 from vmm.torch_cpu import MODE_DEMAND, MODE_PLANNED, AllocatorTable, Event
 
 _log = logging.getLogger(__name__)
@@ -109,60 +109,28 @@ class Executor:
             self.bailout_reason = self._bindings.refusal
             return False
         targets = self._bindings.start_residencies(executable)
-        # All that is in the plan's way goes elsewhere first; then what should be here comes in.
-        workspaces = [r for r in manager.workspaces() if r.state is State.RESIDENT and not r.pins]
-        if not self._bindings.may_make_way(executable, bound, targets, workspaces):
+        if not self._bindings.may_make_way(executable, bound, targets):
             self.bailout_reason = self._bindings.refusal
             return False
-        manager.foresight.begin(None)  # nothing is to be on its way in
-        try:
-            self._bindings.make_way(executable, bound, targets, self._new_pool)
-        except StoreFull as full:
-            self.bailout_reason = str(full)
-            manager.load([r for r in workspaces if r.state is State.AWAY])
+        failure = self._bindings.place(executable, others, bound, targets, self._new_pool, self._acts.loads)
+        if self._bindings.refusal:
+            self.bailout_reason = self._bindings.refusal
             return False
-        in_place = self._bindings.in_place(bound, targets)
-        try:
-            resident = [r for r in workspaces if r.state is State.RESIDENT]
-            beside = self._bindings.beside(bound, workspaces)
-            manager.share_pool(self._new_pool(), executable.num_chunks, [*resident, *beside])
-            manager.load([r for r in workspaces if r.state is State.AWAY])  # beside the plan's chunks
-            if not self._bindings.map_all(executable, others):
-                self.bailout_reason = self._bindings.refusal
-                return False
-        finally:
-            manager.retake_pool(self._new_pool())
-        beside = self._bindings.beside(bound, workspaces)
-        for _, record in bound:
-            manager.forget(record)
-        manager.share_pool(self._new_pool(), executable.num_chunks, [*workspaces, *beside])
-        missing = [
-            (targets[variable.index], r)
-            for variable, r in bound
-            if variable.index in targets and r.address not in in_place
-        ]
-        failure = self._bindings.start_loads(missing, self._acts.loads)
-        for variable, record in bound:
-            self._bindings.set_alive(executable, variable, record)
-        for variable in executable.variables:
-            if variable.record is not None:
-                executable.variable_address[variable.index] = variable.record.address
-        self._bindings.hide_away(executable)
         self._install(executable)
-        for variable, record in bound:
-            # Freed meanwhile (by the cycle collector): only from `_install` on do frees find their variable.
-            if not self._allocator.is_alive(record.address):
-                executable.variable_alive[variable.index] = 0
+        self._bindings.unbind_freed(executable, bound)
         self._start_period(executable)
         if failure is not None:
             self.bail_out("a load could not be started")
             raise failure
-        for _, record in bound:
-            if record.state is State.LOADING:
-                self._acts.arrive(record)
+        self._arrive(bound)
         if self._acts.guards_releases:
             self._bindings.guard_away(executable)  # as at the end of the step, which is over
         return True
+
+    def _arrive(self, bound: Bound) -> None:
+        for _, record in bound:
+            if record.state is State.LOADING:
+                self._acts.arrive(record)
 
     def retire(self, executable: ExecutablePlan) -> None:
         """Give back what a plan that will not be replayed again keeps for the variables born in it."""
@@ -401,11 +369,46 @@ class Executor:
 
     # -- bailout
 
-    def bail_out(self, reason: str) -> None:
+    def go_over(self, change: PlanChange) -> bool:
+        """Go on with another plan of the same step, right before the next op. False: the step goes on on demand.
+
+        So it does when it raises: what bailing out, resizing and remakes raise.
+        """
+        old, new, noted = self.active, change.new, self.reruns.noted()
+        assert old is not None
+        if noted is None or not held_for(new, change.way.op_index, lambda v: bool(old.variable_alive[v]), noted):
+            return False
+        over = Handover(old, change, noted)
+        self.bail_out("the budget shrinks", remakes=False)
+        recorder, bound = self._recording.recorder, None
+        assert recorder is not None
+        parts = self._manager, self._bindings, self.reruns
+        try:
+            bound = over.carry_out(*parts, self._acts.loads, self._new_pool, self.absorb_events)
+        finally:
+            self.absorb_events()
+            recorder.events += self.events
+            self.events, self.reruns.pending = [], None
+            if bound is None:
+                self.reruns.pending = over.remake_of(over.lost(self._manager))
+                self.reruns.remake()
+        if bound is None:
+            return False
+        self._install(new)
+        self._bindings.unbind_freed(new, bound)
+        self.events, self.bailout_reason = recorder.events, ""
+        self._recording.stop()
+        self.reruns.take_over(noted)
+        self._allocator.state.set_between(over.at)
+        self._dispatcher.start(over.at)
+        self._arrive(bound)
+        return True
+
+    def bail_out(self, reason: str, *, remakes: bool = True) -> None:
         """Deactivate the plan; the step goes on on demand. `on_bailout` gets a recorder of the ops replayed so far.
 
         Safe at any point: between ops, or inside one (from an allocation), where that op's
-        operands and allocations stay pinned until `finish`.
+        operands and allocations stay pinned until `finish`. Without `remakes` the caller makes again what is discarded.
 
         Raises:
             StoreFailed: A load had failed. All records are returned nevertheless.
@@ -443,7 +446,7 @@ class Executor:
         self._recording.resume(recorder)  # also when a transfer had failed: the step goes on on demand
         if failure is not None:
             raise failure
-        if not inside and not is_foreign:
+        if remakes and not inside and not is_foreign:
             self.reruns.remake()  # else when the op has ended: `finish`
 
     # -- steps that differ harmlessly, and what is alive

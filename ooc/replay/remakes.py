@@ -59,6 +59,7 @@ class Remake:
         self._num_ops = num_ops
         self._sizes = sizes
         self._ghosts: list[VariableRecord] = []
+        self._copied = self._find_copied()
 
     def __repr__(self) -> str:
         return f"<Remake of variables {self._targets} after op {self._num_ops - 1}>"
@@ -102,7 +103,16 @@ class Remake:
         self._holds.clear()
 
     def _has_bytes(self, variable: int) -> bool:
-        return variable in self._pool and self._pool[variable].state is not State.DISCARDED
+        if variable in self._pool:
+            return self._pool[variable].state is not State.DISCARDED
+        return variable in self._copied
+
+    def _find_copied(self) -> set[int]:
+        """What recipes have copies of: variables of the plan that are too small to be any in this step."""
+        ops = self._reruns.graph.trace.ops
+        read = {use.variable for index in self._recipes for use in ops[index].uses if use.reads}
+        named = {variable for recipe in self._recipes.values() for variable in recipe.variables}
+        return read - named
 
 
 class _OnDemand:
@@ -153,7 +163,7 @@ class _OnDemand:
         manager, pool = self._manager, self._remake._pool
         recipe = self._remake._recipes[op]
         births = self._graph.births[op]
-        reads = [u for u in self._graph.trace.ops[op].uses if u.variable not in births]
+        reads = [u for u in self._graph.trace.ops[op].uses if u.variable in recipe.variables]
         operands = {u.variable: self._made[u.variable] if u.variable in made else pool[u.variable] for u in reads}
         with contextlib.ExitStack() as pinned:
             for record in operands.values():

@@ -16,9 +16,11 @@ import functools
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ooc.errors import RerunDiffers
 from ooc.memory.record import State, VariableRecord
@@ -39,6 +41,23 @@ _log = logging.getLogger(__name__)
 
 class RerunFailed(Exception):
     """A re-run did not go as planned; what it was to make is still discarded. The caller leaves the plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """What re-runs of the present step may use: see `Reruns`. A copy, which outlives the plan."""
+
+    recipes: dict[int, Recipe]
+    holds: dict[int, torch.UntypedStorage]
+    named: dict[int, StorageWeakRef]
+    checksums: dict[int, int]
+
+    def storage(self, variable: int) -> torch.UntypedStorage | None:
+        """The storage of a variable that a recipe reads; None if there is no such, or it was freed."""
+        if variable not in self.named:
+            return None
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.named[variable].cdata)
+        return found
 
 
 class Reruns:
@@ -69,6 +88,7 @@ class Reruns:
         self._trials = trials
         self._recipes: dict[int, Recipe] = {}
         self._holds: dict[int, torch.UntypedStorage] = {}
+        self._named: dict[int, StorageWeakRef] = {}  # storages of the variables that recipes read
         self._ghosts: dict[int, VariableRecord] = {}
         self._checksums: dict[int, int] = {}
         self.broken = ""
@@ -81,6 +101,7 @@ class Reruns:
         """A period of a plan begins: forget the last one's recipes."""
         self._recipes.clear()
         self._holds.clear()
+        self._named.clear()
         self._ghosts.clear()
         self._checksums.clear()
         self.broken = ""
@@ -110,6 +131,8 @@ class Reruns:
                 if addresses[variable] == address:
                     if executable.reruns.held_until.get(variable, -1) > index and variable not in self._holds:
                         self._holds[variable] = tensor.untyped_storage()
+                    if variable not in self._named:
+                        self._named[variable] = StorageWeakRef(tensor.untyped_storage())
                     return variable
             raise NoRecipe("an operand is no variable of the plan")
 
@@ -145,12 +168,42 @@ class Reruns:
         if record.exports or (self._acts.guards_releases and not residency.variable.dies_within):
             self._bail_out("a variable that may be touched between ops was to be discarded")
             return False
+        self._give_up(executable, index, record, self._checksums)
+        return True
+
+    def _give_up(
+        self, executable: ExecutablePlan, index: int, record: VariableRecord, checksums: dict[int, int]
+    ) -> None:
         if self._manager.debug:
-            self._checksums[index] = self._checksum(executable, index, record)
+            checksums[index] = self._checksum(executable, index, record)
         record.discarded()
         if self._manager.debug:
             self._manager.space.unmap(record.reservation)
-        return True
+
+    # -- to another plan of the same step
+
+    def noted(self) -> Noted | None:
+        """What re-runs of this step may use; None while something is in memory for re-runs alone."""
+        if self._ghosts or self.broken:
+            return None
+        return Noted(
+            recipes=dict(self._recipes),
+            holds=dict(self._holds),
+            named=dict(self._named),
+            checksums=dict(self._checksums),
+        )
+
+    def take_over(self, noted: Noted) -> None:
+        """Another plan goes on with what was noted under the last one."""
+        self.begin()
+        self._recipes.update(noted.recipes)
+        self._holds.update(noted.holds)
+        self._named.update(noted.named)
+        self._checksums.update(noted.checksums)
+
+    def give_up(self, executable: ExecutablePlan, index: int, record: VariableRecord, noted: Noted) -> None:
+        """Discard what is resident between two plans, and made again by the second."""
+        self._give_up(executable, index, record, noted.checksums)
 
     def _checksum(self, executable: ExecutablePlan, index: int, record: VariableRecord) -> int:
         """Of the present storage: it may be smaller than planned, and what lies behind it is noise."""
@@ -221,7 +274,7 @@ class Reruns:
         counters = manager.counters
         counters.num_reruns += 1
         counters.recomputed_nbytes += sum(residency.variable.nbytes for residency in rerun.kept.values())
-        for index in [v for v in self._holds if executable.reruns.held_until[v] <= rerun.before_op]:
+        for index in [v for v in self._holds if executable.reruns.held_until.get(v, -1) <= rerun.before_op]:
             del self._holds[index]
         counters.recompute_ns += time.monotonic_ns() - started
         if manager.debug:
@@ -259,7 +312,8 @@ class Reruns:
 
         num_alive = self._allocator.state.num_rerun_alive
         allocs = [(variables[index].nbytes, where[index]) for index in op.births]
-        uses = [use for use in executable.trace.ops[op.index].uses if use.variable not in op.births]
+        named = recipe.variables  # not what is too small to be a variable in this step: of that it has copies
+        uses = [use for use in executable.trace.ops[op.index].uses if use.variable in named]
         reads = [range_of(use.variable) for use in uses if not use.writes]
         writes = [range_of(use.variable) for use in uses if use.writes]
         births = [(address, nbytes) for nbytes, address in allocs]
@@ -323,12 +377,15 @@ class Reruns:
 
     def remake(self) -> None:
         """Make again what was discarded when the plan was left. Raises `RerunLost` if that cannot be done (now)."""
-        if self.pending is None:
-            return
+        if self.pending is not None:
+            self.run_now(self.pending)
+            self.pending = None
+
+    def run_now(self, remake: Remake) -> None:
+        """Carry out a remake. Raises `RerunLost`."""
         started = time.monotonic_ns()
         try:
-            self.pending.run(self._manager, self._allocator, self._device)
-            self.pending = None
+            remake.run(self._manager, self._allocator, self._device)
         finally:
             self._manager.counters.recompute_ns += time.monotonic_ns() - started
 

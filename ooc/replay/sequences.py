@@ -12,7 +12,7 @@ from typing import Any
 from ooc.memory.protocols import Store
 from ooc.replay.background import BackgroundPlanner, PlanRequest
 from ooc.replay.elastic import HEADROOM, Alignment, Envelope, Shape
-from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.executable_plan import ExecutablePlan, check_unseen
 from ooc.replay.first_sightings import FirstSightings, name_of
 from ooc.replay.plan_cache import PlanCache
 from ooc.replay.planned_trials import trials_for, waits_much, with_replayable
@@ -20,7 +20,6 @@ from ooc.replay.predictor import SequencePredictor
 from ooc.replay.rerun_trials import RerunTrials
 from ooc.replay.stoppable import Stopped, stoppable
 from ooc.tracing.recorder import Observed, RecordedStep, need_nbytes
-from ooc.units import format_nbytes
 from scheduler.cost.simulate import simulate
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
@@ -40,6 +39,8 @@ _MOST_REPLACED = 2
 """Observations after which what most variables are replaced by in each step is taken to be new in each step."""
 _WORTHWHILE = 0.995
 """A new plan must be predicted to take at most this part of the old one's time: a change is not free."""
+_ANY_NS = 1 << 62
+_FOR_THE_REST = {"recompute": True, "exact": False, "thorough": False}
 _WORTHWHILE_STALL = 0.005
 """Below this part of the step, a stall is no reason to plan anew."""
 
@@ -192,7 +193,7 @@ class Sequences:
         self._remember(key, shape)
         changed, throughout = shape.num_persistent_changed(observed, alignment)
         fits = key in self._plans and shape.fits(self._envelopes[key], observed, alignment)
-        if key in self._plans and not _can_be_bound(self._plans[key], observed, alignment):
+        if key in self._plans and not self._plans[key].can_be_bound(observed, alignment):
             # Its parameters were replaced (a load_state_dict by assignment, a new optimizer): the
             # plan waits for variables that will not come back.
             self._retire(key)
@@ -302,7 +303,7 @@ class Sequences:
 
     def _kept_plan(self, trace: Trace, machine: Machine) -> Plan | None:
         """The plan kept from an earlier run, if there is one."""
-        _check_unseen(trace)
+        check_unseen(trace)
         kept = self._cache.load(trace, machine, self._policy, self._parameters) if self._cache is not None else None
         if kept is not None:
             _log.info("this step was planned in an earlier run")
@@ -355,6 +356,40 @@ class Sequences:
             standing=envelope.standing,
         )
 
+    def plan_for_rest(
+        self, executable: ExecutablePlan, num_chunks: int, may_run_again: Callable[[int], bool], store: Store
+    ) -> tuple[str, ExecutablePlan] | None:
+        """A plan of the same step for so many chunks, in which only these ops run again; None if there is none.
+
+        It is no sequence's yet: see `adopt`.
+        """
+        key, log = self._key_of_plan(executable), executable.timings
+        if key is None or executable.is_elastic:
+            return None
+        machine = replace(log.machine(executable.plan.machine, store), num_chunks=num_chunks)
+        ops = frozenset(i for i, op in enumerate(executable.trace.ops) if op.replayable and may_run_again(i))
+        trace = with_replayable(log.timed(executable.trace), ops)
+        started = time.monotonic()
+        try:
+            try:
+                plan = self._make_plan(trace, machine)
+            except PlanError:  # a policy that moves nothing, or none that finds a way with so few ops
+                plan = stoppable(lambda: make_plan(trace, machine, policy="auto", **_FOR_THE_REST))
+            found = self._make_executable(plan, Envelope.of(executable, trace), executable.observed)
+        except (PlanError, Stopped):
+            return None
+        finally:
+            self.planning_s += time.monotonic() - started
+        found.timings, found.stands_for = log, executable.stands_for or executable.trace
+        return key, found
+
+    def adopt(self, key: str, executable: ExecutablePlan) -> None:
+        """Take a plan of `plan_for_rest`, which is being replayed, for its sequence's."""
+        self._plans[key], self._envelopes[key] = executable, Envelope.of(executable, executable.trace)
+        self._asked[key] = executable.plan.machine
+        self.last_trace, self.last_plan = executable.trace, executable.plan
+        self.begin(executable)
+
     def forget_plans(self) -> None:
         """The budget has changed: no plan made so far is of use. Each sequence is planned anew when it is next seen."""
         self.retired += self._plans.values()
@@ -382,14 +417,16 @@ class Sequences:
         tried = executable.trials is not None and executable.trials.was_installed
         if not tried and not self._is_timed:
             return executable
+        stands_for, executable.stands_for = executable.stands_for, None
         if not tried:  # else ops have taken more than their own time
             log.note(executable.op_stop_ns - executable.op_start_ns, store)
-            if log.num_played not in _REFINE_AFTER or not executable.plan.predicted.get("loaded_nbytes"):
+            is_due = log.num_played in _REFINE_AFTER and executable.plan.predicted.get("loaded_nbytes")
+            if stands_for is None and not is_due:
                 return executable
         if self._cache is not None and self._cache.is_fixed(executable.plan):
             return executable
         machine = log.machine(executable.plan.machine, store)
-        trace = log.timed(executable.trace)
+        trace = log.timed(stands_for or executable.trace)
         old = simulate(replace(executable.plan, machine=machine), trace, with_timeline=False)
         old_ns = old.duration_ns + executable.plan.predicted.get("remap_ns", 0)
         if tried:
@@ -397,11 +434,11 @@ class Sequences:
             if not self._proven[key]:
                 return executable
             trace = with_replayable(trace, self._proven[key])
-        elif (
-            old.stall_ns < _WORTHWHILE_STALL * old.duration_ns and not executable.plan.predicted["num_remapped_chunks"]
+        elif stands_for is None and not (
+            old.stall_ns >= _WORTHWHILE_STALL * old.duration_ns or executable.plan.predicted["num_remapped_chunks"]
         ):
             return executable
-        present = self._plan_anew(key, executable, trace, machine, old_ns)
+        present = self._plan_anew(key, executable, trace, machine, old_ns if stands_for is None else _ANY_NS)
         self._consider_trials(key, present, min(old_ns, present.plan.step_ns))
         return present
 
@@ -452,8 +489,7 @@ class Sequences:
         if plan.step_ns > old_ns * _WORTHWHILE:
             return executable
         try:
-            envelope = Envelope(trace=trace, elastic=executable.elastic, standing=executable.standing)
-            better = self._make_executable(plan, envelope, executable.observed)
+            better = self._make_executable(plan, Envelope.of(executable, trace), executable.observed)
         except PlanError as error:
             _log.warning("cannot plan anew: %s", error)
             return executable
@@ -517,24 +553,3 @@ class Sequences:
     def _key_of_plan(self, executable: ExecutablePlan) -> str | None:
         """The sequence that this plan is for; None: another plan has taken its place."""
         return next((key for key, plan in self._plans.items() if plan is executable), None)
-
-
-def _can_be_bound(executable: ExecutablePlan, observed: Observed, alignment: Alignment) -> bool:
-    """Whether the variables that live across steps are still those that the plan was made for."""
-    serials = {ours: observed.start_serials[theirs] for theirs, ours in alignment.items()}
-    return all(
-        variable.serial == serials.get(variable.index) for variable in executable.variables if variable.is_persistent
-    )
-
-
-def _check_unseen(trace: Trace) -> None:
-    """Raise `PlanError` if what can never be away crosses the cycle's boundary: nobody could take it over."""
-    successors = {v.becomes for v in trace.variables}
-    for index, v in enumerate(trace.variables):
-        comes = trace.cyclic and v.birth_tick is None and index not in successors
-        if not v.evictable and (comes or (v.death_tick is None and v.becomes is None)):
-            raise PlanError(
-                f"variable {index} ({format_nbytes(v.nbytes)}) can never be away, but it "
-                f"{'enters' if comes else 'outlives'} the cycle: no op has named it yet, so it may be in use unseen "
-                "(memory from another thread, say)."
-            )

@@ -6,14 +6,20 @@ python -m tests.session.program_reruns --seed 17
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
 from typing import Any
 
+import pytest
+
+import ooc
 from ooc import options
+from ooc.errors import StoreFailed
+from ooc.replay.executor import Executor
+from ooc.replay.plan_switch import PlanChange
 from ooc.replay.reruns import Reruns
 from ooc.replay.sequences import Sequences
 from scheduler.colouring.colouring import Shortage
@@ -23,7 +29,16 @@ from scheduler.reruns import ReplayGraph
 from scheduler.residency_builder import ordered
 from scheduler.trace import Trace
 from scheduler.verify import verify
-from tests.session.programs import Program, generate, prepare_process, run_in_core, run_in_session
+from tests.session.programs import (
+    CHUNK_NBYTES,
+    Program,
+    Statement,
+    _Runner,
+    generate,
+    prepare_process,
+    run_in_core,
+    run_in_session,
+)
 from tests.store_speed import SLOW, USUAL, store_speed
 
 POLICIES = ("auto", "sublinear", "dtr", "melon", "capuchin")
@@ -133,6 +148,42 @@ def counted_reruns() -> Iterator[list[int]]:
         Reruns._play, Reruns.remake = play, remake  # type: ignore[method-assign]
 
 
+@contextmanager
+def shrinking_budgets(seed: int) -> Iterator[list[int]]:
+    """Where a plan runs ops again, the budget shrinks between ops now and then; it grows back at the next step.
+
+    Yields how often it shrank, and how often the step went over to another plan.
+    """
+    random, counts = Random(seed), [0, 0]
+    execute, go_over = _Runner._execute, Executor.go_over
+
+    def counting_go_over(self: Executor, change: PlanChange) -> bool:
+        is_over = go_over(self, change)
+        counts[1] += is_over
+        return is_over
+
+    def executing(self: _Runner, statements: Sequence[Statement]) -> None:
+        session, full = self.session, self.program.num_chunks * CHUNK_NBYTES
+        if session is not None:
+            full = max(full, session.budget_nbytes)
+        for statement in statements:
+            plan = session.engine.executor.active if session is not None else None
+            if session is not None and plan is not None and plan.reruns and random.random() < 0.2:
+                counts[0] += 1
+                num_chunks = max(int(session.budget_nbytes // CHUNK_NBYTES * random.uniform(0.7, 1.0)), 4)
+                with suppress(ooc.SessionError, StoreFailed):  # something must stay; an injected fault
+                    session.set_budget(num_chunks * CHUNK_NBYTES)
+            execute(self, [statement])
+        if session is not None and session.budget_nbytes < full:
+            with suppress(StoreFailed):
+                session.set_budget(full)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Runner, "_execute", executing)
+        patch.setattr(Executor, "go_over", counting_go_over)
+        yield counts
+
+
 def recomputing(seed: int) -> Program:
     """The program of this seed with a policy that recomputes."""
     return replace(generate(seed), policy=POLICIES[seed % len(POLICIES)])
@@ -146,16 +197,26 @@ def run_seed(seed: int, *, verbose: bool = False) -> dict[str, Any]:
     return {"modes": outcome.modes, "num_chunks": outcome.num_chunks, "counts": counts}
 
 
+def run_shrinking(seed: int, *, verbose: bool = False) -> dict[str, Any]:
+    """Run one seed whose budget shrinks in mid-step."""
+    program = recomputing(seed)
+    with slow_store(), forced_reruns(seed), shrinking_budgets(seed) as counts:
+        outcome = run_in_session(program, run_in_core(program), verbose=verbose)
+    return {"modes": outcome.modes, "num_chunks": outcome.num_chunks, "counts": counts}
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--shrinking", action="store_true", help="the budget shrinks in mid-step")
     parsed = parser.parse_args()
     prepare_process()
     with store_speed(USUAL):
         for number in range(parsed.seed, parsed.seed + parsed.count):
             try:
-                print(number, run_seed(number, verbose=parsed.count == 1)["counts"], flush=True)
+                run = run_shrinking if parsed.shrinking else run_seed
+                print(number, run(number, verbose=parsed.count == 1)["counts"], flush=True)
             except Exception as error:
                 print(number, "FAILED", type(error).__name__, str(error)[:300], flush=True)
                 if parsed.count == 1:

@@ -23,6 +23,11 @@ def test_random_programs_with_reruns() -> None:
     _check(run_many(range(NUM_PROGRAMS), runner=RUNNER), NUM_PROGRAMS)
 
 
+def test_an_operand_that_is_no_variable_this_time() -> None:
+    """A re-run reads a copy of what was a variable in other steps, and has become small or another library's."""
+    _check(run_many(range(1025, 1026), runner=RUNNER), 1)
+
+
 @pytest.mark.slow
 def test_many_more_random_programs_with_reruns() -> None:
     _check(run_many(range(100_000, 103_000), runner=RUNNER), 3000)
