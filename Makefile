@@ -5,6 +5,7 @@
 #   make test-frameworks   install Hugging Face's libraries, Lightning and timm, and train with them
 #   make check   format, lint, types, layers
 #   make bench   one interleaved benchmark run: JSON rows and a table
+#   make bench-throttled   the same with the disk held to a card's rate (needs root)
 #   make gpu-gate [SHARD=1]   on a machine with a GPU, with the Python at hand: correctness, then figures
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-frameworks check bench gpu-gate format clean
+.PHONY: demo test test-frameworks check bench bench-throttled gpu-gate format clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -38,6 +39,9 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.cpu $(ARGS)
+
+bench-throttled: $(READY)
+	$(BIN)/python -m benchmarks.throttled $(ARGS)
 
 # Nothing is installed: the image brings torch, cuda-bindings, numpy and pytest.
 gpu-gate:

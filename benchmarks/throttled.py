@@ -18,8 +18,10 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -37,6 +39,7 @@ _LEARNING_STEPS = 7
 """Learned, planned, tried, planned anew; what is not so far by then is not so far in the table."""
 _TURN_STEPS = 3
 _IN_CORE = ("stock", "checkpoint")
+_REMOVE_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +93,15 @@ class Throttle:
         return ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(self.directory), *command]
 
     def close(self) -> None:
-        """Remove the group. Its processes have ended."""
-        with contextlib.suppress(FileNotFoundError):
-            self.directory.rmdir()
+        """Remove the group. Its processes have ended; waits a moment for the kernel to notice."""
+        deadline = time.monotonic() + _REMOVE_PATIENCE_S
+        while self.directory.exists():
+            try:
+                self.directory.rmdir()
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
 
 
 def _disk_of(folder: Path) -> str:
@@ -241,6 +250,8 @@ def _parse() -> argparse.Namespace:
 def main() -> int:
     """Run the cases, print tables, write rows."""
     options = _parse()
+    # So that control groups are removed on `timeout` and `kill`, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options.out.mkdir(parents=True, exist_ok=True)
     variants = [v for v in VARIANTS if v == "stock" or not options.variant or v in options.variant]
     rows: list[Row] = []
