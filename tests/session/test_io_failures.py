@@ -63,6 +63,7 @@ def train_until_failure(
         try:
             with session.step():
                 if index == fail_step:
+                    session.engine.memory.store.wait_all()  # what is under way has been counted
                     num_before = num_calls(session)
                     session.engine.memory.store.engine.inject_faults(fail_call=fail_call)
                 trainer.step(index)
