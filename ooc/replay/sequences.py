@@ -356,35 +356,26 @@ class Sequences:
             standing=envelope.standing,
         )
 
-    def plan_for_rest(
-        self, executable: ExecutablePlan, num_chunks: int, may_run_again: Callable[[int], bool], store: Store
+    def plan_beside(
+        self, executable: ExecutablePlan, trace: Trace, machine: Machine
     ) -> tuple[str, ExecutablePlan] | None:
-        """A plan of the same step for so many chunks, in which only these ops run again; None if there is none.
-
-        It is no sequence's yet: see `adopt`.
-        """
-        key, log = self._key_of_plan(executable), executable.timings
-        if key is None or executable.is_elastic:
+        """Another plan for the sequence of a plan, to be taken by `adopt`; None if there is none."""
+        key, started = self._key_of_plan(executable), time.monotonic()
+        if key is None:
             return None
-        machine = replace(log.machine(executable.plan.machine, store), num_chunks=num_chunks)
-        ops = frozenset(i for i, op in enumerate(executable.trace.ops) if op.replayable and may_run_again(i))
-        trace = with_replayable(log.timed(executable.trace), ops)
-        started = time.monotonic()
         try:
             try:
                 plan = self._make_plan(trace, machine)
-            except PlanError:  # a policy that moves nothing, or none that finds a way with so few ops
+            except PlanError:  # by a policy that moves nothing
                 plan = stoppable(lambda: make_plan(trace, machine, policy="auto", **_FOR_THE_REST))
-            found = self._make_executable(plan, Envelope.of(executable, trace), executable.observed)
+            return key, self._make_executable(plan, Envelope.of(executable, trace), executable.observed)
         except (PlanError, Stopped):
             return None
         finally:
             self.planning_s += time.monotonic() - started
-        found.timings, found.stands_for = log, executable.stands_for or executable.trace
-        return key, found
 
     def adopt(self, key: str, executable: ExecutablePlan) -> None:
-        """Take a plan of `plan_for_rest`, which is being replayed, for its sequence's."""
+        """Take a plan of `plan_beside`, which is being replayed, for its sequence's."""
         self._plans[key], self._envelopes[key] = executable, Envelope.of(executable, executable.trace)
         self._asked[key] = executable.plan.machine
         self.last_trace, self.last_plan = executable.trace, executable.plan
