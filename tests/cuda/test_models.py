@@ -104,7 +104,7 @@ def _stopping_calls(model: str, share: float) -> tuple[list[tuple[str, int, dict
     workload = models.get(model, "small")
     budget_nbytes = int(budget_nbytes_of(Recipe(workload=model), "peak") * share)
     found = []
-    with fixed_speed(), CudaSession(budget_nbytes, device=device) as session:
+    with fixed_speed(), CudaSession(budget_nbytes, device=device, recompute=False) as session:
         torch.manual_seed(0)
         network = workload.build()
         optimizer = workload.make_optimizer(network, None)
