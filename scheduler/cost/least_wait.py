@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.budget import IntArray, Pin, pinned_chunks, pins_of
+from scheduler.cost.links import most_bytes_per_s
 from scheduler.plan import Machine
 from scheduler.trace import Trace
 
@@ -38,6 +39,9 @@ def least_wait_ns(trace: Trace, machine: Machine, exempt: frozenset[int], *, dis
     bytes arrive in its time than its pins leave room for, nor than the link moves. Bytes leave from that
     same room, or are operands that the op does not write. Whatever the ops of a window cannot cover
     so, is moved while none of them runs: in the waits before the ops after `a` up to `b` (re-runs count as waits).
+
+    Both: what must be loaded and what must be written in one window are different transfers. Where the links share a
+    rate, they share it in that window, too.
 
     The bound is the least sum of waits that gives every window its own: a linear program whose rows are intervals.
     Windows that follow one another share no wait, so the waits of any chain of them add up; and the largest such sum,
@@ -71,7 +75,7 @@ class _Windows:
         self.free = machine.budget_nbytes - np.array(
             [int(self.chunk_nbytes[own].sum()) for own in self.pinned], dtype=np.int64
         )
-        self.moved_in, self.moved_out = self._movable()
+        self.moved_in, self.moved_out, self.moved_both = self._movable()
         moves = [v not in exempt and variable.evictable for v, variable in enumerate(trace.variables)]
         self.moves = np.array(moves, dtype=np.bool_)
         self.moments = self._moments()
@@ -95,15 +99,20 @@ class _Windows:
                         found[op].append(v)
         return found
 
-    def _movable(self) -> tuple[FloatArray, FloatArray]:
-        """Bytes that can move in and out while the ops before each op run; the last entry: while all of them do."""
+    def _movable(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Bytes that can move in, out, and both ways together while the ops before each op run.
+
+        The last entry: while all of them do.
+        """
         trace, machine = self.trace, self.machine
         durations_s = np.array([op.duration_ns for op in trace.ops], dtype=np.float64) / 1e9
         operands = [sum(trace.variables[u.variable].nbytes for u in op.uses if not u.writes) for op in trace.ops]
         room = np.maximum(self.free, 0).astype(np.float64)
         inwards = np.minimum(durations_s * machine.load_bytes_per_s, room)
         outwards = np.minimum(durations_s * machine.evict_bytes_per_s, room + np.array(operands, dtype=np.float64))
-        return np.concatenate([[0.0], np.cumsum(inwards)]), np.concatenate([[0.0], np.cumsum(outwards)])
+        both = np.minimum(durations_s * most_bytes_per_s(machine), inwards + outwards)
+        in_sum, out_sum, both_sum = (np.concatenate([[0.0], np.cumsum(own)]) for own in (inwards, outwards, both))
+        return in_sum, out_sum, both_sum
 
     def _moments(self) -> list[int]:
         num_ops = len(self.trace.ops)
@@ -145,20 +154,44 @@ class _Windows:
 
     def longest_ns(self) -> int:
         """The largest sum over chains of windows. `best[m]`: over those that end at moment `m` or before."""
+        waits = self._waits_ns()
         best = np.zeros(len(self.moments))
-        for index in range(len(best)):
-            if index:
-                best[index] = max(best[index], best[index - 1], float((best[:index] + self._out_ns(index)).max()))
-            if index + 1 < len(best):
-                best[index + 1 :] = np.maximum(best[index + 1 :], best[index] + self._in_ns(index))
+        for index in range(1, len(best)):
+            best[index] = max(best[index - 1], float((best[:index] + waits[:index, index]).max()))
         return int(best[-1])
+
+    def _waits_ns(self) -> FloatArray:
+        """The wait in the window from each moment to each later one: for one way alone, or for both together."""
+        num_moments, machine = len(self.moments), self.machine
+        inwards, outwards = np.zeros((num_moments, num_moments)), np.zeros((num_moments, num_moments))
+        for index in range(num_moments - 1):
+            inwards[index, index + 1 :] = self._in_nbytes(index)
+            outwards[: index + 1, index + 1] = self._out_nbytes(index + 1)
+        last = np.array(self.moments, dtype=np.int64)[None, :]
+        first = np.maximum(np.array(self.moments, dtype=np.int64), 0)[:, None]
+        second = np.minimum(first + 1, len(self.trace.ops))
+        end = np.maximum(np.maximum(second, last), 0)  # nothing that a window's first op changes is final while it runs
+        end_of_both = np.maximum(last, first)
+        ways = (
+            (inwards, self.moved_in[end_of_both] - self.moved_in[first], machine.load_bytes_per_s),
+            (outwards, self.moved_out[end] - self.moved_out[second], machine.evict_bytes_per_s),
+            (
+                np.maximum(inwards, 0.0) + np.maximum(outwards, 0.0),
+                self.moved_both[end_of_both] - self.moved_both[first],
+                most_bytes_per_s(machine),
+            ),
+        )
+        found = np.zeros((num_moments, num_moments))
+        for needed, covered, bytes_per_s in ways:
+            found = np.maximum(found, np.floor((needed - covered) / bytes_per_s * 1e9))
+        return found
 
     def _alive(self, tick: int) -> npt.NDArray[np.bool_]:
         found: npt.NDArray[np.bool_] = (self.start <= tick) & (tick < self.stop)
         return found
 
-    def _in_ns(self, index: int) -> FloatArray:
-        """Waits in the windows from a moment to each later one, for what must be loaded."""
+    def _in_nbytes(self, index: int) -> FloatArray:
+        """Bytes to be loaded in the windows from a moment to each later one; below 0 where there is room left."""
         num_ops, moment = len(self.trace.ops), self.moments[index]
         following = self.next_use[index]
         wanted = self.exists if moment < 0 else self._alive(self.trace.op_starts[moment])
@@ -171,12 +204,11 @@ class _Windows:
             there = [v for v in self.pinned[moment] if wanted[v]]  # in memory, beside what is free
             needed -= np.bincount(following[there], self.chunk_nbytes[there], num_ops + 1)
         ends = np.array(self.moments[index + 1 :], dtype=np.int64)
-        excess = np.cumsum(needed)[ends] - free - (self.moved_in[ends] - self.moved_in[max(moment, 0)])
-        waits: FloatArray = np.maximum(np.floor(excess / self.machine.load_bytes_per_s * 1e9), 0.0)
-        return waits
+        excess: FloatArray = (np.cumsum(needed)[ends] - free).astype(np.float64)
+        return excess
 
-    def _out_ns(self, index: int) -> FloatArray:
-        """Waits in the windows from each earlier moment to one, for what must have been written."""
+    def _out_nbytes(self, index: int) -> FloatArray:
+        """Bytes to be written in the windows from each earlier moment to one; below 0 where there is room left."""
         num_ops, moment = len(self.trace.ops), self.moments[index]
         written = self.last_write[index]
         if moment == num_ops:
@@ -193,7 +225,5 @@ class _Windows:
             needed -= np.bincount(written[there], self.chunk_nbytes[there], num_ops + 1)
         begins = np.array([max(m, 0) for m in self.moments[:index]], dtype=np.int64)
         since = np.cumsum(needed[::-1])[::-1]  # of what was changed by an op from each on
-        ends = np.maximum(begins + 1, moment)  # nothing of this is final while op `a` runs
-        excess = since[begins] - free - (self.moved_out[ends] - self.moved_out[begins + 1])
-        waits: FloatArray = np.maximum(np.floor(excess / self.machine.evict_bytes_per_s * 1e9), 0.0)
-        return waits
+        excess: FloatArray = (since[begins] - free).astype(np.float64)
+        return excess

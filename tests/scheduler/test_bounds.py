@@ -120,6 +120,31 @@ def test_a_full_op_leaves_its_neighbours_to_wait() -> None:
     assert least_wait_ns(trace, replace(machine, num_chunks=16), frozenset(), discards=False) == 0
 
 
+def test_links_that_share_a_rate_share_it_in_every_window() -> None:
+    """`a` and `c` fill memory one at a time: between them 100 bytes leave and 100 come, then 100 come back."""
+    trace = Trace(
+        ops=(
+            _op("make a", 0, 2, 5_000, (0, False, True)),
+            _op("use c", 2, 4, 5_000, (1, True, False)),
+            _op("use a", 4, 6, 5_000, (0, True, False)),
+        ),
+        variables=(
+            Variable(nbytes=100, birth_tick=1, death_tick=6),
+            Variable(nbytes=100, birth_tick=None, death_tick=None),
+        ),
+        num_ticks=7,
+        cyclic=False,
+    )
+    machine = Machine(chunk_nbytes=10, num_chunks=10, load_bytes_per_s=1e7, evict_bytes_per_s=1e7, latency_ns=0)
+    assert least_wait_ns(trace, machine, frozenset(), discards=False) == 20_000
+    shared = replace(machine, shared_bytes_per_s=1.25e7)
+    assert least_wait_ns(trace, shared, frozenset(), discards=False) == 26_000
+    slow = replace(machine, shared_bytes_per_s=5e6)  # one after the other, both are faster than together
+    assert least_wait_ns(trace, slow, frozenset(), discards=False) == 30_000
+    for own in (machine, shared, slow):
+        assert make_plan(trace, own).predicted["duration_ns"] == 45_000
+
+
 def test_what_may_be_made_again_waits_for_nothing() -> None:
     trace, machine = tiny_case(3)
     every = frozenset(range(len(trace.variables)))
