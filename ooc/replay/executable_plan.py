@@ -171,6 +171,8 @@ class ExecutablePlan:
     def _make_residencies(self, view_address: int) -> list[ExecutableResidency]:
         chunk = self.plan.machine.chunk_nbytes
         residencies = []
+        for room in self.plan.scratch:  # may lie above all residencies, where others' memory would stay beside the plan
+            self.num_chunks = max(self.num_chunks, *(first + count for first, count in room.chunks))
         for planned in self.plan.residencies:
             variable = self.variables[planned.variable]
             segments = []

@@ -34,6 +34,8 @@ from ooc.replay.planned_trials import TrialsInPlans, adopt_kept
 from ooc.replay.recipes import NoRecipe, Recipe
 from ooc.replay.remakes import Remake
 from ooc.replay.rerun_device import RerunDevice
+from ooc.tracing.replayability import makes_undefined_bytes
+from scheduler.trace import Op
 from vmm.table import AllocatorTable
 
 _log = logging.getLogger(__name__)
@@ -346,6 +348,9 @@ class Reruns:
             record, expected = executable.variables[index].record, self._checksums.get(index)
             if record is None or expected is None or not executable.variable_alive[index]:
                 continue
+            writers = [op.index for op in rerun.ops if _writes(executable.trace.ops[op.index], index)]
+            if all(makes_undefined_bytes(executable.funcs[writer]) for writer in writers):
+                continue  # the program has not written to it yet
             if self._checksum(executable, index, record) != expected:
                 ops = ", ".join(f"{op.index} ({executable.funcs[op.index]})" for op in rerun.ops)
                 raise RerunDiffers(
@@ -388,6 +393,10 @@ class Reruns:
             remake.run(self._manager, self._allocator, self._device)
         finally:
             self._manager.counters.recompute_ns += time.monotonic_ns() - started
+
+
+def _writes(op: Op, variable: int) -> bool:
+    return any(use.variable == variable and use.writes for use in op.uses)
 
 
 def _is_lost(executable: ExecutablePlan, index: int) -> bool:

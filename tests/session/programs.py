@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -206,6 +206,10 @@ class Leaked(AssertionError):
     """Something is left behind."""
 
 
+def _chunks(runs: Iterable[tuple[int, int]]) -> Iterator[int]:
+    return (chunk for first, count in runs for chunk in range(first, first + count))
+
+
 class _Runner:
     """One run of a program, in core (`expected` is filled) or in a session (it is compared with)."""
 
@@ -307,6 +311,7 @@ class _Runner:
             # By way of a copy: what `.numpy()` has seen cannot be resized any more.
             self.expected.checks.append([w.clone().numpy().tobytes() for w in wholes])
             return
+        self._assert_apart(self.session)
         expected = self.expected.checks[self.num_checks]
         self.num_checks += 1
         if len(expected) != len(wholes):
@@ -319,6 +324,16 @@ class _Runner:
                 wrong = (whole.clone() != reference).nonzero().flatten() if whole.shape == reference.shape else None
                 extent = f"{len(wrong)} bytes from {int(wrong[0])} on differ" if wrong is not None else "other size"
                 raise Mismatch(f"{where}: storage {number} of {whole.numel()} bytes: {extent}")
+
+    def _assert_apart(self, session: ooc.Session) -> None:
+        """What stays in memory beside the plan that is replayed has none of its chunks, nor of its scratch."""
+        active = session.engine.executor.active
+        if active is None:
+            return
+        of_plan = {c for place in (*active.plan.residencies, *active.plan.scratch) for c in _chunks(place.chunks)}
+        for record in session.engine.manager.records.values():
+            if record.state.holds_chunks and not of_plan.isdisjoint(_chunks(record.runs)):
+                raise Mismatch(f"{record!r} has chunks of the plan's")
 
     def _assert_in_pool(self, session: ooc.Session, whole: Tensor) -> None:
         address = session.engine.runner.dispatcher.address(whole)  # data_ptr() would count as an export
