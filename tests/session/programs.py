@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -206,10 +206,6 @@ class Leaked(AssertionError):
     """Something is left behind."""
 
 
-def _chunks(runs: Iterable[tuple[int, int]]) -> Iterator[int]:
-    return (chunk for first, count in runs for chunk in range(first, first + count))
-
-
 class _Runner:
     """One run of a program, in core (`expected` is filled) or in a session (it is compared with)."""
 
@@ -330,10 +326,12 @@ class _Runner:
         active = session.engine.executor.active
         if active is None:
             return
-        of_plan = {c for place in (*active.plan.residencies, *active.plan.scratch) for c in _chunks(place.chunks)}
+        places = (*active.plan.residencies, *active.plan.scratch)
+        of_plan = {c for place in places for first, count in place.chunks for c in range(first, first + count)}
         for record in session.engine.manager.records.values():
-            if record.state.holds_chunks and not of_plan.isdisjoint(_chunks(record.runs)):
-                raise Mismatch(f"{record!r} has chunks of the plan's")
+            if record.state.holds_chunks:
+                held = {c for first, count in record.runs for c in range(first, first + count)}
+                assert of_plan.isdisjoint(held), f"{record!r} has chunks of the plan's"
 
     def _assert_in_pool(self, session: ooc.Session, whole: Tensor) -> None:
         address = session.engine.runner.dispatcher.address(whole)  # data_ptr() would count as an export
