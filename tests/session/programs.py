@@ -324,9 +324,7 @@ class _Runner:
     def _assert_apart(self, session: ooc.Session) -> None:
         """What stays in memory beside the plan that is replayed has none of its chunks, nor of its scratch."""
         active = session.engine.executor.active
-        if active is None:
-            return
-        places = (*active.plan.residencies, *active.plan.scratch)
+        places = (*active.plan.residencies, *active.plan.scratch) if active is not None else ()
         of_plan = {c for place in places for first, count in place.chunks for c in range(first, first + count)}
         for record in session.engine.manager.records.values():
             if record.state.holds_chunks:
