@@ -5,6 +5,7 @@
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
 
+#include <cstring>
 #include <unordered_map>
 
 #include "dispatcher.h"
@@ -48,6 +49,8 @@ bool mix_value(const Dispatcher* self, PyObject* value, uint64_t& hash) {
   // A number that may change from step to step (a learning rate, a bias correction). Kernels, and how they divide the
   // work among threads, are chosen by types, sizes and integers; a factor only changes the values.
   if (PyFloat_Check(value)) return true;
+  // Programs make a generator for each batch. A re-run draws from the state that the run has found.
+  if (std::strcmp(Py_TYPE(value)->tp_name, "torch._C.Generator") == 0) return true;
   if (PyList_Check(value) || PyTuple_Check(value)) {
     const Py_ssize_t n = PySequence_Fast_GET_SIZE(value);
     hash = mixed(hash, static_cast<uint64_t>(n));
