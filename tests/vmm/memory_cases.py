@@ -153,7 +153,7 @@ class CudaCase(DriverCase):
     name = "cuda over the fake"
     chunk_nbytes = 2 << 20
     injected = "CUDA_ERROR_UNKNOWN"
-    num_calls_to_make = 5 + 16 + 1 + 16 + 1 + 1  # find the device, create, reserve, map, its access, the context
+    num_calls_to_make = 6 + 16 + 1 + 16 + 1 + 1  # find the device, create, reserve, map, its access, the context
     num_calls_to_replace = 3  # cuMemUnmap, cuMemMap, cuMemSetAccess
 
     def __init__(self) -> None:

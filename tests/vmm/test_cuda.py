@@ -180,7 +180,7 @@ def test_close_is_quiet_when_the_driver_has_gone(case: CudaCase) -> None:
 
 
 def test_a_driver_that_fails_in_the_making_says_what_it_could_not_give_back(case: CudaCase) -> None:
-    case.fake.fail(9, times=2)  # the fourth cuMemCreate, and the first cuMemRelease
+    case.fake.fail(10, times=2)  # the fourth cuMemCreate, and the first cuMemRelease
     with pytest.raises(CudaFault, match="chunk 3 of a pool of 16 chunks") as caught:
         case.make()
     assert "could not all be given back" in caught.value.__notes__[0]
@@ -189,11 +189,11 @@ def test_a_driver_that_fails_in_the_making_says_what_it_could_not_give_back(case
 
 @pytest.mark.parametrize("result", ["OUT_OF_MEMORY", "INVALID_VALUE", "NOT_SUPPORTED"])
 def test_fewer_addresses_are_taken_where_there_are_few(case: CudaCase, result: str) -> None:
-    case.fake.fail(22, CUresult[f"CUDA_ERROR_{result}"], times=3)  # after 5 questions and 16 chunks
+    case.fake.fail(23, CUresult[f"CUDA_ERROR_{result}"], times=3)  # after 6 questions and 16 chunks
     with case.make() as driver:
         start, stop = driver.arena
         assert stop - start == 1 << 37
-    case.fake.fail(22, CUresult.CUDA_ERROR_OUT_OF_MEMORY, times=16)  # from 1 TiB down to as much as the pool
+    case.fake.fail(23, CUresult.CUDA_ERROR_OUT_OF_MEMORY, times=16)  # from 1 TiB down to as much as the pool
     with pytest.raises(CudaFault, match=r"addresses \(16 chunks beside"):
         case.make()
     case.fake.fail(0)
@@ -265,9 +265,9 @@ def test_wrong_sizes_are_refused_without_a_call(arguments: dict[str, int], messa
         (1, CUresult.CUDA_ERROR_NO_DEVICE, ["starting CUDA", "nvidia-smi", "device='cpu'"]),
         (2, CUresult.CUDA_ERROR_INVALID_DEVICE, ["device 0", "CUDA_VISIBLE_DEVICES"]),
         (5, CUresult.CUDA_ERROR_INVALID_CONTEXT, ["cuMemGetInfo", "torch.cuda.set_device"]),
-        (8, CUresult.CUDA_ERROR_OUT_OF_MEMORY, ["chunk 2 of a pool of 16", "smaller budget"]),
-        (8, CUresult.CUDA_ERROR_UNKNOWN, ["nvidia-uvm", "dmesg"]),
-        (8, CUresult.CUDA_ERROR_INVALID_HANDLE, ["invalid handle", "dmesg"]),
+        (9, CUresult.CUDA_ERROR_OUT_OF_MEMORY, ["chunk 2 of a pool of 16", "smaller budget"]),
+        (9, CUresult.CUDA_ERROR_UNKNOWN, ["nvidia-uvm", "dmesg"]),
+        (9, CUresult.CUDA_ERROR_INVALID_HANDLE, ["invalid handle", "dmesg"]),
     ],
 )
 def test_results_are_explained(case: CudaCase, call: int, result: CUresult, words: list[str]) -> None:
