@@ -464,7 +464,7 @@ class StepCycle:
         if recorder is not None and recorder.is_cut:  # it began anew in this step
             planned, on_demand = max(planned, 0), max(on_demand, 1)
         if is_planned and on_demand and not reason.cause:
-            text = f"{on_demand} of its {on_demand + planned} ops are a segment that was not seen twice before"
+            text = f"{on_demand} of its {on_demand + planned} ops are a segment that has no plan yet"
             reason = Reason(cause="segment", text=text)
         self._steps.end(
             num_planned_ops=planned,

@@ -18,8 +18,8 @@ from scheduler.trace import Op, Trace
 _RECURRENT = "aten.mkldnn_rnn_layer."
 _PACKED_COPIES = 2
 """oneDNN's LSTM layer holds two copies of what it reads (weights in layouts of its own), and its backward op two more
-(their gradients, in both layouts). Found on six shapes of 20 to 100 steps, widths of 64 to 512, one and two directions:
-0.4 to 1.7 and 1.3 to 2.0 copies were held."""
+(their gradients, in both layouts). Found on four shapes of 20 to 100 steps, widths of 64 to 512, one and two
+directions: 0.4 to 1.7 and 1.3 to 2.0 copies were held."""
 
 _WORKSPACE_OUTPUTS = 18
 """What that layer keeps for its backward op, in sizes of its output: 15.8 to 17 there."""
