@@ -170,6 +170,8 @@ class Shape:
 
     def fits(self, envelope: Envelope, observed: Observed, alignment: Alignment) -> bool:
         """Whether a plan for the envelope, of this shape, could have played the observed step."""
+        if not envelope.is_of(self.observed.trace):  # the shape has grown since: other indices
+            return False
         return not self.has_new(alignment, observed) and all(
             _has_room(envelope, ours, observed.trace.variables[theirs].nbytes) for theirs, ours in alignment.items()
         )
