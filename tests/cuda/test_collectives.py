@@ -180,7 +180,7 @@ def _let_registered_work_be_the_fakes(device: NcclDevice, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("all_reduce", [in_place, functional], ids=lambda kind: kind.__name__)
 def test_bits_without_a_race(seed: int, all_reduce: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with functional collectives may stay on demand: gloo's threads free what they hold at moments of their own."""
+    """Steps with functional collectives may stay on demand: gloo frees what they hold at moments of its own."""
     found, races, report = run(seed, monkeypatch, all_reduce=all_reduce)
     assert not races, races[0]
     assert found == expected(5)
