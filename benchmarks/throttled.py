@@ -21,16 +21,16 @@ import os
 import signal
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from benchmarks.child import PAGING_ONLY
 from benchmarks.rows import Row, markdown, row, write
 from benchmarks.updates import TimedContestant
+from ooc.cli.memory_group import ControlGroup
 from ooc.cli.trial import TrialOptions, run_trial
 from ooc.units import GIB, MIB, format_nbytes
 
@@ -39,7 +39,6 @@ _LEARNING_STEPS = 7
 """Learned, planned, tried, planned anew; what is not so far by then is not so far in the table."""
 _TURN_STEPS = 3
 _IN_CORE = ("stock", "checkpoint")
-_REMOVE_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +62,7 @@ class ThrottleUnavailable(RuntimeError):
     """No disk can be limited here; the message says why."""
 
 
-class Throttle:
+class Throttle(ControlGroup):
     """A blkio control group that limits the disk under `folder` to a rate each way. `close()` removes it."""
 
     def __init__(self, folder: Path, bytes_per_s: int, root: Path = Path("/sys/fs/cgroup/blkio")) -> None:
@@ -81,27 +80,6 @@ class Throttle:
 
     def __repr__(self) -> str:
         return f"<Throttle {self.directory}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def command(self, command: Sequence[str]) -> list[str]:
-        """`command`, wrapped so that it enters the group before it starts."""
-        return ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(self.directory), *command]
-
-    def close(self) -> None:
-        """Remove the group. Its processes have ended; waits a moment for the kernel to notice."""
-        deadline = time.monotonic() + _REMOVE_PATIENCE_S
-        while self.directory.exists():
-            try:
-                self.directory.rmdir()
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.02)
 
 
 def _disk_of(folder: Path) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ooc.replay.rerun_trials import RerunTrial
 from tests.store_speed import USUAL, store_speed
 
 os.environ["OOC_BACKGROUND_PLANNING"] = "0"  # which step is planned must not depend on how fast the machine is
@@ -91,6 +92,20 @@ def store_of_usual_speed() -> Iterator[None]:
     """Tests of the store itself, which measure it, have a fixture of this name that does nothing."""
     with store_speed(USUAL):
         yield
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[RerunTrial]:
+    """All trials that are made."""
+    made: list[RerunTrial] = []
+    prepare = RerunTrial.prepare
+
+    def counted(self: RerunTrial) -> None:
+        made.append(self)
+        prepare(self)
+
+    monkeypatch.setattr(RerunTrial, "prepare", counted)
+    return made
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -28,7 +28,34 @@ class MemoryGroupUnavailable(RuntimeError):
     """Raised where no memory control group can be made; the message says why."""
 
 
-class MemoryGroup:
+class ControlGroup:
+    """A control group in `directory`. `close()` removes it."""
+
+    directory: Path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """`command`, wrapped so that it enters the group before it starts."""
+        return ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(self.directory), *command]
+
+    def close(self) -> None:
+        """Remove the group. Its processes must have ended; waits a moment for the kernel to notice."""
+        deadline = time.monotonic() + _REMOVE_PATIENCE_S
+        while self.directory.exists():
+            try:
+                self.directory.rmdir()
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+
+
+class MemoryGroup(ControlGroup):
     """A memory control group of its own, version 1 or 2. `close()` removes it.
 
     Args:
@@ -64,30 +91,9 @@ class MemoryGroup:
     def __repr__(self) -> str:
         return f"<MemoryGroup v{self.version} {self.directory}, limit {self.limit_nbytes}>"
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def command(self, command: Sequence[str]) -> list[str]:
-        """`command`, wrapped so that it enters this group before it starts."""
-        return ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(self.directory), *command]
-
     def peak_nbytes(self) -> int:
         """The most bytes charged at once, by the kernel's own high-water mark."""
         return int((self.directory / self._file("peak")).read_text())
-
-    def close(self) -> None:
-        """Remove the group. Its processes must have ended; waits a moment for the kernel to notice."""
-        deadline = time.monotonic() + _REMOVE_PATIENCE_S
-        while self.directory.exists():
-            try:
-                self.directory.rmdir()
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.02)
 
     def _file(self, what: str) -> str:
         names = {

@@ -34,20 +34,6 @@ PROGRAMS = (15, 67)
 """Random programs whose ops are tried within plans."""
 
 
-@pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch) -> list[RerunTrial]:
-    """All trials that are made."""
-    made: list[RerunTrial] = []
-    prepare = RerunTrial.prepare
-
-    def counted(self: RerunTrial) -> None:
-        made.append(self)
-        prepare(self)
-
-    monkeypatch.setattr(RerunTrial, "prepare", counted)
-    return made
-
-
 def train(case: Case, *, device: FakeCudaDevice | None = None, **options: Any) -> dict[str, Any]:
     """Train in core and over the fake, where the planner takes the link to be slow; every bit must be the same."""
     expected = Training(case)

@@ -16,20 +16,6 @@ from tests.session.recomputed import CASES, Training, compare, noted
 NUM_STEPS = 7
 
 
-@pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch) -> list[RerunTrial]:
-    """All trials that are made."""
-    made: list[RerunTrial] = []
-    prepare = RerunTrial.prepare
-
-    def counted(self: RerunTrial) -> None:
-        made.append(self)
-        prepare(self)
-
-    monkeypatch.setattr(RerunTrial, "prepare", counted)
-    return made
-
-
 def train(case: str) -> Training:
     return compare(CASES[case], recompute=None, policy="auto", num_steps=NUM_STEPS)
 
