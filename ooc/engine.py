@@ -263,20 +263,20 @@ class Engine:
 
     def _let_go(self) -> None:
         """End the session: bail out of its plan, and detach the tensors that are still alive."""
-        try:
+        with contextlib.ExitStack() as last_first:  # each is done whatever those before it raise
+            last_first.callback(self.runner.recording.see_every_op)
+            last_first.callback(setattr, self, "is_open", False)
+            last_first.callback(self.memory.abandon_tensors, self.manager)
+            if self._brings_back:
+                last_first.callback(self.memory.detach_tensors, self.manager)
+            last_first.callback(self.manager.land)
+            last_first.callback(self.runner.absorb)
+            last_first.callback(self.executor.finish)
             if self.executor.active is not None:
                 # All variables are returned, also when one of the plan's transfers failed: what was not written is
                 # still in memory, and what was not read is read again below, where a failure is the caller's.
                 with contextlib.suppress(StoreFailed):
                     self.runner.bail_out("the session ends")
-            self.executor.finish()
-            self.runner.absorb()
-            self.manager.land()
-            if self._brings_back:
-                self.memory.detach_tensors(self.manager)
-        finally:
-            self.is_open = False
-            self.runner.recording.see_every_op()
 
     def _become_inherited(self) -> None:
         """Make this copy of the engine inert, in a forked child: the parent owns it."""

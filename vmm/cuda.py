@@ -106,7 +106,8 @@ class CudaDriver:
         )
         self._process = os.getpid()
         self._is_closed = False
-        self._has_disowned = False
+        self.keeps_addresses = False
+        """Whether `close` does not free the addresses: somebody may still name some of them."""
         self._handles = ChunkHandles(self._calls, chunk_nbytes=chunk_nbytes)
         self._held: tuple[int, int] | None = None  # address and length of all addresses we hold
         self._num_places = num_chunks  # of the view, and of the arena behind it once its addresses are held
@@ -296,7 +297,7 @@ class CudaDriver:
         if rest or place < 0 or place + num_chunks > self._num_places:
             raise ValueError(f"disown({address:#x}, {num_chunks} chunks): not whole chunks of the pool's addresses")
         self._layout.assign([Piece(place, place + num_chunks, None)])
-        self._has_disowned = True
+        self.keeps_addresses = True
 
     def give_chunks_back(self) -> None:
         """Unmap all that is not disowned and release every chunk. `attach_new`, `disown` and `close` may follow."""
@@ -335,7 +336,7 @@ class CudaDriver:
         if os.getpid() != self._process:
             return
         faults = self._give_chunks_back()
-        if self._held is not None and not self._mapped_stretches() and not self._has_disowned:
+        if self._held is not None and not self._mapped_stretches() and not self.keeps_addresses:
             address, nbytes = self._held
             what = f"close: {format_nbytes(nbytes)} of addresses at {address:#x}"
             free = functools.partial(self._calls.call, "cuMemAddressFree", address, nbytes, what=what)

@@ -80,6 +80,7 @@ class CudaTable(AllocatorTable):
         library.vmm_cuda_begin.argtypes = (*[ctypes.c_uint64] * 4, ctypes.c_int)
         library.vmm_cuda_outlives.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
         library.vmm_cuda_outlives.restype = ctypes.c_int
+        library.vmm_cuda_abandon.restype = ctypes.c_uint64
         library.vmm_cuda_resize_small.argtypes = (ctypes.c_uint64,)
         library.vmm_cuda_resize_small.restype = ctypes.c_uint64
         library.vmm_cuda_small_used.restype = ctypes.c_uint64
@@ -143,6 +144,10 @@ class CudaTable(AllocatorTable):
             is the caller's to unmap.
         """
         return bool(self._library.vmm_cuda_outlives(address, nbytes))
+
+    def abandon(self) -> int:
+        """Let go of all that is alive in the arena, of which nothing is mapped, or `outlives` was told. How many."""
+        return int(self._library.vmm_cuda_abandon())
 
     def reset_peaks(self) -> None:
         """From now on peaks are counted anew."""

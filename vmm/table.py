@@ -190,6 +190,8 @@ class AllocatorTable:
         library.vmm_allocator_is_alive.argtypes = (ctypes.c_uint64,)
         library.vmm_allocator_bind.argtypes = (ctypes.c_uint64, ctypes.c_int64, ctypes.c_int)
         library.vmm_allocator_detach.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
+        library.vmm_allocator_detach_rest.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
+        library.vmm_allocator_detach_rest.restype = ctypes.c_uint64
         library.vmm_allocator_adopt.argtypes = (ctypes.c_uint64, ctypes.c_uint64)
         library.vmm_allocator_this_thread.argtypes = ()
         library.vmm_allocator_this_thread.restype = ctypes.c_uint64
@@ -337,3 +339,19 @@ class AllocatorTable:
             return False
         self.detached[address] = nbytes
         return True
+
+    def detach_rest(self) -> int:
+        """Detach what is still alive and was not detached: a session that ended badly, or that gave its tensors up.
+
+        There is no memory at their addresses, which nobody else gets until they are freed: else a free that comes
+        late would be taken for that of another session's variable.
+
+        Returns:
+            How many there were.
+        """
+        total = 0
+        found = np.empty(_DRAIN_CAPACITY, dtype=np.uint64)
+        while count := self._library.vmm_allocator_detach_rest(found.ctypes.data, len(found)):
+            self.detached.update(dict.fromkeys(found[:count].tolist(), GRANULE_NBYTES))
+            total += count
+        return total

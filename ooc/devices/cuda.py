@@ -335,6 +335,12 @@ class CudaMemory(DeviceMemory):
                 "  Options: save or drop them before the session ends; move them to the CPU."
             )
 
+    def abandon_tensors(self, manager: ResidencyManager) -> None:
+        """As `Memory.abandon_tensors`: where anything is alive, the arena's addresses are kept for ever."""
+        manager.records.clear()
+        if self._table.end() + self._table.abandon():
+            self.driver.keeps_addresses = True
+
     def close(self) -> None:
         """As `DeviceMemory.close`. Idempotent."""
         if self._is_closed:

@@ -196,7 +196,7 @@ class DeviceMemory:
         )
 
     def detach_tensors(self, manager: ResidencyManager) -> None:
-        """Wait for all device work; subclasses detach what is still alive."""
+        """As `Memory.detach_tensors`: waits for all device work; subclasses detach what is still alive."""
         self.store.wait_all()
         for record in list(manager.records.values()):
             manager.settle(record)

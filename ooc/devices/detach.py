@@ -28,8 +28,9 @@ def detach_tensors(manager: ResidencyManager, driver: PosixDriver, store: FileSt
     now on, and is unmapped when it is freed.
 
     Raises:
-        SessionError: Some could not be read from the store, all others are detached. There is no memory at
-            the addresses of those that are lost: reading them ends the process, and never gives other bytes.
+        SessionError: Some could not be read from the store, or were discarded and could not be made again; all
+            others are detached. There is no memory at the addresses of those that are lost: reading them ends the
+            process, and never gives other bytes.
     """
     syscalls = Syscalls()
     total = 0
@@ -41,10 +42,11 @@ def detach_tensors(manager: ResidencyManager, driver: PosixDriver, store: FileSt
         if whole > length:
             syscalls.mmap(record.address + length, whole - length, 0, _ANONYMOUS | MAP_NORESERVE, -1, 0)
         if record.state is State.RESIDENT:
-            fill = functools.partial(_copy, manager.segments(record.runs, record.nbytes))
-        else:
-            assert record.slot is not None
+            fill: Callable[[int], None] = functools.partial(_copy, manager.segments(record.runs, record.nbytes))
+        elif record.slot is not None:
             fill = functools.partial(_read, store.descriptor, record.slot.offset, length, record.nbytes)
+        else:
+            fill = _refuse
         driver.disown(record.address, num_chunks)
         try:
             lives = become_ordinary(allocator, record.address, record.nbytes, fill)
@@ -58,12 +60,23 @@ def detach_tensors(manager: ResidencyManager, driver: PosixDriver, store: FileSt
     return total
 
 
+def abandon_tensors(manager: ResidencyManager, allocator: CpuAllocator) -> None:
+    """Let go of what is alive and was not detached, if anything: what the session's end could not, or need not save.
+
+    There is no memory at its addresses once the session's is gone, and no later session gets them before it is freed.
+    """
+    for record in list(manager.records.values()):
+        allocator.detach(record.address, record.reservation.num_held_chunks * manager.chunk_nbytes)
+    manager.records.clear()
+    allocator.detach_rest()
+
+
 def _of_the_lost(lost: list[tuple[VariableRecord, OSError]]) -> SessionError:
     nbytes = sum(record.nbytes for record, _ in lost)
     named = ", ".join(f"{record.label or 'variable'} ({format_nbytes(record.nbytes)})" for record, _ in lost[:5])
     error = SessionError(
-        f"the session has ended, and {len(lost)} of its variables ({format_nbytes(nbytes)}) could not be read from "
-        f"the store: {named}{', ...' if len(lost) > 5 else ''}: {lost[0][1]}. They are lost, and must not be touched; "
+        f"the session has ended, and {len(lost)} of its variables ({format_nbytes(nbytes)}) could not be brought "
+        f"back: {named}{', ...' if len(lost) > 5 else ''}: {lost[0][1]}. They are lost, and must not be touched; "
         "all others are in memory.\n"
         "  Options: save what is left, and go on from the last checkpoint; look at the disk of the store "
         "(`store=`, `--store`)."
@@ -98,6 +111,10 @@ def _copy(segments: Segments, address: int) -> None:
     for source, nbytes in segments:
         ctypes.memmove(address, source, nbytes)
         address += nbytes
+
+
+def _refuse(_: int) -> None:
+    raise OSError(errno.ENODATA, "it was discarded, and could not be made again when its plan was left")
 
 
 def _whole_granules(nbytes: int) -> int:

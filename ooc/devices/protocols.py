@@ -80,6 +80,9 @@ class Memory(Protocol):
     def detach_tensors(self, manager: ResidencyManager) -> None:
         """Detach the tensors that are alive when the session ends."""
 
+    def abandon_tensors(self, manager: ResidencyManager) -> None:
+        """Let go of what is alive and was not detached: its addresses are nobody else's until it is freed."""
+
     def close(self) -> None:
         """Free everything. Idempotent."""
 

@@ -15,10 +15,6 @@ from scheduler.adapt import SwitchKind, switch
 
 _log = logging.getLogger(__name__)
 
-IS_ON = False
-"""Off: after tests of it, a later session of the same process has touched memory that was not there (debug mode's
-fault), twice, for a reason that is not known. Until it is, a step whose budget shrinks leaves its plan."""
-
 
 def change_plans(
     executor: Executor,
@@ -42,7 +38,7 @@ def change_plans(
         As `Executor.go_over` does.
     """
     old = executor.active
-    if not IS_ON or old is None or not old.reruns or old.is_elastic or not 0 < at < old.num_ops or manager.flights:
+    if old is None or not old.reruns or old.is_elastic or not 0 < at < old.num_ops or manager.flights:
         return False
     noted = executor.reruns.noted()
     num_kept = sum(manager.chunks_of(record.nbytes) for record in manager.workspaces())

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ooc.devices.cuda_memory import DeviceMemory
-from ooc.devices.detach import become_ordinary
+from ooc.devices.detach import abandon_tensors, become_ordinary
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from vmm.device_streams import DeviceStreams
@@ -177,6 +177,10 @@ class FakeDeviceMemory(FakeKernels, DeviceMemory):
             fill = functools.partial(_write, content)
             become_ordinary(self.allocator, address, len(content), fill)
         manager.records.clear()
+
+    def abandon_tensors(self, manager: ResidencyManager) -> None:
+        """As `Memory.abandon_tensors`."""
+        abandon_tensors(manager, self.allocator)
 
     def close(self) -> None:
         """As `DeviceMemory.close`; also frees what the fake holds of this machine."""

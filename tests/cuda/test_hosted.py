@@ -103,6 +103,24 @@ assert [numbers[p]["num_blocks"]["current"] for p in ("large", "small", "unmanag
 """)
 
 
+@pytest.mark.parametrize(("what", "stays"), [("nothing", False), ("1", True), ("CHUNK_NBYTES", True)])
+def test_addresses_of_what_was_given_up_stay(what: str, stays: bool) -> None:
+    """A tensor that is alive when its session is closed without it, below the threshold or a variable."""
+    run(f"""
+device = HostedDevice(num_chunks=96)
+with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+    nothing = 0
+    kept = torch.ones({what})
+    if not {what}:
+        del kept
+    session.close(bring_back=False)
+left = device.fake.left()
+assert [it for it in left if "addresses" not in it] == [], left
+assert bool(left) == {stays}, left
+kept = None
+""")
+
+
 @pytest.mark.parametrize("leaves_out", ["nothing", "addresses of its own"])
 def test_recomputation_needs_addresses_that_torch_has_not_handed_out(leaves_out: str) -> None:
     """torch's pluggable allocator has one entry an address: with two storages at one, freeing the second ends it."""

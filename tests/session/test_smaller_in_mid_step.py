@@ -17,14 +17,6 @@ from tests.session.program_runs import run_many
 from tests.session.recomputed import CASES, CHUNK_NBYTES, Training, compare, node_at, noted
 from tests.session.test_random_reruns import _check
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("is_on")]  # see `plan_change.IS_ON`
-
-
-@pytest.fixture
-def is_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_change, "IS_ON", True)
-
-
 AT = 4
 """The step in which it shrinks: one that is replayed from a plan."""
 

@@ -218,7 +218,7 @@ bool give_to_heaps(uint64_t address) {
   }
   const auto found = outliving().find(address);
   if (found == outliving().end()) return false;
-  unmap(address, found->second);
+  if (found->second != 0) unmap(address, found->second);
   outliving().erase(found);
   return true;
 }
@@ -322,6 +322,23 @@ VMM_EXPORT int vmm_cuda_outlives(uint64_t address, uint64_t nbytes) {
   if (__atomic_load_n(&g_alive[granule_of(address)], __ATOMIC_ACQUIRE)) return 1;
   std::lock_guard<std::mutex> lock(g_mutex);
   return outliving().erase(address) == 0;  // else who freed it has seen the note and unmapped it
+}
+
+// Note of whatever else is alive in the arena that nothing is to be unmapped when it is freed: the session is done with
+// it. Returns how many there are; their addresses must stay nobody's.
+VMM_EXPORT uint64_t vmm_cuda_abandon() {
+  using namespace vmm;
+  std::vector<uint64_t> found;
+  {
+    std::lock_guard<std::mutex> lock(g_log_mutex);
+    for (uint64_t granule = 0; granule < g_used_granules; ++granule) {
+      if (g_alive[granule] == 0 && g_rerun[granule] == 0) continue;
+      found.push_back(g_state.arena_start.load() + (granule << kGranuleShift));
+    }
+  }
+  std::lock_guard<std::mutex> lock(g_mutex);
+  for (const uint64_t address : found) outliving().emplace(address, 0);
+  return found.size();
 }
 
 // End the part for small blocks at `stop`, or behind its last live block where that is further. Returns where it ends.

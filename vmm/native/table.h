@@ -33,6 +33,7 @@ uint8_t* g_alive = nullptr;
 uint32_t* g_variable = nullptr;  // its index in the plan, plus 1; or 0
 uint32_t* g_detached = nullptr;  // granules of a variable that outlived its session, or 0
 uint8_t* g_rerun = nullptr;      // storages that re-runs have here, beside the variable's own
+uint64_t g_used_granules = 0;    // none behind these has had a storage yet
 
 std::mutex g_log_mutex;
 std::vector<Event>& log_events() {
@@ -60,6 +61,11 @@ void append(EventKind kind, uint64_t address, uint64_t nbytes, uint16_t ordinal 
   const uint32_t position = g_state.position.load(std::memory_order_relaxed);
   log_events().push_back(Event{address, nbytes, kind, ordinal, position});
   g_state.num_events.store(log_events().size(), std::memory_order_relaxed);
+}
+
+// Under g_log_mutex: a storage begins at this granule.
+void note_used(uint64_t granule) {
+  if (granule >= g_used_granules) g_used_granules = granule + 1;
 }
 
 // The front's: the variable at this address outlived its session and has been freed. Under g_log_mutex.
@@ -166,7 +172,9 @@ uint64_t serve_rerun(uint64_t nbytes) {
   entry.served = nbytes;
   g_state.rerun_next = pick + 1;
   std::lock_guard<std::mutex> lock(g_log_mutex);
-  ++g_rerun[granule_of(entry.address)];
+  const uint64_t granule = granule_of(entry.address);
+  ++g_rerun[granule];
+  note_used(granule);
   g_state.num_rerun_alive.fetch_add(1, std::memory_order_relaxed);
   return entry.address;
 }
@@ -213,7 +221,9 @@ uint64_t serve(uint64_t nbytes, int32_t mode, uint16_t ordinal) {
       OutOfMemoryError, address != 0,
       "ooc: cannot allocate ", nbytes, " bytes within the session's budget");
   std::lock_guard<std::mutex> lock(g_log_mutex);
-  __atomic_store_n(&g_alive[granule_of(address)], uint8_t{1}, __ATOMIC_RELEASE);
+  const uint64_t granule = granule_of(address);
+  __atomic_store_n(&g_alive[granule], uint8_t{1}, __ATOMIC_RELEASE);
+  note_used(granule);
   append(kAlloc, address, nbytes, ordinal);
   return address;
 }
@@ -244,6 +254,7 @@ bool make_tables(uint64_t arena_start, uint64_t arena_stop) {
   if (g_alive == nullptr || g_variable == nullptr || g_detached == nullptr || g_rerun == nullptr) return false;
   g_state.arena_start = arena_start;
   g_state.arena_stop = arena_stop;
+  g_used_granules = 0;
   return true;
 }
 
@@ -290,8 +301,29 @@ VMM_EXPORT int vmm_allocator_detach(uint64_t address, uint64_t nbytes) {
   const uint64_t granule = granule_of(address);
   std::lock_guard<std::mutex> lock(g_log_mutex);
   if (!g_alive[granule]) return 0;
+  g_variable[granule] = 0;
   g_detached[granule] = static_cast<uint32_t>((nbytes + kGranule - 1) / kGranule);
   return 1;
+}
+
+// Detaches whatever is still alive and was not detached, storages of re-runs among them, so that its free is nobody
+// else's: one granule each. Writes the first `capacity` addresses to `out`; returns how many there were to write.
+VMM_EXPORT uint64_t vmm_allocator_detach_rest(uint64_t* out, uint64_t capacity) {
+  using namespace vmm;
+  std::lock_guard<std::mutex> lock(g_log_mutex);
+  uint64_t count = 0;
+  for (uint64_t granule = 0; granule < g_used_granules && count < capacity; ++granule) {
+    if (g_detached[granule] != 0 || (g_alive[granule] == 0 && g_rerun[granule] == 0)) continue;
+    if (g_alive[granule] == 0) {  // of the re-runs' storages here the last to be freed is the one that is detached
+      --g_rerun[granule];
+      g_state.num_rerun_alive.fetch_sub(1, std::memory_order_relaxed);
+      __atomic_store_n(&g_alive[granule], uint8_t{1}, __ATOMIC_RELEASE);
+    }
+    g_variable[granule] = 0;
+    g_detached[granule] = 1;
+    out[count++] = g_state.arena_start.load(std::memory_order_relaxed) + (granule << kGranuleShift);
+  }
+  return count;
 }
 
 // The storage that a re-run was given at this address, and that is still there, is a variable like any other from now
