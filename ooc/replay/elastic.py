@@ -119,11 +119,14 @@ class Shape:
         self.num_seen += 1
         is_same = observed.trace.fingerprint() == self._latest.trace.fingerprint()
         self._earlier, self._latest = self._latest if is_same else None, observed
-        if is_same and not self.is_elastic:
-            self.observed = observed  # its serials are those that a plan is made for
         if self.has_new(alignment, observed):
             self._grow(observed, alignment)
             alignment = {i: i for i in range(len(self._largest))}
+        elif len(alignment) < len(self._largest):  # what was not seen this time was below the threshold
+            unseen = set(range(len(self._largest))).difference(alignment.values())
+            self._smallest = [0 if i in unseen else nbytes for i, nbytes in enumerate(self._smallest)]
+        if is_same and not self.is_elastic:
+            self.observed = observed  # its serials are those that a plan is made for
         seen = [set(serials) for serials in self._serials]
         for theirs, ours in alignment.items():
             nbytes = observed.trace.variables[theirs].nbytes
