@@ -85,8 +85,10 @@ class ExecutablePlan:
     Args:
         elastic: Variables whose sizes differ from step to step (`ooc.replay.elastic`).
         standing: Variables that exist throughout, other storages each time.
+        num_chunks: So many at least are its own while it is replayed. More than it uses: there is room to try ops.
 
     Attributes:
+        leaves_room: Whether it was made for less memory than there is, for such room.
         grad_mode: Whether gradients were enabled when its first op ran.
         num_idle: Ops at its head that touch no variable. Python sees these and the next one, which tell what begins.
     """
@@ -101,6 +103,7 @@ class ExecutablePlan:
         intercepts: Container[Any],
         elastic: frozenset[int] = frozenset(),
         standing: frozenset[int] = frozenset(),
+        num_chunks: int = 0,
     ) -> None:
         self.trace = trace
         self.plan = plan
@@ -114,7 +117,8 @@ class ExecutablePlan:
         self.after: list[After | None] = [None] * self.num_ops
         self.last_releases: list[ExecutableResidency] = []
         self.between_births: dict[int, list[ExecutableResidency]] = {}
-        self.num_chunks = 0
+        self.num_chunks = num_chunks
+        self.leaves_room = num_chunks > 0
         self.timings = OpTimings()
         self.observed = observed
         self.grad_mode = observed.grad_mode

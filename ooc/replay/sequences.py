@@ -15,8 +15,8 @@ from ooc.replay.elastic import HEADROOM, Alignment, Envelope, Shape
 from ooc.replay.executable_plan import ExecutablePlan, check_unseen
 from ooc.replay.first_sightings import FirstSightings, name_of
 from ooc.replay.plan_cache import PlanCache
-from ooc.replay.planned_trials import trials_for, waits_much, with_replayable
 from ooc.replay.predictor import SequencePredictor
+from ooc.replay.proven_ops import ProvenOps
 from ooc.replay.rerun_trials import RerunTrials
 from ooc.replay.stoppable import Stopped, stoppable
 from ooc.tracing.recorder import Observed, RecordedStep, need_nbytes
@@ -33,6 +33,7 @@ _MAX_SEQUENCES = 64
 _MAX_KEYS = 1024
 _REFINE_AFTER = (3, 8)
 """Steps replayed from a plan after which it is made anew: early, and once more with a better minimum."""
+_COSTS = ("loaded_nbytes", "recompute_ns")
 _MOST_TWINS = 2
 """Sequences of the same ops that differ in the storages that they use."""
 _MOST_REPLACED = 2
@@ -84,11 +85,8 @@ class Sequences:
         self.background: BackgroundPlanner | None = None
         if in_background:
             self.background = BackgroundPlanner(policy=policy, parameters=self._parameters)
-        self._trials = trials
         self._is_timed = is_timed
-        self._proven: dict[
-            str, frozenset[int]
-        ] = {}  # by sequence: ops that were tried within a plan, and may run again
+        self._proven = ProvenOps(trials)
         self._intercepts = intercepts
         self._view_address = view_address
         self._is_elastic = is_elastic
@@ -255,7 +253,7 @@ class Sequences:
             if self._cache is not None:
                 self._cache.save(plan, envelope.trace, self._parameters)
             executable = self._make_executable(plan, envelope, shape.for_plan())
-            self._consider_trials(key, executable, plan.step_ns)
+            executable = self._with_trials(key, executable, plan.step_ns)
         except Stopped:
             _log.info("planning was interrupted; it is tried again when this sequence comes again")
             return
@@ -272,7 +270,6 @@ class Sequences:
         self._plans[key] = executable
         self._envelopes[key] = envelope
         self.last_trace, self.last_plan = envelope.trace, plan
-        self.planning_s += time.monotonic() - started
         _log.info("planned %d ops in %.2f s: %s", num_ops, time.monotonic() - started, dict(plan.predicted))
 
     def _first_plan(self, key: str, shape: Shape, machine: Machine) -> tuple[Envelope, Plan] | None:
@@ -280,8 +277,8 @@ class Sequences:
         background = self.background
         for headroom in (1.0,) if key in self._without_headroom else (HEADROOM, 1.0):
             envelope = shape.envelope(machine.chunk_nbytes, headroom=headroom, is_segment=key in self._segments)
-            if key in self._proven and not envelope.elastic:
-                envelope = replace(envelope, trace=with_replayable(envelope.trace, self._proven[key]))
+            if not envelope.elastic:
+                envelope = replace(envelope, trace=self._proven.applied(key, envelope.trace))
             trace = envelope.trace
             try:
                 plan = self._kept_plan(trace, machine)
@@ -290,11 +287,7 @@ class Sequences:
                         self._first_asked = key, headroom, envelope
                     return None
                 if plan is None:
-                    started = time.monotonic()
-                    with self._planning(len(trace.ops)):
-                        plan = self._make_plan(trace, machine)
-                    if background is not None:
-                        background.note_held_up(len(trace.ops), time.monotonic() - started)
+                    plan = self._plan_here(trace, machine)
                 return envelope, plan
             except PlanError:
                 if not shape.is_elastic or headroom == 1.0:
@@ -342,10 +335,21 @@ class Sequences:
             self._unplannable[asked[0]] = str(error)
             _log.warning("this sequence stays on demand: %s", error)
 
+    def _plan_here(self, trace: Trace, machine: Machine) -> Plan:
+        """A plan for which training waits."""
+        started = time.monotonic()
+        try:
+            with self._planning(len(trace.ops)):
+                return self._make_plan(trace, machine)
+        finally:
+            self.planning_s += time.monotonic() - started
+            if self.background is not None:
+                self.background.note_held_up(len(trace.ops), time.monotonic() - started)
+
     def _make_plan(self, trace: Trace, machine: Machine) -> Plan:
         return stoppable(lambda: make_plan(trace, machine, policy=self._policy, **self._parameters))
 
-    def _make_executable(self, plan: Plan, envelope: Envelope, observed: Observed) -> ExecutablePlan:
+    def _make_executable(self, plan: Plan, envelope: Envelope, observed: Observed, area: int = 0) -> ExecutablePlan:
         return ExecutablePlan(
             trace=envelope.trace,
             plan=plan,
@@ -354,6 +358,7 @@ class Sequences:
             intercepts=self._intercepts,
             elastic=envelope.elastic,
             standing=envelope.standing,
+            num_chunks=area,
         )
 
     def plan_beside(
@@ -390,7 +395,7 @@ class Sequences:
         self._unplannable.clear()
         self._without_headroom.clear()
         self._first_asked = None
-        self._proven = {key: ops for key, ops in self._proven.items() if ops}  # there may have been no room for trials
+        self._proven.forget_empty()
         self.active_key = None
         if self.background is not None:
             self.background.cancel()
@@ -411,43 +416,42 @@ class Sequences:
         stands_for, executable.stands_for = executable.stands_for, None
         if not tried:  # else ops have taken more than their own time
             log.note(executable.op_stop_ns - executable.op_start_ns, store)
-            is_due = log.num_played in _REFINE_AFTER and executable.plan.predicted.get("loaded_nbytes")
+            is_due = log.num_played in _REFINE_AFTER and any(map(executable.plan.predicted.get, _COSTS))
             if stands_for is None and not is_due:
                 return executable
         if self._cache is not None and self._cache.is_fixed(executable.plan):
             return executable
         machine = log.machine(executable.plan.machine, store)
-        trace = log.timed(stands_for or executable.trace)
+        proves = tried and self._proven.take(key, executable)
+        trace = log.timed(stands_for or self._proven.applied(key, executable.trace))
         old = simulate(replace(executable.plan, machine=machine), trace, with_timeline=False)
         old_ns = old.duration_ns + executable.plan.predicted.get("remap_ns", 0)
-        if tried:
-            self._proven[key] = self._take_trials(executable)
-            if not self._proven[key]:
-                return executable
-            trace = with_replayable(trace, self._proven[key])
-        elif stands_for is None and not (
-            old.stall_ns >= _WORTHWHILE_STALL * old.duration_ns or executable.plan.predicted["num_remapped_chunks"]
-        ):
+        must_go, lost_ns = stands_for is not None or executable.leaves_room, old.stall_ns + old.recompute_ns
+        may_gain = lost_ns >= _WORTHWHILE_STALL * old.duration_ns or executable.plan.predicted["num_remapped_chunks"]
+        if not must_go and not (proves if tried else may_gain):
             return executable
-        present = self._plan_anew(key, executable, trace, machine, old_ns if stands_for is None else _ANY_NS)
-        self._consider_trials(key, present, min(old_ns, present.plan.step_ns))
-        return present
+        present = self._plan_anew(key, executable, trace, machine, _ANY_NS if must_go else old_ns)
+        found = self._with_trials(key, present, min(old_ns, present.plan.step_ns))
+        if found is not present:
+            self._put(key, present, found)
+        return found
 
-    def _consider_trials(self, key: str, executable: ExecutablePlan, step_ns: int) -> None:
-        """Have the ops of a plan tried in its next step, if it waits for the store so long that re-runs may pay."""
-        trials = self._trials
-        if trials is None or executable.is_elastic or key in self._proven or not waits_much(step_ns, executable.trace):
-            return
+    def _with_trials(self, key: str, executable: ExecutablePlan, step_ns: int) -> ExecutablePlan:
+        """The plan for the next step: one that leaves room to try ops, if re-runs may pay and this one leaves none."""
         if self._cache is not None and self._cache.is_fixed(executable.plan):
-            return
-        executable.trials = trials_for(executable, trials.may_be_tried)
-
-    def _take_trials(self, executable: ExecutablePlan) -> frozenset[int]:
-        """The ops of a plan that were tried in the step that has just ended, and repeat their bits."""
-        done, executable.trials = executable.trials, None
-        assert done is not None
-        assert self._trials is not None
-        return frozenset(index for index, kind in done.kinds.items() if self._trials.repeats(kind))
+            return executable
+        machine = self._proven.have_tried(key, executable, step_ns)
+        if machine is None or (self.background is not None and not self.background.may_hold_up(executable.trace)):
+            return executable
+        try:
+            plan = replace(self._plan_here(executable.trace, machine), machine=executable.plan.machine)
+            own = Envelope.of(executable, executable.trace), executable.observed
+            roomy = self._make_executable(plan, *own, plan.machine.num_chunks)
+        except (PlanError, Stopped):
+            return executable  # what has no room is not called replayable
+        self._proven.have_tried(key, roomy, step_ns)
+        roomy.timings = executable.timings
+        return roomy
 
     def _plan_anew(
         self, key: str, executable: ExecutablePlan, trace: Trace, machine: Machine, old_ns: int
@@ -456,10 +460,8 @@ class Sequences:
         if self.background is not None and not self.background.may_hold_up(trace):
             self.background.ask(PlanRequest(key=key, trace=trace, machine=machine, old_ns=old_ns))
             return executable
-        started = time.monotonic()
         try:
-            with self._planning(len(trace.ops)):
-                plan = self._make_plan(trace, machine)
+            plan = self._plan_here(trace, machine)
         except Stopped:
             return executable
         except PlanError as error:
@@ -468,10 +470,6 @@ class Sequences:
         except Exception:  # noqa: BLE001 - as in learn()
             _log.exception("a fault in the planner; the plan so far stays. Please report it")
             return executable
-        finally:
-            self.planning_s += time.monotonic() - started
-            if self.background is not None:
-                self.background.note_held_up(len(trace.ops), time.monotonic() - started)
         return self._replace(key, executable, trace, plan, old_ns)
 
     def _replace(self, key: str, executable: ExecutablePlan, trace: Trace, plan: Plan, old_ns: int) -> ExecutablePlan:
@@ -487,15 +485,18 @@ class Sequences:
         except Exception:  # noqa: BLE001 - as in learn()
             _log.exception("a fault in the planner; the plan so far stays. Please report it")
             return executable
-        log = executable.timings
         if self._cache is not None:
             # For the next run to find: it will ask with what it measures when it begins.
             self._cache.save(replace(plan, machine=self._asked[key]), trace, self._parameters)
-        better.timings = log
-        self._plans[key] = better
-        self.retired.append(executable)
-        self.last_trace, self.last_plan = trace, plan
+        better.timings = executable.timings
+        self._put(key, executable, better)
         return better
+
+    def _put(self, key: str, old: ExecutablePlan, new: ExecutablePlan) -> None:
+        """Take a plan for a sequence in place of another."""
+        self._plans[key] = new
+        self.retired.append(old)
+        self.last_trace, self.last_plan = new.trace, new.plan
 
     def others(self, executable: ExecutablePlan) -> list[ExecutablePlan]:
         """All plans but this one."""

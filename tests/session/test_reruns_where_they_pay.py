@@ -8,16 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from ooc.replay import sequences
+from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.executor import Executor
 from ooc.replay.planned_trials import waits_much
 from ooc.replay.rerun_trials import RerunTrial, RerunTrials
+from ooc.replay.sequences import Sequences
+from scheduler.plan import Machine, Plan, occupied_ticks
 from scheduler.trace import Op, Trace
 from tests.session.recomputed import CASES, Training, compare, noted
 
 NUM_STEPS = 7
 
 
-def train(case: str) -> Training:
-    return compare(CASES[case], recompute=None, policy="auto", num_steps=NUM_STEPS)
+def train(case: str, num_steps: int = NUM_STEPS) -> Training:
+    return compare(CASES[case], recompute=None, policy="auto", num_steps=num_steps)
 
 
 def column(run: Training, name: str) -> list[Any]:
@@ -62,3 +67,49 @@ def test_what_differs_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RerunTrials, "note_outcome", differs)
     run = train("convolutions_auto")
     assert "says the test" in noted(run, "report")["not_replayable"][str(refused)]
+
+
+def test_what_was_proven_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that re-runs and is not worth a change at first (op times of cold steps) is looked at again later."""
+    asked: list[int] = []
+    make_plan = Sequences._make_plan
+
+    def noted_plan(self: Sequences, trace: Trace, machine: Machine) -> Plan:
+        asked.append(sum(op.replayable for op in trace.ops))
+        return make_plan(self, trace, machine)
+
+    monkeypatch.setattr(Sequences, "_make_plan", noted_plan)
+    monkeypatch.setattr(sequences, "_WORTHWHILE", 0.0)  # no plan is
+    train("convolutions_auto", num_steps=9)
+    first = next(index for index, count in enumerate(asked) if count)
+    assert len(asked) > first + 1
+    assert all(asked[first:])
+
+
+def test_there_is_room_to_try_each_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step of the trials leaves free what each convolution makes: a plan for all of the memory would fill it."""
+    entered: list[ExecutablePlan] = []
+    enter = Executor.enter
+
+    def noted_enter(self: Executor, executable: ExecutablePlan, *rest: Any, **options: Any) -> bool:
+        if executable.trials is not None:
+            entered.append(executable)
+        return enter(self, executable, *rest, **options)
+
+    monkeypatch.setattr(Executor, "enter", noted_enter)
+    monkeypatch.setitem(CASES, "convolutions_auto", replace(CASES["convolutions_auto"], num_chunks=40))
+    train("convolutions_auto")
+    assert entered
+    executable = entered[0]
+    trace, machine = executable.trace, executable.plan.machine
+    assert executable.leaves_room
+    assert executable.num_chunks == machine.num_chunks == CASES["convolutions_auto"].num_chunks
+    assert executable.trials is None  # the step is over
+    for index, op in enumerate(trace.ops):
+        if op.name != "aten.convolution.default":
+            continue
+        spans = [(occupied_ticks(r, trace), r) for r in executable.plan.residencies]
+        held = [r for (start, stop), r in spans if start < op.stop_tick and stop > op.start_tick]
+        born = executable.reruns.graph.births[index]
+        needed = sum(machine.chunks_of(trace.variables[v].nbytes) for v in born)
+        assert sum(count for r in held for _, count in r.chunks) + needed <= machine.num_chunks, f"op {index}"
