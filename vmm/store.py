@@ -44,9 +44,9 @@ _PROBE_JOB_NBYTES = 1 << 20
 _PROBE_PHASE_NS = 70_000_000
 _PROBE_PHASE_NBYTES = 32 << 20
 _PROBE_LONG_PHASE_NS = 400_000_000
-"""A phase ends after the first time if so many bytes were moved by then, else when they are, or after the second. A disk
-of 100 MB/s (a blkio control group's limit) seemed to write 31 MB/s and to read 145 in the first time: it works in bursts,
-and a few jobs of 1 MiB are most of what it did. In 0.3 s both were 99 to 105, in 0.5 s a disk of 40 MB/s did 38 to 44."""
+"""A phase ends after the first time if so many bytes were moved by then, else when they are, or after the second. A
+disk of 100 MB/s (a blkio control group's limit) seemed to write 31 MB/s and to read 145 in the first time: it works in
+bursts. In 0.3 s both were 99 to 105; in 0.5 s a disk of 40 MB/s did 38 to 44."""
 
 
 class StoreFull(StoreError):
