@@ -73,7 +73,8 @@ class BackwardPasses:
         """Whether the program has an optimizer of torch's, or had one."""
         if not self._has_optimizer and not self._has_looked:
             self._has_looked = True  # it may have been made before we were opened
-            self._has_optimizer = any(isinstance(thing, torch.optim.Optimizer) for thing in gc.get_objects())
+            # By type, not isinstance: that asks proxies for their __class__, which runs their code.
+            self._has_optimizer = any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())
         return self._has_optimizer
 
     def _replace(self, owner: Any, name: str, ours: Any) -> None:

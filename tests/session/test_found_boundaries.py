@@ -96,6 +96,26 @@ def test_an_optimizer_made_before_the_session_counts() -> None:
         assert session.steps.num_steps == 3
 
 
+class _Proxy:
+    """Stands in for a thing that it makes when it is asked for, as lazy modules and remote objects do."""
+
+    asked = 0
+
+    @property
+    def __class__(self) -> Any:
+        _Proxy.asked += 1
+        raise ReferenceError("what it stood in for is gone")
+
+
+def test_looking_for_an_optimizer_runs_no_code_of_others() -> None:
+    proxy, parameters = _Proxy(), weights()
+    with ooc.Session("1MiB", plan_cache=False, step_boundary="optimizer") as session:
+        for index in range(2):
+            loss_of(parameters, index).backward()
+        assert session.steps.num_steps == 2
+    assert proxy.asked == 0
+
+
 def test_two_optimizers_in_a_row_are_one_step() -> None:
     """Remedy: `in_a_row`. The same one twice, or with a backward pass in between, are two."""
 
