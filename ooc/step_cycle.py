@@ -252,8 +252,10 @@ class StepCycle:
         if not (is_head or is_awaited or is_border):
             return
         addresses = self._runner.dispatcher.occurrences(args, kwargs)
-        if not addresses and not _makes_tensors(func):
-            return
+        if not addresses:
+            may_begin = is_awaited or is_border or self._runner.recording.looks_at_idle
+            if not may_begin or not _makes_tensors(func):
+                return
         with self._lock:
             if torch._C._current_autograd_node() is not None:
                 return
@@ -363,6 +365,7 @@ class StepCycle:
         if self._learning.everything_fits if is_begun else not self._learning.may_enter():
             self._why.note_all_fits()
             return
+        self._exports.end_returned()
         self._sequences.begin(follower)
         self._entered = follower
         self._tried.append(follower)

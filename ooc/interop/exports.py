@@ -28,6 +28,7 @@ from ooc.devices.protocols import Memory
 from ooc.dispatch.guest_ops import is_guest
 from ooc.dispatch.op_runner import OpRunner
 from ooc.errors import BudgetTooSmall, SessionError
+from ooc.interop.pointer_users import call_of_pointer, calls_under_way
 from ooc.memory.no_room import NoRoom
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
@@ -64,8 +65,10 @@ class Exports:
         self._lock = runner.lock
         self._memory = memory
         self._until_boundary: list[VariableRecord] = []
+        self._within_calls: dict[int, list[VariableRecord]] = {}  # by the call that asked for their addresses
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._is_open = False
+        self._thread = threading.get_ident()
 
     def __repr__(self) -> str:
         return f"<Exports {'open' if self._is_open else 'closed'}, {len(self._until_boundary)} until the next step>"
@@ -80,8 +83,10 @@ class Exports:
 
     def step_begins(self) -> None:
         """A step begins: end the exports by `data_ptr`; in debug mode let stray touches fault from now on."""
-        self._manager.ended_exports.extend(self._until_boundary)
+        for records in (self._until_boundary, *self._within_calls.values()):
+            self._manager.ended_exports.extend(records)
         self._until_boundary.clear()
+        self._within_calls.clear()
         self._executor.finish()
         self._manager.end_exports()
         self._manager.fork_readers.forget_gone()
@@ -94,6 +99,14 @@ class Exports:
         """A step ends: serve stray touches from now on."""
         self._executor.guard_away()
         self._manager.guards.serve(True)
+
+    def end_returned(self) -> None:
+        """End the exports by pointers of calls that have returned, and use them no more (`pointer_users`)."""
+        if self._within_calls:
+            under_way = calls_under_way()
+            for call in self._within_calls.keys() - under_way:
+                self._manager.ended_exports.extend(self._within_calls.pop(call))
+            self._manager.end_exports()
 
     # -- what the replaced functions call
 
@@ -142,14 +155,19 @@ class Exports:
             # Else the kernel serves it from the store's file.
 
     def export_until_boundary(self, address: int) -> None:
-        """Export a bare pointer. How long it is used cannot be known; the export ends when the next step begins."""
+        """Export a bare pointer. How long it is used cannot be known; the export ends when the next step begins.
+
+        Where it is known to be used by a call that is under way, it ends when that has returned, at the latest.
+        """
+        call = call_of_pointer() if threading.get_ident() == self._thread else None
         with self._lock:
             record = self._find(address)
-            if record is not None and record not in self._until_boundary:
+            noted = self._until_boundary if call is None else self._within_calls.setdefault(call, [])
+            if record is not None and record not in noted:
                 if record.state is State.LOADING:  # read ahead: what the pointer writes would not be in what arrives
                     self._manager.land()
                 record.export()
-                self._until_boundary.append(record)
+                noted.append(record)
 
     def end(self, record: VariableRecord) -> None:
         """Note that an export has ended. Takes no lock: finalizers call it, on any thread."""

@@ -56,8 +56,8 @@ class Dispatcher(Protocol):
     def refuse(self, func: Any) -> None:
         """Never call this op replayable again."""
 
-    def at_head(self, yes: bool, /) -> None:
-        """Whether ops on demand are Python's until it has seen what begins."""
+    def at_head(self, head: int, /) -> None:
+        """Which ops on demand Python sees because something may begin with them (`ooc.tracing.recording.Head`)."""
 
     def watch(self, mode: int, func: Any, /) -> None:
         """Ops on demand in another grad mode than this (1: enabled; -1: any) are left to Python, and so is `func`."""

@@ -20,7 +20,7 @@ from ooc.replay.op_timings import OpTimings
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
 from ooc.replay.planned_reruns import PlannedRerun, PlannedReruns, PlannedTrials
 from ooc.tracing.recorder import Observed
-from ooc.tracing.recording import MOST_IDLE_OPS
+from ooc.tracing.recording import MOST_HEAD_OPS
 from ooc.units import format_nbytes
 from scheduler.plan import (
     Born,
@@ -51,7 +51,7 @@ PLAN_OP_DTYPE = np.dtype(
 )
 """numpy layout of `PlanOp` in native/dispatch.cpp."""
 
-_BEFORE, _AFTER, _INTERCEPT = 1, 2, 4
+_BEFORE, _AFTER, _INTERCEPT, _HEAD, _GRADIENTS = 1, 2, 4, 8, 16
 
 
 class Before:
@@ -90,7 +90,8 @@ class ExecutablePlan:
     Attributes:
         leaves_room: Whether it was made for less memory than there is, for such room.
         grad_mode: Whether gradients were enabled when its first op ran.
-        num_idle: Ops at its head that touch no variable. Python sees these and the next one, which tell what begins.
+        num_idle: Ops at its head that touch no variable. Python sees these and the next one
+            in another grad mode than the plan's, and whatever comes instead of them: that tells what begins.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class ExecutablePlan:
         self._wait_for_scratch(residencies)
         self.outlasting = [variable for variable in self.variables if not variable.dies_within and variable.residencies]
         births = self._place_acts(residencies)
-        idle = range(min(self.num_ops, MOST_IDLE_OPS))
+        idle = range(min(self.num_ops, MOST_HEAD_OPS))
         self.num_idle = next((i for i in idle if not self.is_bystander(i)), len(idle))
         self._lay_out(births, intercepts)
 
@@ -354,7 +355,9 @@ class ExecutablePlan:
             flags = (
                 (_BEFORE if self.before[index] else 0)
                 | (_AFTER if self.after[index] else 0)
-                | (_INTERCEPT if self.funcs[index] in intercepts or index <= self.num_idle else 0)
+                | (_INTERCEPT if self.funcs[index] in intercepts else 0)
+                | (_HEAD if index <= self.num_idle else 0)
+                | (_GRADIENTS if self.grad_mode else 0)
             )
             self._ops[index] = (first_use, len(uses), first_alloc, len(allocs), flags, 0)
         self._uses = np.array(uses or [0], dtype=np.uint32)
@@ -437,13 +440,13 @@ class ExecutablePlan:
     def may_start_with(
         self, func: Any, addresses: Sequence[int], grad_mode: bool, record_at: Callable[[int], VariableRecord | None]
     ) -> bool:
-        """Whether an op may be the first of a replay: op 0, or one that only ops that touch no variable come before.
+        """Whether an op may be the first of a replay that touches a variable, whatever others came before it.
 
         Of its operands, those that live across steps must be the plan's.
         """
-        if grad_mode != self.grad_mode or func not in self.funcs[: self.num_idle + 1]:
+        if grad_mode != self.grad_mode or func is not self.head:
             return False
-        expected = self.occurrences[self.funcs.index(func)]
+        expected = self.occurrences[min(self.num_idle, self.num_ops - 1)]
         if len(expected) < len(addresses):
             return False
         if len(expected) > len(addresses):  # some fell below the threshold this time

@@ -37,6 +37,10 @@ class OpLog(Protocol):
     def signature(self, start: int) -> int:
         """Continue a hash of which ops there were."""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether native code has seen the step's first op that touches a variable."""
+
 
 @dataclass(slots=True, kw_only=True)
 class OpRecord:
@@ -142,7 +146,6 @@ class StepRecorder:
         flight_nbytes: In the trace so many bytes at once stay in use by collectives under way. Of what is beyond,
             whoever moves it waits.
         grad_mode: Whether gradients were enabled when the first op ran that touches a variable.
-        is_begun: Whether there was one, or `MOST_IDLE_OPS` others.
         num_replayed: How many of its ops were replayed from a plan, which was then left.
     """
 
@@ -150,13 +153,22 @@ class StepRecorder:
         self.start_records = dict(start_records)
         self.is_cut = is_cut
         self.flight_nbytes = 0
-        self.grad_mode, self.num_replayed, self.is_begun = True, 0, False
+        self.grad_mode, self.num_replayed, self._is_begun = True, 0, False
         self.events: list[Event] = []
         self.log: OpLog | None = None
         self._ops: list[OpRecord] = []
 
     def __repr__(self) -> str:
         return f"<StepRecorder {self.num_ops} ops, {len(self.events)} events>"
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether an op has touched a variable."""
+        return self._is_begun or (self.log is not None and self.log.has_begun)
+
+    @is_begun.setter
+    def is_begun(self, value: bool) -> None:
+        self._is_begun = value
 
     @property
     def num_ops(self) -> int:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Protocol
 
 from ooc.memory.record import VariableRecord
 from ooc.tracing.call_sites import CallSites
 from ooc.tracing.recorder import OpLog, OpRecord, StepRecorder
 
-MOST_IDLE_OPS = 16
-"""So many ops at the head of a sequence that touch no variable are looked at for what begins."""
+MOST_HEAD_OPS = 512
+"""So many ops at the head of a plan may touch no variable: those of a loader that makes a batch, sample by sample."""
+_MOST_SEEN = 16
+"""So many of them Python looks at for what begins, while nothing has; after that only what touches a variable."""
+
+
+class Head(IntEnum):
+    """Which ops on demand Python sees because something that has a plan may begin with them; native/demand.h."""
+
+    NONE = 0
+    ALL = 1
+    TOUCHING = 2  # a variable, or in another grad mode than those before, which ran with gradients
+    TOUCHING_WITHOUT_GRADIENTS = 3
 
 
 class NativeLogging(Protocol):
@@ -22,8 +34,8 @@ class NativeLogging(Protocol):
     def demand(self, log: OpLog | None) -> None:
         """Log ops there from now on; None: leave each to Python."""
 
-    def at_head(self, yes: bool, /) -> None:
-        """Leave ops to Python all the same, or no more: it has yet to see what begins."""
+    def at_head(self, head: int, /) -> None:
+        """Leave these ops to Python all the same: it has yet to see what begins."""
 
 
 class StepRecording:
@@ -61,16 +73,29 @@ class StepRecording:
         if self._native is not None:
             recorder.log = self._native.new_log()
             self._native.demand(recorder.log)
-            self._native.at_head(not recorder.is_begun)
+            self._watch_head(recorder)
 
     def note_head(self, op: OpRecord, *, grad_mode: bool) -> None:
-        """Note one of the first ops, which has run: with the first that touches a variable it is known what begins."""
+        """Note an op that has run before any touched a variable, or the first that did: it tells what has begun."""
         recorder = self.recorder
         assert recorder is not None
         recorder.grad_mode = grad_mode
-        recorder.is_begun = bool(op.occurrences or op.results) or recorder.num_ops >= MOST_IDLE_OPS
-        if self._native is not None:
-            self._native.at_head(not recorder.is_begun)
+        recorder.is_begun = bool(op.occurrences or op.results)
+        self._watch_head(recorder)
+
+    def _watch_head(self, recorder: StepRecorder) -> None:
+        if self._native is None:
+            return
+        head = Head.NONE
+        if not recorder.is_begun:
+            touching = Head.TOUCHING if recorder.grad_mode else Head.TOUCHING_WITHOUT_GRADIENTS
+            head = Head.ALL if recorder.num_ops < _MOST_SEEN else touching
+        self._native.at_head(head)
+
+    @property
+    def looks_at_idle(self) -> bool:
+        """Whether an op that touches no variable may show what begins."""
+        return self.recorder is not None and self.recorder.num_ops < _MOST_SEEN
 
     def log_natively(self, dispatcher: NativeLogging) -> None:
         """From now on ops that need nothing from Python are logged without it."""

@@ -408,3 +408,32 @@ def test_another_thread_allocates_during_planned_steps() -> None:
         assert contents(model) == final
     assert not wrong
     assert rounds[0] > 0
+
+
+def _checkpoints(session: ooc.Session | None, module: str) -> tuple[list[Any], list[str]]:
+    """Train, with a checkpoint between two steps by a function of this module that reads through addresses."""
+    scope: dict[str, Any] = {"__name__": module, "string_at": ctypes.string_at}
+    exec("def save_file(ps): return [string_at(p.data_ptr(), 4 * p.numel()) for p in ps]", scope)
+    model, optimizer = build()
+    results: list[Any] = []
+    for index in range(NUM_STEPS):
+        results.append(train(model, optimizer, index))
+        if index in (NUM_STEPS - 4, NUM_STEPS - 2):
+            results.append(scope["save_file"](list(model.parameters())))
+    modes = [row.mode for row in session.steps.rows] if session is not None else []
+    return [results, contents(model)], modes
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_step_goes_on_with_its_plan_after_a_checkpoint_that_keeps_its_pointers_to_itself(debug: bool) -> None:
+    """Remedy: `Exports.end_returned`. Pointers taken by a function of another module hold until the next step."""
+    expected, _ = _checkpoints(None, "safetensors.torch")
+    found = {}
+    for module in ("safetensors.torch", "another"):
+        options: dict[str, Any] = {"chunk_nbytes": "64KiB", "debug": debug, "step_boundary": "optimizer"}
+        with ooc.Session(BUDGET, **options) as session:
+            results, found[module] = _checkpoints(session, module)
+        assert results == expected
+    after = NUM_STEPS - 3
+    assert found["safetensors.torch"][after] == "planned", found
+    assert found["another"][after] != "planned", found

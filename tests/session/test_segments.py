@@ -100,6 +100,37 @@ def test_evaluations_of_any_number_of_batches_are_planned_in_between(dropout: fl
     assert [row.mode for row in rows[12:]].count("planned") >= 9
 
 
+def loaded(seed: int) -> Tensor:
+    """A batch of tokens as a loader makes it, sample by sample: many ops that touch no variable."""
+    return torch.cat([torch.tensor([(seed + i) % 64]) for i in range(30)]).repeat(5)
+
+
+def test_evaluations_between_steps_that_begin_with_a_loader_are_planned() -> None:
+    """Remedy: `MOST_HEAD_OPS`. With 16 the step's plan is left for good when the evaluation's first layer comes."""
+
+    def program() -> list[Any]:
+        rng = random.Random(3)
+        net = model(num_layers=3)
+        net.insert(0, nn.Embedding(64, SIZE))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        out: list[Any] = []
+        for index in range(21):
+            loss = net(loaded(index)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            out.append(loss.item())
+            if index % 3 == 2:
+                for part in range(rng.randint(1, 6)):
+                    tokens = loaded(1000 + part)
+                    with torch.no_grad():
+                        out.append(net(tokens).square().mean().item())
+        return out + digest(net)
+
+    rows = run(program)
+    assert planned_share(rows[9:]) > 0.9
+
+
 def test_micro_batches_in_any_number_are_planned() -> None:
     def program() -> list[Any]:
         rng = random.Random(2)

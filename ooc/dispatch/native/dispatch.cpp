@@ -46,6 +46,12 @@ bool expected_next(const Dispatcher* self, PyObject* func, PyObject* args, PyObj
          operands_match(self, self->ops[self->cursor], args, kwargs);
 }
 
+// Whether Python need not see a planned op. At the head it does in another grad mode: something else may begin there.
+bool is_native(const PlanOp& op) {
+  if (op.flags & kIntercept) return false;
+  return !(op.flags & kHead) || c10::GradMode::is_enabled() == ((op.flags & kGradients) != 0);
+}
+
 // Play the plan's next op, which this one is known to be.
 PyObject* play(Dispatcher* self, PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs) {
   const uint32_t index = self->cursor;
@@ -132,7 +138,7 @@ PyObject* dispatcher_call(PyObject* object, PyObject* positional, PyObject*) {
   if (!PyArg_UnpackTuple(positional, "__torch_dispatch__", 2, 4, &func, &types, &args, &kwargs)) return nullptr;
   const Section section(self);
   const bool is_plain = args != nullptr && are_plain(self, types);
-  if (is_plain && expected_next(self, func, args, kwargs) && !(self->ops[self->cursor].flags & kIntercept)) {
+  if (is_plain && expected_next(self, func, args, kwargs) && is_native(self->ops[self->cursor])) {
     return play(self, func, types, args, kwargs);
   }
   if (is_plain && self->demand != nullptr && self->demand->log != nullptr && !self->planned) {
@@ -288,11 +294,11 @@ PyObject* dispatcher_demand(PyObject* object, PyObject* log) {
   Py_RETURN_NONE;
 }
 
-// at_head(yes): whether Python has yet to see what begins.
-PyObject* dispatcher_at_head(PyObject* object, PyObject* yes) {
-  const int value = PyObject_IsTrue(yes);
-  if (value < 0) return nullptr;
-  reinterpret_cast<Dispatcher*>(object)->is_at_head = value;
+// at_head(head): which ops Python sees because something may begin with them, as `ooc::Head`.
+PyObject* dispatcher_at_head(PyObject* object, PyObject* head) {
+  const long value = PyLong_AsLong(head);
+  if (PyErr_Occurred()) return nullptr;
+  reinterpret_cast<Dispatcher*>(object)->head = static_cast<ooc::Head>(value);
   Py_RETURN_NONE;
 }
 
@@ -472,7 +478,7 @@ PyMethodDef dispatcher_methods[] = {
     {"refuse", dispatcher_refuse, METH_O, "Never call this op replayable again."},
     {"new_log", dispatcher_new_log, METH_NOARGS, "An empty log of ops."},
     {"demand", dispatcher_demand, METH_O, "Log ops on demand here from now on; None: leave each to Python."},
-    {"at_head", dispatcher_at_head, METH_O, "Whether ops on demand are Python's until it has seen what begins."},
+    {"at_head", dispatcher_at_head, METH_O, "Which ops on demand Python sees because something may begin with them."},
     {"watch", dispatcher_watch, METH_VARARGS, "Leave ops on demand in another grad mode to Python."},
     {"leave", dispatcher_leave, METH_NOARGS, "Stop comparing ops with the plan."},
     {"enter_section", dispatcher_enter, METH_NOARGS, "From now on signal handlers wait."},

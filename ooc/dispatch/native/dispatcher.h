@@ -18,7 +18,8 @@
 
 namespace {
 
-enum Flags : uint32_t { kBefore = 1, kAfter = 2, kIntercept = 4 };
+// kHead: nothing before this op has touched a variable, and this op is to run in the grad mode that kGradients says.
+enum Flags : uint32_t { kBefore = 1, kAfter = 2, kIntercept = 4, kHead = 8, kGradients = 16 };
 
 // One op of the plan; laid out by ooc/replay/executable_plan.py as a numpy record.
 struct PlanOp {
@@ -51,7 +52,7 @@ struct Dispatcher {
   uint64_t session_thread;
   uint32_t depth;
   uint64_t postponed;  // bit n - 1: signal n
-  int is_at_head;          // ops on demand are Python's until it has seen what begins
+  ooc::Head head;          // which ops on demand are Python's because something may begin with them
   int watched_grad_mode;   // ops on demand in the other grad mode are Python's; -1: it does not matter
   PyObject* awaited_func;  // this one, too; null: none
   ooc::Demand* demand;  // ops that run on demand; null until the session says how

@@ -23,6 +23,7 @@ struct OpLog {
   PyObject_HEAD
   std::vector<LoggedOp>* ops;
   std::vector<uint64_t>* addresses;
+  bool has_begun;  // an op has touched a variable that was the first to
 };
 
 inline PyObject* address_list(const OpLog* log, uint32_t start, uint32_t stop) {
@@ -111,6 +112,14 @@ inline PyMethodDef op_log_methods[] = {
     {"signature", op_log_signature, METH_O, "A hash of the ops."},
     {nullptr, nullptr, 0, nullptr}};
 
+inline PyObject* op_log_has_begun(PyObject* object, void*) {
+  return PyBool_FromLong(reinterpret_cast<OpLog*>(object)->has_begun);
+}
+
+inline PyGetSetDef op_log_getset[] = {
+    {"has_begun", op_log_has_begun, nullptr, "Whether the first op that touches a variable is among them.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
 inline PySequenceMethods op_log_sequence = {op_log_length};
 
 inline PyTypeObject op_log_type = [] {
@@ -121,6 +130,7 @@ inline PyTypeObject op_log_type = [] {
   t.tp_new = op_log_new;
   t.tp_dealloc = op_log_dealloc;
   t.tp_methods = op_log_methods;
+  t.tp_getset = op_log_getset;
   t.tp_as_sequence = &op_log_sequence;
   t.tp_doc = "Ops that ran on demand; see ooc/dispatch/native/op_log.h.";
   return t;

@@ -118,7 +118,11 @@ PyObject* run_on_demand(Dispatcher* self, PyObject* func, PyObject* args, PyObje
     return nullptr;
   }
   // The first ops of a recording, one in another grad mode, and one that is waited for may begin what has a plan.
-  if (self->is_at_head) return nullptr;
+  const bool is_at_head = self->head != ooc::Head::kNone;
+  if (is_at_head) {
+    if (self->head == ooc::Head::kAll) return nullptr;
+    if (c10::GradMode::is_enabled() != (self->head == ooc::Head::kTouching)) return nullptr;
+  }
   if (self->watched_grad_mode >= 0 && c10::GradMode::is_enabled() != (self->watched_grad_mode != 0)) return nullptr;
   if (func == self->awaited_func) return nullptr;
   const ooc::OpInfo* info = demand.info_of(func);
@@ -140,6 +144,7 @@ PyObject* run_on_demand(Dispatcher* self, PyObject* func, PyObject* args, PyObje
   for_each_operand(self, args, note);
   if (kwargs != nullptr) for_each_operand(self, kwargs, note);
   const auto num_operands = static_cast<uint32_t>(addresses.size());
+  if (is_at_head && num_operands != 0) return nullptr;
   PyObject* locked = PyObject_CallNoArgs(demand.acquire);
   if (locked == nullptr) return nullptr;
   Py_DECREF(locked);
@@ -186,6 +191,10 @@ PyObject* run_on_demand(Dispatcher* self, PyObject* func, PyObject* args, PyObje
   demand.note_results(addresses.data() + num_noted, addresses.data() + addresses.size());
   demand.note_written(addresses.data() + num_operands, addresses.data() + num_noted);
   if (demand.log != nullptr) {
+    if (is_at_head && addresses.size() > num_noted) {  // it has made a variable: that is a beginning, too
+      self->head = ooc::Head::kNone;
+      demand.log->has_begun = true;
+    }
     const auto base = static_cast<uint32_t>(demand.log->addresses->size());
     demand.log->addresses->insert(demand.log->addresses->end(), addresses.begin(), addresses.end());
     const auto more_cold_ns = static_cast<int64_t>(state->cold_ns.load(std::memory_order_relaxed) - cold_ns);
