@@ -24,7 +24,7 @@ from scheduler.trace import Trace
 _MOST_OVERHEAD = 2
 
 # A ghost that nothing needs any more goes before all else.
-_NO_WORTH = -1.0
+NO_WORTH = -1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +268,7 @@ class RematWalk(Walk):
         for v in variables:
             needed = self.next_use(v, op_index) if ahead or v in ghosts else 0
             if needed >= num_ops and v in ghosts:
-                found.append((_NO_WORTH, v))
+                found.append((NO_WORTH, v))
                 continue
             cost = cost_ns.get(v)
             worth = (own_ns[v] + 1.0 if cost is None else cost) * weights.get(v, 1.0) / chunks[v]
@@ -307,7 +307,7 @@ class RematWalk(Walk):
         super()._leave(variable)
 
     def _die(self, variable: int) -> None:
-        if variable in self.recent and self.facts.graph.may_ever_return(variable):
+        if variable not in self.away and self.facts.graph.may_ever_return(variable):
             self.away.join(variable)
         super()._die(variable)
         self.ghosts.add(variable)
@@ -410,10 +410,14 @@ class RematWalk(Walk):
                 back.extras.discard(v)
                 back.refused.add(v)
             else:
-                self._release(Victim(v, True), zone)
+                self._release(self._victim(v, zone), zone)
         if len(back.extras) != num_extras and back.rerun is not None:
             self._set_rerun(zone, pinned, back, back.rerun.ops)
         return freed > 0
+
+    def _victim(self, variable: int, zone: int) -> Victim:  # noqa: ARG002
+        """How a variable goes that is worth least."""
+        return Victim(variable, True)
 
     def _give_up_source(self, zone: int, pinned: dict[int, Pin], back: _Return) -> None:
         """Nothing is left beside what the re-run reads: make some of that again, too. Raises `Stuck`."""

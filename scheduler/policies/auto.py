@@ -48,6 +48,7 @@ from scheduler.policies import (
     vdnn,
     window,
 )
+from scheduler.policies._mixed_walk import mixed
 from scheduler.policies._placement import Placement
 from scheduler.policies._recompute import exchanged, with_reruns
 from scheduler.policies._remat_search import fewest_reruns
@@ -297,11 +298,14 @@ class _Search:
         return 0 < best_ns <= lower_bounds(self.trace, self.machine)["duration_ns"]
 
     def try_reruns(self, parameters: Mapping[str, Any]) -> None:
-        """The fewest re-runs, then what other recomputing policies propose."""
+        """The fewest re-runs, paging and re-runs in one walk, then what other recomputing policies propose."""
         coloured = []
         if len(self.trace.ops) <= _MOST_OPS_FOR_FEWEST and not self.is_perfect:
             fewest = fewest_reruns(self.trace, self.machine, wrap=parameters["wrap"])
             coloured = [proposal for proposal in fewest if self.consider(proposal) is not None]
+        if self.stalls_much:
+            for proposal in mixed(self.trace, self.machine, wrap=parameters["wrap"]):
+                self.consider(proposal)
         in_haste = coloured and not parameters["exact"]
         self.try_others([own for own in _RECOMPUTING if not in_haste or own not in _SLOW_OR_LIKE_FEWEST], parameters)
 
