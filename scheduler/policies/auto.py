@@ -107,7 +107,7 @@ _MOST_OPS_FOR_ANOTHER = 2_500
 
 # So many candidates at most are coloured as the finished plan will be, the fastest first. While training waits, fewer
 # of a long step, whose colouring takes seconds: as many as have so many ops together, but for two.
-_MOST_FINALS = 8
+_MOST_FINALS = 10
 _MOST_OPS_COLOURED = 8_000
 
 # Recorded steps of ResNet-50 and GPT need no remaps when planned for this share of the pool, and hardly stall for it.
@@ -186,6 +186,7 @@ def schedule(
     search.adopt_choices()
     if recompute:
         search.exchange()
+        search.try_mixed(wrap=wrap)
     return search.returned(search.fastest(most_finals=_MOST_FINALS), evaluations)
 
 
@@ -298,16 +299,22 @@ class _Search:
         return 0 < best_ns <= lower_bounds(self.trace, self.machine)["duration_ns"]
 
     def try_reruns(self, parameters: Mapping[str, Any]) -> None:
-        """The fewest re-runs, paging and re-runs in one walk, then what other recomputing policies propose."""
+        """The fewest re-runs, then what other recomputing policies propose."""
         coloured = []
         if len(self.trace.ops) <= _MOST_OPS_FOR_FEWEST and not self.is_perfect:
             fewest = fewest_reruns(self.trace, self.machine, wrap=parameters["wrap"])
             coloured = [proposal for proposal in fewest if self.consider(proposal) is not None]
-        if self.stalls_much:
-            for proposal in mixed(self.trace, self.machine, wrap=parameters["wrap"]):
-                self.consider(proposal)
         in_haste = coloured and not parameters["exact"]
         self.try_others([own for own in _RECOMPUTING if not in_haste or own not in _SLOW_OR_LIKE_FEWEST], parameters)
+
+    def try_mixed(self, *, wrap: bool) -> None:
+        """Paging and re-runs in one walk. Last, since what others find is built upon in order of rank."""
+        limit_ns = (1 + _MUCH_STALL) * self.trace.duration_ns
+        if any(found.duration_ns <= limit_ns for found in self.candidates):
+            return
+        for proposal in mixed(self.trace, self.machine, wrap=wrap, most=1):
+            if self.consider(proposal) is not None:
+                self.exchange()
 
     def exchange(self) -> None:
         """Note the fastest so far with some of its gaps recomputed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -157,11 +158,31 @@ def _backward_twice(training: Training, index: int, output: Tensor) -> None:
     _expect_discards(training, index)
 
 
+def _interrupted_twice(training: Training, index: int, output: Tensor) -> None:
+    """Ctrl-C in the middle of a backward pass, which is taken again from the beginning: all that it read is there."""
+    if index != AT:
+        return
+
+    def interrupt(*_: object) -> None:
+        handle.remove()
+        signal.raise_signal(signal.SIGINT)
+
+    handle = node_at(output, 6).register_prehook(interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored here
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            output.float().sum().backward(retain_graph=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    _expect_discards(training, index)
+
+
 WITHOUT_REMAKES = {"exception_before_backward", "exception_within_backward"}
 """There all that was discarded is freed."""
 
 HOOKS: dict[str, Hook] = {
     "backward_twice": _backward_twice,
+    "ctrl_c_and_backward_again": _interrupted_twice,
     "an_op_that_the_plan_does_not_have": _extra_op,
     "every_saved_tensor_read": _all_saved,
     "numpy": _numpy,
