@@ -469,6 +469,7 @@ class StepCycle:
         if is_planned and on_demand and not reason.cause:
             text = f"{on_demand} of its {on_demand + planned} ops are a segment that has no plan yet"
             reason = Reason(cause="segment", text=text)
+        self._executor.reruns.count_times()
         self._steps.end(
             num_planned_ops=planned,
             num_demand_ops=on_demand,

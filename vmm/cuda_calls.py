@@ -236,9 +236,9 @@ class CudaCalls:
         """Destroy a stream; its queued work is still done."""
         self.call("cuStreamDestroy", stream, what=f"stream {stream:#x}")
 
-    def create_event(self) -> int:
-        """An event without a time stamp, the cheapest to wait for."""
-        flags = int(self._bindings.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+    def create_event(self, *, timed: bool = False) -> int:
+        """An event; without a time stamp it is the cheapest to wait for."""
+        flags = 0 if timed else int(self._bindings.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         return int(self.call("cuEventCreate", flags, what="a new event"))
 
     def destroy_event(self, event: int) -> None:
@@ -260,6 +260,18 @@ class CudaCalls:
         if int(result) != 0 and _name(result) != _NOT_READY:
             raise self._fault("cuEventQuery", result, what, 1)
         return int(result) == 0
+
+    def elapsed_ns(self, first: int, last: int) -> int | None:
+        """Time from one timed event to another; None if they have not both happened. Does not wait."""
+        what = f"the time from event {first:#x} to {last:#x}"
+        result, *rest = self._made(
+            self._function("cuEventElapsedTime", what), (first, last), "cuEventElapsedTime", what
+        )
+        if _name(result) == _NOT_READY:
+            return None
+        if int(result) != 0:
+            raise self._fault("cuEventElapsedTime", result, what, 1)
+        return int(rest[0] * 1e6)
 
     def synchronize_event(self, event: int) -> None:
         """Let the host wait until `event` has happened. Not for planned steps."""

@@ -123,6 +123,14 @@ class DeviceStreams:
         self._calls.record(event.handle, stream)
         return event
 
+    def stamp(self, event: int | None) -> int:
+        """Let a timed event stand for all compute work so far: the one given, or a new one. Its handle."""
+        if event is None:
+            event = self._calls.create_event(timed=True)
+            self._events.append(event)
+        self._calls.record(event, self._tail)
+        return event
+
     def wait(self, rule: WaitRule, stream: int, event: DeviceEvent) -> None:
         """Let what comes on `stream` from now on wait for `event`. The host goes on.
 

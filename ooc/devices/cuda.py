@@ -22,6 +22,7 @@ from ooc.units import format_exactly, format_nbytes
 from vmm.cuda_calls import CudaCalls, CudaFault, load_bindings
 from vmm.cuda_table import CudaTable, DriverPointers, cuda_table, driver_pointers
 from vmm.device_store import DeviceSlot
+from vmm.device_timer import DeviceTimer
 from vmm.driver import MemoryFault
 from vmm.files import default_directory
 from vmm.machine import memory_room
@@ -388,6 +389,7 @@ class CudaOps:
 
     def __init__(self, memory: CudaMemory) -> None:
         self.device = torch.device("cuda", memory.device_index)
+        self.timer = DeviceTimer(memory.streams)
         self._follow = memory.streams.follow
         self._observe_use = memory.streams.observe_use
 

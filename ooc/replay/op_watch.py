@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from vmm.device_timer import DeviceTimer
 from vmm.nvtx_ranges import marked
 
 if TYPE_CHECKING:
@@ -25,9 +26,11 @@ class OpWatch(Protocol):
 
     Attributes:
         device: Where tensors over the device's memory lie, as torch has it.
+        timer: Times what the device computes.
     """
 
     device: torch.device
+    timer: DeviceTimer
 
     def begins(self, func: Any, operands: Iterable[VariableRecord], written: Container[int]) -> None:
         """An op is about to run on demand; `written` are the addresses of operands that it changes."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from ooc.memory.counters import Counters
 from ooc.memory.record import VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.op_watch import OpWatch, Range
@@ -73,6 +75,25 @@ class RerunDevice:
         with self._watch.on_stream(recipe.stream):
             self._watch.runs_again(f"{recipe.func}, run again", reads=reads, writes=writes, births=births)
             yield
+
+    @contextlib.contextmanager
+    def timed(self, counters: Counters) -> Iterator[None]:
+        """Within the block ops are run again: what that takes is counted, on a device once it has ended there."""
+        if self._watch is None:
+            started = time.monotonic_ns()
+            try:
+                yield
+            finally:
+                counters.recompute_ns += time.monotonic_ns() - started
+            return
+        self.count(counters)
+        with self._watch.timer.timing():
+            yield
+
+    def count(self, counters: Counters) -> None:
+        """Count what has ended on the device by now."""
+        if self._watch is not None:
+            counters.recompute_ns += self._watch.timer.take_ns()
 
     def copy_bytes(self, source: Range, target: Range) -> None:
         """Copy bytes within the device, behind all ops so far."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -244,7 +243,6 @@ class Reruns:
         return True
 
     def _play(self, executable: ExecutablePlan, rerun: PlannedRerun) -> None:
-        started = time.monotonic_ns()
         manager = self._manager
         for other in (*rerun.waits, *(w for residency in rerun.kept.values() for w in residency.waits)):
             if other.transfer is not None:
@@ -264,7 +262,8 @@ class Reruns:
                 self._ghosts[index] = record
             manager.space.map(record.reservation, residency.runs)
         try:
-            self._run(executable, rerun)
+            with self._device.timed(manager.counters):
+                self._run(executable, rerun)
         except BaseException as error:
             for record in made:
                 record.discarded()
@@ -278,7 +277,6 @@ class Reruns:
         counters.recomputed_nbytes += sum(residency.variable.nbytes for residency in rerun.kept.values())
         for index in [v for v in self._holds if executable.reruns.held_until.get(v, -1) <= rerun.before_op]:
             del self._holds[index]
-        counters.recompute_ns += time.monotonic_ns() - started
         if manager.debug:
             self._compare(executable, rerun)
 
@@ -388,11 +386,12 @@ class Reruns:
 
     def run_now(self, remake: Remake) -> None:
         """Carry out a remake. Raises `RerunLost`."""
-        started = time.monotonic_ns()
-        try:
+        with self._device.timed(self._manager.counters):
             remake.run(self._manager, self._allocator, self._device)
-        finally:
-            self._manager.counters.recompute_ns += time.monotonic_ns() - started
+
+    def count_times(self) -> None:
+        """Count what re-runs have taken so far; on a device those that have ended by now."""
+        self._device.count(self._manager.counters)
 
 
 def _writes(op: Op, variable: int) -> bool:

@@ -22,6 +22,7 @@ from ooc.devices.detach import abandon_tensors, become_ordinary
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from vmm.device_streams import DeviceStreams
+from vmm.device_timer import DeviceTimer
 from vmm.testing.fake_cuda import FakeCuda
 from vmm.torch_cpu import GRANULE_NBYTES, cpu_allocator
 
@@ -213,6 +214,7 @@ class FakeOps:
     def __init__(self, memory: FakeKernels, manager: ResidencyManager) -> None:
         self._memory = memory
         self._manager = manager
+        self.timer = DeviceTimer(memory.streams)
 
     def begins(self, func: Any, operands: Iterable[VariableRecord], written: Container[int]) -> None:
         """As `OpWatch.begins`."""

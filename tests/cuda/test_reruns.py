@@ -66,6 +66,7 @@ def train(case: Case, *, seed: int = 0, eagerness: float = 0.1, is_slow: bool = 
             "modes": [row["mode"] for row in session.report()["steps"]],
             "num_reruns": counters.num_reruns,
             "rows": session.steps.rows,
+            "recompute_s": sum(row.recompute_s for row in session.steps.rows),
             "num_trials": session.engine.runner.trials.num_trials,
         }
         actual.session = None
@@ -80,6 +81,7 @@ def test_bits_are_those_of_the_run_in_core(name: str, debug: bool) -> None:
     assert found["modes"][-2:] == ["planned", "planned"], found
     assert found["num_reruns"] > NUM_STEPS and found["num_trials"] > 5
     assert found["rows"][-1].recomputed_nbytes > 0
+    assert found["recompute_s"] > 0
 
 
 def _read_saved(training: Training, index: int, output: torch.Tensor) -> None:

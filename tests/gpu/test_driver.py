@@ -18,6 +18,7 @@ from vmm.cuda_calls import load_bindings
 from vmm.device_space import DeviceSpace
 from vmm.device_store import DeviceStore
 from vmm.device_streams import DeviceStreams
+from vmm.device_timer import DeviceTimer
 from vmm.host_blocks import HostBlocks
 from vmm.testing.fake_cuda import FakeCuda
 
@@ -140,3 +141,18 @@ def test_three_times_the_pool_goes_out_and_comes_back(bench: Bench, seed: int) -
         bench.fill(address, values[variable])
     for variable, chunk in inside.items():
         assert bench.value(bench.view(chunk)) == values[variable]
+
+
+def test_compute_work_is_timed(bench: Bench) -> None:
+    """By events with time stamps, and only those: the host has not waited when a stretch is not over."""
+    timer = DeviceTimer(bench.streams)
+    reservation = bench.space.reserve(bench.chunk_nbytes)
+    bench.space.map(reservation, ((0, 1),))
+    waited = bench.streams.num_host_waits
+    with timer.timing():
+        for value in range(5):
+            bench.fill(reservation.address, value)
+    assert bench.streams.num_host_waits == waited
+    bench.streams.observe_all()
+    assert timer.take_ns() > 0
+    assert timer.take_ns() == 0

@@ -61,6 +61,7 @@ _NUM_VALUES = {
     "cuMemHostAlloc": 1,
     "cuStreamCreate": 1,
     "cuEventCreate": 1,
+    "cuEventElapsedTime": 1,
     "cuDeviceGet": 1,
     "cuDeviceGetAttribute": 1,
     "cuDeviceGetCount": 1,
@@ -409,7 +410,7 @@ class FakeCuda:
     def cuEventCreate(self, flags: int) -> object:
         """An event."""
         _require(0 <= flags <= 3)
-        return names.CUhandle(self._work.create_event())
+        return names.CUhandle(self._work.create_event(is_timed=not flags & names.CUevent_flags.CU_EVENT_DISABLE_TIMING))
 
     @_call
     def cuEventDestroy(self, event: Any) -> None:
@@ -430,6 +431,16 @@ class FakeCuda:
         if it.act is not None and not it.act.is_done:
             raise CallRefused(CUresult.CUDA_ERROR_NOT_READY)
         self._work.host_learns(it.clock)
+
+    @_call
+    def cuEventElapsedTime(self, first: Any, last: Any) -> float:
+        """Milliseconds between two events. What has happened is said, and no order is learned from it."""
+        events = [self._work.event(it) for it in (first, last)]
+        if not all(it.is_timed and it.act is not None for it in events):
+            raise CallRefused(CUresult.CUDA_ERROR_INVALID_HANDLE)
+        if not all(it.act is not None and it.act.is_done for it in events):
+            raise CallRefused(CUresult.CUDA_ERROR_NOT_READY)
+        return (events[1].at_ns - events[0].at_ns) * 1e-6
 
     @_call
     def cuEventSynchronize(self, event: Any) -> None:

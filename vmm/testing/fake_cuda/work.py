@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -50,11 +51,13 @@ class FakeStream:
 class FakeEvent:
     """The last record of an event: what it stands for, and what has happened before it."""
 
-    __slots__ = ("act", "clock")
+    __slots__ = ("act", "at_ns", "clock", "is_timed")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_timed: bool) -> None:
         self.act: FakeAct | None = None
+        self.at_ns = 0
         self.clock: Clock = {}
+        self.is_timed = is_timed
 
 
 class Work:
@@ -119,10 +122,10 @@ class Work:
         if stream.queue:
             self._ending.append(stream)
 
-    def create_event(self) -> int:
+    def create_event(self, *, is_timed: bool) -> int:
         """A new event, never recorded: to wait for it is to wait for nothing."""
         handle = self._new_handle()
-        self.events[handle] = FakeEvent()
+        self.events[handle] = FakeEvent(is_timed=is_timed)
         return handle
 
     @property
@@ -162,7 +165,11 @@ class Work:
 
     def record(self, event: FakeEvent, stream: FakeStream) -> None:
         """Let the event stand for all of the stream so far."""
-        event.act = self.enqueue(stream, "record")
+
+        def stamp() -> None:
+            event.at_ns = time.monotonic_ns()
+
+        event.act = self.enqueue(stream, "record", [stamp])
         event.clock = stream.clock  # a stream's clock is replaced, never changed
 
     def wait(self, stream: FakeStream, event: FakeEvent) -> None:
