@@ -19,13 +19,21 @@ _DEAD_ENDS_PER_BUFFER = 0.5
 _RULES = ((1.0, 0.0), (0.0, 1.0), (0.5, 1.0), (1.0, 0.5), (1.0, 1.0))
 NUM_RULES = len(_RULES)
 
+# How much it counts that a buffer's sides meet those of the valley: in the first two turns of the rules, then at
+# random. On 20 tilings of 400 buffers, 40 short descents under the bound found 14 with 4, 11 with 1 (it does not
+# count), in part others; `search` ended 2.7 % above the bound on average with 1 alone, and 1.8 % with these.
+_FIRST_FIT_WEIGHTS = (1.0, 4.0)
+_FIT_WEIGHTS = (1.0, 2.0, 4.0, 16.0)
+
 
 class Descents:
     """Tries to fit a problem under capacities, descent by descent. Deterministic for a seed.
 
     Which buffer is tried first in a valley decides how fast a fit is found, and no one rule is good on all
-    problems. So the rules take turns, first as they are, then blurred at random. The lengths follow
-    Luby's sequence, which is within a logarithm of the best cut-off for any distribution of search times.
+    problems. So the rules take turns: first as they are, then with a preference for buffers that meet their
+    valley's sides (the fitness of skyline heuristics in strip packing; Wei et al. 2011), then blurred at random.
+    The lengths follow Luby's sequence, which is within a logarithm of the best cut-off for any distribution of
+    search times.
 
     Args:
         problem: What is to be placed.
@@ -66,6 +74,7 @@ class Descents:
             found = self.skyline.fit(
                 capacity,
                 priority=self._priority(),
+                fit_weight=self._fit_weight(),
                 max_dead_ends=1 + int(_DEAD_ENDS_PER_BUFFER * len(self.skyline.sizes) * length),
                 max_nodes=max_nodes,
                 out_of_time=out_of_time,
@@ -77,10 +86,15 @@ class Descents:
             return None
         return tuple(offset * self.unit for offset in found)
 
+    def _fit_weight(self) -> float:
+        """For `Skyline.fit`."""
+        turn = (self._num_rounds - 1) // NUM_RULES
+        return _FIRST_FIT_WEIGHTS[turn] if turn < len(_FIRST_FIT_WEIGHTS) else self._random.choice(_FIT_WEIGHTS)
+
     def _priority(self) -> list[float]:
         turn, rule = divmod(self._num_rounds - 1, NUM_RULES)
         by_size, by_duration = _RULES[rule]
-        blur = self._random.uniform(0.3, 1.0) if turn else 0.0
+        blur = self._random.uniform(0.3, 1.0) if turn >= len(_FIRST_FIT_WEIGHTS) else 0.0
         skyline = self.skyline
         return [
             size**by_size * (last - first) ** by_duration * math.exp(self._random.gauss(0.0, blur))

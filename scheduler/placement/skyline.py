@@ -85,9 +85,14 @@ class _Node:
 
 @dataclass(slots=True, kw_only=True)
 class _Branch:
-    """The branches of one section: buffers `inside` that can go there now, and the next floor, if it is legal."""
+    """The branches of one section: buffers `inside` that can go there now, and the next floor, if it is legal.
+
+    The valley is the sections `[first, last)`.
+    """
 
     section: int
+    first: int
+    last: int
     floor: int
     inside: int
     lifted: int
@@ -137,6 +142,7 @@ class Skyline:
         capacity: int,
         *,
         priority: Sequence[float],
+        fit_weight: float = 1.0,
         max_dead_ends: int,
         max_nodes: int = 1 << 62,
         out_of_time: Callable[[], bool] = lambda: False,
@@ -146,6 +152,8 @@ class Skyline:
         Args:
             capacity: What the highest end may be.
             priority: Of the buffers that could be placed next, the one with the highest is tried first.
+            fit_weight: The priority of one that begins or ends with its valley is multiplied by this, for each side;
+                once more where it is level with the wall of that side.
             max_dead_ends: States without a legal branch to run into.
             max_nodes: States to look at.
             out_of_time: Asked every 64 states.
@@ -158,7 +166,7 @@ class Skyline:
         if self._failed_capacity != capacity:
             self._failed.clear()
             self._failed_capacity = capacity
-        self.capacity, self.priority = capacity, priority
+        self.capacity, self.priority, self.fit_weight = capacity, priority, fit_weight
         self.floor = [0] * self.num_sections
         self.unplaced = list(self.total)
         self.offsets = [0] * len(self.sizes)
@@ -237,7 +245,7 @@ class Skyline:
         if branch is None or key in self._failed:
             self._unsettle(settled)
             return None
-        options: list[int | None] = list(self._distinct(branch.inside))
+        options: list[int | None] = list(self._distinct(branch, part))
         if branch.may_lift:
             options.append(None)
         return _Node(
@@ -250,10 +258,23 @@ class Skyline:
             options=iter(options),
         )
 
-    def _distinct(self, mask: int) -> list[int]:
-        """The buffers of `mask` in order of priority, one of each kind."""
-        kinds = {(self.first[i], self.last[i], self.sizes[i]): i for i in _bits(mask)}
-        return sorted(kinds.values(), key=lambda i: -self.priority[i])
+    def _distinct(self, branch: _Branch, part: _Part) -> list[int]:
+        """The buffers that can go there, in order of priority, one of each kind."""
+        kinds = {(self.first[i], self.last[i], self.sizes[i]): i for i in _bits(branch.inside)}
+        if self.fit_weight == 1:
+            return sorted(kinds.values(), key=lambda i: -self.priority[i])
+        left = self.floor[branch.first - 1] if branch.first > part.start else self.capacity
+        right = self.floor[branch.last] if branch.last < part.stop else self.capacity
+
+        def rank(index: int) -> float:
+            top, weight = branch.floor + self.sizes[index], self.priority[index]
+            if self.first[index] == branch.first:
+                weight *= self.fit_weight ** (1 + (top == left))
+            if self.last[index] == branch.last:
+                weight *= self.fit_weight ** (1 + (top == right))
+            return -weight
+
+        return sorted(kinds.values(), key=rank)
 
     def _try_next(self, node: _Node) -> bool:
         for index in node.options:
@@ -325,7 +346,15 @@ class Skyline:
                     rank = (count + may_lift, slack, floor)
                     if rank < best_rank:
                         best_rank = rank
-                        best = _Branch(section=k, floor=floor, inside=here, lifted=lifted, may_lift=may_lift)
+                        best = _Branch(
+                            section=k,
+                            first=first,
+                            last=last,
+                            floor=floor,
+                            inside=here,
+                            lifted=lifted,
+                            may_lift=may_lift,
+                        )
                 if len(settled) > num_settled:  # the valley has changed: look again at what is left of it
                     best, best_rank = None, (len(self.sizes) + 2, 0, 0)
                     last = part.start

@@ -505,9 +505,18 @@ def test_while_a_capacity_is_out_of_reach_the_best_height_goes_on_falling(monkey
         return None if height == CAPACITY and not limits["is_short"] else attempt(self, height, **limits)
 
     monkeypatch.setattr(Descents, "attempt", unlucky)
-    found = exact(problem, max_nodes=15_000)
+    found = exact(problem, max_nodes=60_000)
     require_valid(problem, found)
     assert found.height < search(problem).height
+
+
+@pytest.mark.parametrize("seed", [2, 8])
+def test_buffers_that_fit_their_valley_come_first_in_a_tiling(seed: int) -> None:
+    """Without that preference `search` ended 5.3 and 4.9 % above the rectangle's height; with it 1.0 and 2.4 %."""
+    problem = tiled(seed, num_buffers=400)
+    found = search(problem)
+    require_valid(problem, found)
+    assert found.height <= 1.03 * lower_bound(problem)
 
 
 def test_the_tightest_gap_is_a_placement_too() -> None:
