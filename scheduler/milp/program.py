@@ -42,6 +42,7 @@ class Status(Enum):
     ROUNDED = "rounded from the relaxation; feasible, with its gap"
     NONE = "the search was up, and no schedule had been found"
     INFEASIBLE = "no schedule fits the budget and the deadline"
+    TOO_LONG = "every schedule takes longer than what is known already"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,8 @@ class Request:
         node_limit: Nodes of the solver's search; None for no limit. The same everywhere, unlike a limit in seconds.
         time_limit_s: The solver's; None for no limit. Where it strikes, the answer depends on the machine's speed.
         relative_gap: A schedule proven to be this close to the best is good enough.
+        limit_s: With objective "time": what takes as long as this is of no use, so that rounding ends where the
+            relaxation does.
     """
 
     budget_nbytes: float
@@ -68,6 +71,7 @@ class Request:
     node_limit: int | None = None
     time_limit_s: float | None = 60.0
     relative_gap: float = 1e-4
+    limit_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

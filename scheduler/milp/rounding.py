@@ -14,6 +14,7 @@ import numpy as np
 
 from scheduler.milp.graph import Graph
 from scheduler.milp.program import (
+    Answer,
     Matrix,
     Program,
     Request,
@@ -48,6 +49,8 @@ def solve_by_rounding(graph: Graph, request: Request) -> Solution:
             break
         if allowance == 1.0 and answer.bound is not None:
             bound = answer.bound * program.objective_unit
+        if _is_too_long(answer, program, request):
+            return Solution(status=Status.TOO_LONG, bound=bound, was_cut_off=was_cut_off)
         _, kept = program.fractions(answer.values)
         for threshold in _THRESHOLDS:
             schedule = schedule_keeping(kept >= threshold, graph, request)
@@ -64,6 +67,13 @@ def solve_by_rounding(graph: Graph, request: Request) -> Solution:
         if best is not None:
             break
     return replace(best or Solution(status=Status.NONE, bound=bound), was_cut_off=was_cut_off)
+
+
+def _is_too_long(answer: Answer, program: Program, request: Request) -> bool:
+    """Whether no schedule within this share of the budget, or a smaller one, takes less than the caller's limit."""
+    if request.limit_s is None or request.objective != "time" or answer.bound is None:
+        return False
+    return answer.bound * program.objective_unit >= request.limit_s
 
 
 def _judge(schedule: Schedule, graph: Graph, request: Request) -> float | None:

@@ -48,7 +48,7 @@ def plan_by_program(
         notes: Gets one line that says how the plan came about, unless the program was solved and fitted as it is.
 
     Raises:
-        Stuck: Nothing that was found fits.
+        Stuck: Nothing that was found fits, or everything takes longer than the request's limit.
     """
     facts = Facts(trace, machine)
     if not trace.ops:
@@ -57,6 +57,8 @@ def plan_by_program(
     notes = [] if notes is None else notes
     for allowance in _ALLOWANCES:
         solution = _solve(merged, replace(request, budget_nbytes=machine.budget_nbytes * allowance), exact=exact)
+        if solution.status is Status.TOO_LONG:
+            raise Stuck(0, (), ())
         if solution.schedule is None:
             break
         try:

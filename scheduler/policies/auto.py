@@ -391,7 +391,8 @@ class _Search:
             if len(self.trace.ops) > (_MOST_OPS_FOR_QUICK if policy in _QUICK else _MOST_OPS_FOR_OTHERS):
                 continue
             taken = inspect.signature(policy.schedule).parameters
-            asked = {**parameters, "search_smallest": False}  # nobody reads a refusal
+            known_ns = min((found.duration_ns for found in self.candidates), default=None)
+            asked = {**parameters, "search_smallest": False, "limit_ns": known_ns}  # nobody reads a refusal
             own = {name: value for name, value in asked.items() if name in taken}
             try:
                 tuned = policy.tune(self.trace, self.machine, own) if hasattr(policy, "tune") else own

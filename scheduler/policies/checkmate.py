@@ -29,6 +29,7 @@ def schedule(
     wrap: bool = True,
     notes: list[str] | None = None,
     search_smallest: bool = True,
+    limit_ns: int | None = None,
 ) -> tuple[Residency, ...]:
     """The least recomputation.
 
@@ -43,6 +44,8 @@ def schedule(
         wrap: Whether variables may stay in memory over the boundary of a cyclic step.
         notes: Gets how the solve ended where it is not proven the best: the gap, or that there is no schedule.
         search_smallest: Whether a refusal names a budget that works, which takes up to 20 attempts.
+        limit_ns: A step that takes as long as this is of no use to the caller, and is refused where that is
+            known before the plan is made.
 
     Raises:
         BudgetTooSmall: Recomputation alone does not fit the budget.
@@ -56,6 +59,7 @@ def schedule(
             node_limit=node_limit,
             time_limit_s=time_limit_s,
             relative_gap=1e-3,
+            limit_s=None if limit_ns is None else limit_ns / 1e9,
         )
         return plan_by_program(
             trace,

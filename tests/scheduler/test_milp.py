@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,21 @@ def test_rounded_schedules_keep_the_rules_and_the_bound_holds(seed: int, paging:
     assert best.objective is not None
     assert rounded.bound <= best.objective * (1 + 1e-6)
     assert rounded.objective >= best.objective * (1 - 1e-3)
+
+
+def test_rounding_ends_where_every_schedule_takes_as_long_as_what_is_known() -> None:
+    """`auto` knows a plan already when it asks the programs, which took most of its time and lost."""
+    graph = poet_graph("linear", "m4")
+    request = Request(budget_nbytes=4065.6, objective="time", charge_paging=True)
+    plain = solve_by_rounding(graph, request)
+    assert plain.bound is not None
+    beyond = solve_by_rounding(graph, replace(request, limit_s=plain.bound * (1 - 1e-9)))
+    assert beyond.status is Status.TOO_LONG
+    assert beyond.schedule is None
+    within = solve_by_rounding(graph, replace(request, limit_s=plain.bound * 1.01))
+    assert (within.status, within.objective) == (plain.status, plain.objective)
+    energy = replace(request, objective="energy")
+    assert solve_by_rounding(graph, replace(energy, limit_s=0.0)).status is solve_by_rounding(graph, energy).status
 
 
 @settings(max_examples=40, deadline=None)
