@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from ooc.tracing.recorder import OpLog
+from ooc.tracing.op_log import OpLog
 
 
 class Dispatcher(Protocol):

@@ -11,10 +11,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ooc.memory.foresight import Allocation, StepUses
 from ooc.memory.record import VariableRecord
+from ooc.tracing.op_log import OpLog
 from scheduler.budget import smallest_num_chunks
 from scheduler.plan import Machine
 from scheduler.trace import Op, Trace, Use, Variable
@@ -23,23 +24,6 @@ from vmm.torch_cpu import ALLOC, GRANULE_NBYTES, Event
 
 Origin = tuple[str, int, int]
 """Where a variable was born: a sequence's family, a step position, and which of the allocations there it was."""
-
-
-class OpLog(Protocol):
-    """Ops that ran on demand natively, since it was made or last taken: native/op_log.h."""
-
-    def __len__(self) -> int:
-        """How many."""
-
-    def take(self) -> list[tuple[Any, str, list[int], list[int], list[int], int, bool]]:
-        """Take them, oldest first: op, call site, operands with repeats, those written, results, ns, replayable."""
-
-    def signature(self, start: int) -> int:
-        """Continue a hash of which ops there were."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether native code has seen the step's first op that touches a variable."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from ooc.memory.record import VariableRecord
 from ooc.tracing.call_sites import CallSites
-from ooc.tracing.recorder import OpLog, OpRecord, StepRecorder
+from ooc.tracing.op_log import OpLog
+from ooc.tracing.recorder import OpRecord, StepRecorder
 
 MOST_HEAD_OPS = 512
 """So many ops at the head of a plan may touch no variable: those of a loader that makes a batch, sample by sample."""
