@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,9 @@ import numpy.typing as npt
 from ooc.memory.protocols import Store
 from scheduler.plan import Machine
 from scheduler.trace import Trace
+
+_MOST_STEPS = 8
+"""So many of the latest steps tell how long ops take."""
 
 
 class OpTimings:
@@ -21,7 +25,7 @@ class OpTimings:
 
     def __init__(self) -> None:
         self.num_played = 0
-        self._best_ns: npt.NDArray[np.int64] | None = None
+        self._op_ns: deque[npt.NDArray[np.int64]] = deque(maxlen=_MOST_STEPS)
         self._start: tuple[int, int, int, int] | None = None
 
     def __repr__(self) -> str:
@@ -33,30 +37,33 @@ class OpTimings:
         self.num_played += 1
         if self.num_played == 1:
             self._start = _odometer(store)
-        elif self._best_ns is None:
-            self._best_ns = op_ns.copy()
         else:
-            self._best_ns = np.minimum(self._best_ns, op_ns)
+            self._op_ns.append(op_ns.copy())
 
     def timed(self, trace: Trace) -> Trace:
-        """The trace with each op's shortest time, which noise and first touches do not lengthen."""
-        if self._best_ns is None:
+        """The trace with each op's median time, of two the shorter: noise and first touches do not lengthen it much.
+
+        The shortest of many promises a step that never comes: each op is at its best in another one.
+        """
+        if not self._op_ns:
             return trace
-        times = self._best_ns.tolist()
+        times = np.sort(np.stack(self._op_ns), axis=0)[(len(self._op_ns) - 1) // 2].tolist()
         return replace(
             trace, ops=tuple(replace(op, duration_ns=max(ns, 0)) for op, ns in zip(trace.ops, times, strict=False))
         )
 
     def machine(self, before: Machine, store: Store) -> Machine:
-        """The machine with the rates seen since the first step, each way while it was busy.
+        """The machine with the rates seen since this was last asked for, each way while it was busy.
 
         They were had under the load that matters (ops computing, both ways busy), so no further
-        contention is assumed.
+        contention is assumed. A store that works in bursts is fast while little is asked of it: what was seen under
+        an earlier plan says little of what a new one will see.
         """
         if self._start is None:
             return before
+        start, self._start = self._start, _odometer(store)
         read_nbytes, read_ns, written_nbytes, write_ns = (
-            now - then for now, then in zip(_odometer(store), self._start, strict=True)
+            now - then for now, then in zip(self._start, start, strict=True)
         )
         if min(read_nbytes, read_ns, written_nbytes, write_ns) <= 0:
             return before
