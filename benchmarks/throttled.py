@@ -230,6 +230,7 @@ def main() -> int:
     options = _parse()
     # So that control groups are removed on `timeout` and `kill`, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    os.environ["OOC_PLAN_CACHE"] = "off"  # a plan kept from another rate would be the first one
     options.out.mkdir(parents=True, exist_ok=True)
     variants = [v for v in VARIANTS if v == "stock" or not options.variant or v in options.variant]
     rows: list[Row] = []

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from ooc.memory.record import State
+from ooc.memory.residency import ResidencyManager
 from ooc.replay import plan_change
 from ooc.replay.plan_switch import Handover
 from ooc.replay.reruns import Reruns
@@ -62,6 +64,24 @@ def test_the_step_goes_on_with_another_plan(name: str, num_chunks: int, depth: i
     rows = train(name, num_chunks, depth)
     assert [row["mode"] for row in rows[AT - 1 :]] == ["planned"] * 4
     assert all(row["num_reruns"] > 0 for row in rows[AT - 1 :])
+
+
+def test_addresses_show_what_is_there_after_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resident variable's address shows its chunks, not those of the plan's start; one that is discarded nothing."""
+    carry_out, seen = Handover.carry_out, []
+
+    def checked(self: Handover, manager: ResidencyManager, *arguments: Any) -> Any:
+        bound = carry_out(self, manager, *arguments)
+        for record in self.records.values() if bound is not None else ():
+            if record.state in (State.RESIDENT, State.DISCARDED):
+                shown = record.reservation.runs
+                assert shown == (record.runs if record.state is State.RESIDENT else None), record
+                seen.append(record.state)
+        return bound
+
+    monkeypatch.setattr(Handover, "carry_out", checked)
+    train("convolutions", 51, 0)
+    assert {State.RESIDENT, State.DISCARDED} == set(seen)
 
 
 def test_without_a_way_over(monkeypatch: pytest.MonkeyPatch) -> None:
