@@ -100,9 +100,15 @@ _MOST_OPS_FOR_FEWEST = 10_000
 # Of so many of the fastest candidates the choice of gaps is taken over, and placed in time by our own rules.
 _MOST_ADOPTED = 6
 
-# Where our own choices stall for a larger share of the step, training waits for `capuchin`'s, too, if the step has at
-# most so many ops: a tenth of the time of the whole search. It is ahead by up to 15 % where links are the limit.
+# With more ops, training waits for so many choices only, and for no placement to be coloured before the next: estimates
+# say when ops start.
+_MOST_OPS_WITH_CARE = 500
+_MOST_IN_HASTE = 3
+
+# Where no plan stalls for a larger share of the step, paging and re-runs in one walk are not tried.
 _MUCH_STALL = 0.02
+
+# The most ops of a step for which others' choices are placed by our rules.
 _MOST_OPS_FOR_ANOTHER = 2_500
 
 # So many candidates at most are coloured as the finished plan will be, the fastest first. While training waits, fewer
@@ -159,13 +165,15 @@ def schedule(
     if not trace.ops:
         return residencies_of(chains, (), trace)
     search = _Search(trace, machine, chains, pinned_chunks(trace, machine, pins))
+    search.in_haste = not thorough and len(trace.ops) > _MOST_OPS_WITH_CARE
     if search.is_long:
         search.try_few_choices()
     else:
         search.try_choices()
     recompute = recompute and any(op.replayable for op in trace.ops)
     if not thorough:
-        if search.stalls_much and len(trace.ops) <= _MOST_OPS_FOR_ANOTHER:
+        if not search.is_good and not search.is_long:
+            # A third of our own choices' time; ahead by up to 15 % where links are the limit, by 1 % where remaps are.
             search.try_others((capuchin,), {"wrap": wrap, "recompute": False})
         few = min(_MOST_FINALS, max(_MOST_OPS_COLOURED // len(trace.ops), 2))
         best = search.fastest(most_finals=few) if search.is_long else _best_with_slack(search)
@@ -195,14 +203,25 @@ def _best_with_slack(search: _Search) -> Evaluation | None:
     best = min(search.candidates, key=lambda found: found.rank, default=None)
     if best is None or not best.num_remapped_chunks:
         return best
+    if search.best is None:
+        return search.fastest(most_finals=_MOST_FINALS)
     machine = search.machine
     slack = _Search(
         search.trace, replace(machine, num_chunks=int(machine.num_chunks * _SLACK)), search.chains, search.pinned
     )
-    slack.try_choices()
-    proposals = [own.proposal for own in (best, slack.best) if own is not None]
-    finals = [evaluate(proposal, search.trace, machine, is_final=True) for proposal in proposals]
-    return min((f for f in finals if not isinstance(f, Shortage)), key=lambda f: f.rank, default=best)
+    slack.in_haste = search.in_haste
+    if search.in_haste:
+        reserve, by_length = search.best_choice
+        slack.try_choice(reserve, by_length=by_length)
+    else:
+        slack.try_choices()
+    fastest: Evaluation | None = None
+    for own in sorted((*search.candidates, *([slack.best] if slack.best else [])), key=lambda found: found.rank):
+        if fastest is None or own.simulation.duration_ns < fastest.duration_ns:
+            final = evaluate(own.proposal, search.trace, machine, is_final=True)
+            if not isinstance(final, Shortage) and (fastest is None or final.rank < fastest.rank):
+                fastest = final
+    return fastest or best
 
 
 def _smaller_budgets(trace: Trace, machine: Machine) -> list[int]:
@@ -224,6 +243,8 @@ class _Search:
         self.chains = chains
         self.pinned = pinned
         self.best: Evaluation | None = None
+        self.best_choice = _CANDIDATES[0]
+        self.in_haste = False
         self.fallback: tuple[Residency, ...] = ()
         self.considered: list[Evaluation] = []
         self.num_tried = 0
@@ -240,7 +261,7 @@ class _Search:
         """Whether another candidate could not save a time worth the search, or the search took long enough."""
         if self.num_tried >= self.most_tried or self.num_in_vain >= _MOST_IN_VAIN:
             return True
-        return self.best is not None and self._is_good(self.best)
+        return self.is_good
 
     @property
     def is_perfect(self) -> bool:
@@ -249,9 +270,9 @@ class _Search:
         return any(found.duration_ns <= limit_ns for found in self.candidates)
 
     @property
-    def stalls_much(self) -> bool:
-        """Whether the best so far waits for a share of the step that is worth another look."""
-        return self.best is None or self.best.duration_ns > (1 + _MUCH_STALL) * self.trace.duration_ns
+    def is_good(self) -> bool:
+        """Whether the best choice hardly waits, and needs no remaps."""
+        return self.best is not None and self._is_good(self.best)
 
     @property
     def candidates(self) -> list[Evaluation]:
@@ -324,7 +345,7 @@ class _Search:
 
     def try_choices(self) -> None:
         """Our own candidates, until another one is not worth its time."""
-        for reserve, by_length in _CANDIDATES:
+        for reserve, by_length in _CANDIDATES[:_MOST_IN_HASTE] if self.in_haste else _CANDIDATES:
             self.try_choice(reserve, by_length=by_length)
             if self.is_over:
                 break
@@ -347,9 +368,11 @@ class _Search:
                 return
 
     def _placed_by_estimate(self, num_chunks: int) -> tuple[Residency, ...]:
-        """A choice for so many chunks, placed within them by the times that it is estimated to have, if shorter."""
-        machine = replace(self.machine, num_chunks=num_chunks)
-        selection = self._chosen(num_chunks)
+        """A choice for so many chunks, placed within them."""
+        return self._placed_in_haste(self._chosen(num_chunks), replace(self.machine, num_chunks=num_chunks))
+
+    def _placed_in_haste(self, selection: Selection, machine: Machine) -> tuple[Residency, ...]:
+        """A choice placed within `machine`, by the times that it is estimated to have, if that is shorter."""
         proposal = self._placed(selection, self._unhindered_ns(), machine)
         times = estimate(proposal, self.trace, self.machine)
         if times.stall_ns <= _NO_STALL_AT_ALL * self.trace.duration_ns:
@@ -462,10 +485,16 @@ class _Search:
     def try_choice(self, reserve: float, *, by_length: bool) -> None:
         """Choose as if the budget were smaller by `reserve`, then place within the whole budget."""
         selection = self._chosen(int(self.machine.num_chunks * (1 - reserve)), by_length=by_length)
+        if self.in_haste:
+            if self._try(self._placed_in_haste(selection, self.machine)) is self.best:
+                self.best_choice = (reserve, by_length)
+            return
         op_start_ns = self._unhindered_ns()
         for _ in range(_ROUNDS):
             proposal = self._placed(selection, op_start_ns)
             outcome = self._try(proposal)
+            if outcome is not None and outcome is self.best:
+                self.best_choice = (reserve, by_length)
             if outcome is None or outcome is not self.best or self.is_over:
                 return
             op_start_ns = [*outcome.simulation.op_start_ns, outcome.simulation.duration_ns]

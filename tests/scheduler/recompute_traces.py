@@ -56,6 +56,29 @@ class Tape:
 
     def backward(self, result: int) -> Trace:
         """The step from the first call to the last gradient; each variable is freed after its last use."""
+        step, places, gradients = self._written(result)
+        step.op("results", 1, tuple(sorted(gradients.values())))
+        step.free(*sorted(gradients.values()))
+        if places[result] not in step.deaths:
+            step.free(places[result])
+        return _as_simulated(step.finish())
+
+    def trained(self, result: int, *, num_states: int) -> Trace:
+        """The same with an optimizer that has `num_states` variables a parameter; all may be away."""
+        step, places, gradients = self._written(result)
+        for v in sorted(self.weights & gradients.keys()):
+            states = tuple(step.carry(self.nbytes[v], "optimizer_state", "state") for _ in range(num_states))
+            taken = (places[v], gradients[v], *states)
+            step.op("update", max(self.nbytes[v] // 10, 1), taken, writes=(places[v], *states))
+        step.free(*sorted(gradients.values()))
+        if places[result] not in step.deaths:
+            step.free(places[result])
+        trace = step.finish()
+        made = (replace(op, replayable=op.name in ("forward", "backward", "add")) for op in trace.ops)
+        return replace(trace, ops=tuple(made))
+
+    def _written(self, result: int) -> tuple[_Step, dict[int, int], dict[int, int]]:
+        """Forward and backward; what each number became, and the gradients that are left."""
         step, places = _Step(), dict[int, int]()
         for v in sorted(self.weights):
             places[v] = step.carry(self.nbytes[v], "parameter", "weight")
@@ -72,11 +95,7 @@ class Tape:
         for i, call in reversed(list(enumerate(self.calls))):
             self._write_backward(step, places, gradients, call)
             step.free(*(places[v] for v in call.saved if first[v] == i and v not in self.weights))
-        step.op("results", 1, tuple(sorted(gradients.values())))
-        step.free(*sorted(gradients.values()))
-        if places[result] not in step.deaths:
-            step.free(places[result])
-        return _as_simulated(step.finish())
+        return step, places, gradients
 
     def _write_backward(self, step: _Step, places: dict[int, int], gradients: dict[int, int], call: _Call) -> None:
         """The gradients of a call's operands, added to what there is of them."""
