@@ -28,7 +28,8 @@ import numpy as np
 
 from scheduler.chains import Chain, Gap
 from scheduler.milp.from_trace import Power
-from scheduler.milp.program import Columns, Rows, Status, run_highs
+from scheduler.milp.highs import Columns, Rows, run_highs
+from scheduler.milp.program import Status
 from scheduler.plan import Machine
 from scheduler.reruns import ReplayGraph
 from scheduler.selection import Selection

@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from scheduler.milp.graph import Graph
+from scheduler.milp.highs import Answer
 from scheduler.milp.program import (
-    Answer,
     Matrix,
     Program,
     Request,
