@@ -57,7 +57,8 @@ def train(seed: int, model: str, budget: str, *, debug: bool = False) -> None:
 
 def test_training_asks_for_the_waits_that_are_disabled_below() -> None:
     with without(None) as asked:
-        train(0, "conv_stack", "quarter")
+        for model in ("conv_stack", "tied_frozen"):
+            train(0, model, "quarter")
     assert set(asked) >= {*IN_TRAINING, WaitRule.HOST_AFTER_TRANSFER}
 
 
