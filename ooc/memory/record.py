@@ -73,6 +73,7 @@ class VariableRecord:
             is asked for (`ooc.replay.elastic`).
         origin: Where it was born, if that was in the period before this one: the sequence's family, the position in
             the step, and which of the allocations there. None: longer ago, or not known.
+        birthplace: The same, however long ago.
         slot: Its place in the store, once it has one. Given by the residency manager.
         checksum: In debug mode, of the bytes that the store has.
         guard: Entry of its guard in `ooc.memory.guards`, or `NO_GUARD`. Changed there alone.
@@ -104,6 +105,7 @@ class VariableRecord:
         "_stored",
         "_transfer",
         "address",
+        "birthplace",
         "checksum",
         "guard",
         "is_workspace",
@@ -132,6 +134,7 @@ class VariableRecord:
         self.kind = ""
         self.label = ""
         self.origin: tuple[str, int, int] | None = None
+        self.birthplace: tuple[str, int, int] | None = None
         self._state = State.AWAY
         self._runs: Runs = ()
         self._stored = False

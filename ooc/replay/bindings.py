@@ -9,6 +9,7 @@ both. A record that outlives its plan variable is evicted, and managed on demand
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from ooc.memory.record import State, VariableRecord
@@ -64,10 +65,14 @@ class Bindings:
                 taken.add(record.serial)
         by_rank: dict[tuple[int, int | None], VariableRecord] = {}
         by_origin: dict[tuple[str, int, int], VariableRecord] = {}
+        num_born: Counter[tuple[str, int, int]] = Counter()
         for record in records.values():
             by_rank[record.nbytes, ranks[record.serial]] = record
             if record.origin is not None:
                 by_origin[record.origin] = record
+            if record.birthplace is not None:
+                num_born[record.birthplace] += 1
+        by_birthplace = {r.birthplace: r for r in records.values() if r.birthplace and num_born[r.birthplace] == 1}
         for variable in executable.variables:
             if variable.predecessor is None and not variable.is_standing:
                 continue
@@ -76,6 +81,10 @@ class Bindings:
                 continue
             origin = variable.predecessor.origin if variable.predecessor is not None else None
             record = by_origin.get(origin) if executable.is_elastic and origin is not None else None
+            if record is None and not variable.is_elastic and origin is not None:
+                # Others of its size may have come since, as another network's gradients: it has another rank then.
+                record = by_birthplace.get(origin)
+                record = record if record is not None and record.nbytes == variable.nbytes else None
             if record is None and not variable.is_elastic:
                 record = by_rank.get((variable.nbytes, variable.rank))
             may_be = record is not None and record.seen and variable.has_room(record.nbytes)
@@ -371,7 +380,7 @@ class Bindings:
             note_present_nbytes(executable, variable)
             executable.variable_alive[variable.index] = 0
             record.serial = manager.next_serial()
-            record.origin = variable.origin
+            record.origin = record.birthplace = variable.origin
             successor.record = record
             if variable.double_buffered:
                 spare = spares[variable.index]
@@ -447,6 +456,8 @@ class Bindings:
         self._allocator.bind(record.address, -1)
         record.variable_index = -1
         record.serial = manager.next_serial()
+        if variable.is_born:
+            record.birthplace = variable.origin
         if record.state is State.RESIDENT:
             record.released()
         trim(manager, record)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 _MOST_KEYS = 8
 """The longest context: patterns of up to eight steps are told apart."""
+_SURE = 2
+"""What alone has followed a context so often follows it again, however often shorter contexts went on otherwise."""
 _MOST_PASTS = 512
 """Contexts (the keys before a step) that are remembered: steps that are never the same must not fill memory."""
 
@@ -60,6 +62,7 @@ class SequencePredictor:
 
         Of all contexts that match now, the one with the most probable follower decides, where contexts seen seldom
         count for less; of equally probable ones, the longest. Of followers seen equally often, the one seen last.
+        So the one step in six that is another one is expected from its third time on.
         """
         best: tuple[float, int, str] | None = None
         recent = tuple(self._recent)
@@ -69,7 +72,8 @@ class SequencePredictor:
                 continue
             count = max(followers.values())
             key = next(key for key in reversed(followers) if followers[key] == count)
-            sureness = count / (sum(followers.values()) + 1)
+            total = sum(followers.values())
+            sureness = 1.0 if count == total >= _SURE else count / (total + 1)
             if best is None or (sureness, len(past)) > best[:2]:
                 best = sureness, len(past), key
         if best is not None:

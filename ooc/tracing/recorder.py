@@ -274,6 +274,8 @@ class RecordedStep:
         for address, record in records.items():
             event = born.get(address)
             record.origin = (self.family, event.position, event.ordinal) if event and event.ordinal else None
+            if event:
+                record.birthplace = record.origin
 
     def build(self) -> Observed:
         """The step as it was observed."""

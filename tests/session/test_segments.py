@@ -171,6 +171,38 @@ def test_two_optimizers_in_any_alternation_are_planned() -> None:
     assert planned_share(rows[16:]) > 0.8
 
 
+def test_a_critic_and_its_generator_are_planned() -> None:
+    """Several steps of one network, then one of the other: each is on its plan again right after the other's.
+
+    Remedy: `VariableRecord.birthplace`. By size and age alone the critic's plan takes the generator's gradients for its
+    own, which are as large, and younger; and each first critic step after a generator's leaves it.
+    """
+
+    def program() -> list[Any]:
+        generator, critic = model(0, 2), model(1, 2)
+        ours, theirs = (torch.optim.AdamW(net.parameters(), lr=1e-3) for net in (generator, critic))
+        out = []
+        for index in range(15):
+            theirs.zero_grad()
+            mixed = (0.5 * generator(batch(index)) + batch(100 + index)).detach().requires_grad_()
+            value = critic(mixed)
+            (slope,) = torch.autograd.grad(value.mean(), mixed, create_graph=True)
+            loss = value.mean() + (slope.norm(2, dim=1) - 1).square().mean()
+            loss.backward()
+            theirs.step()
+            out.append(loss.item())
+            if index % 3 == 2:
+                ours.zero_grad()
+                score = -critic(generator(batch(200 + index))).mean()
+                score.backward()
+                ours.step()
+                out.append(score.item())
+        return out + digest(generator, critic)
+
+    rows = run(program)
+    assert [rows[index].mode for index in (4, 8, 12, 16)] == ["planned"] * 4
+
+
 def test_closures_of_any_number_are_planned() -> None:
     def program() -> list[Any]:
         net = model(0, 3)
