@@ -6,19 +6,24 @@ wait although its links have time enough in total; `scheduler.cost.bounds` adds 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from scheduler.budget import IntArray, Pin, pinned_chunks, pins_of
-from scheduler.cost.links import most_bytes_per_s
+from scheduler.cost.links import slowdown
 from scheduler.plan import Machine
 from scheduler.trace import Trace
 
 FloatArray = npt.NDArray[np.float64]
 
 # Moments that windows may begin and end at. With fewer than there are ops the bound still holds, and is seldom lower.
-# It takes 10 to 70 ms of a processor for each of the recorded steps.
+# It takes 50 to 350 ms of a processor for each of the recorded steps.
 _MOST_MOMENTS = 400
+
+# Sizes of variables that room is counted in, beside chunks: those that most bytes are in.
+_MOST_SIZES = 2
 
 
 def least_wait_ns(trace: Trace, machine: Machine, exempt: frozenset[int], *, discards: bool) -> int:
@@ -41,7 +46,18 @@ def least_wait_ns(trace: Trace, machine: Machine, exempt: frozenset[int], *, dis
     so, is moved while none of them runs: in the waits before the ops after `a` up to `b` (re-runs count as waits).
 
     Both: what must be loaded and what must be written in one window are different transfers. Where the links share a
-    rate, they share it in that window, too.
+    rate, they share it in that window, too: with `k` such that both at once take `1 + k` of the time of the longer
+    alone, neither `in + k * out` nor `k * in + out`, in seconds of each link alone, grows faster than time does.
+
+    Whole variables: a variable is in memory at a moment or is not. For any size `u`, those in memory there have
+    `sum(floor(chunks / u)) <= floor(room / u)`, since the left side is whole; so have those that are under way while
+    an op runs. So all of the above holds with sizes and rooms rounded down to multiples of `u`: with room for 5.9
+    variables of one size, one more moves. Taken for chunks themselves, and for the sizes of most bytes.
+
+    Latency: each transfer has its own, in which its link moves nothing, and all of it falls into the window that the
+    transfer is counted in. A transfer of at least `u` is charged for it; the room at a moment or beside an op holds
+    at most `floor(room / u)` of such. While one link is in its latency the other is not slowed down: in
+    `in + k * out` a load's counts `1 - k` of its time and a write's nothing. In `k * in + out` only a write's counts.
 
     The bound is the least sum of waits that gives every window its own: a linear program whose rows are intervals.
     Windows that follow one another share no wait, so the waits of any chain of them add up; and the largest such sum,
@@ -56,6 +72,21 @@ def least_wait_ns(trace: Trace, machine: Machine, exempt: frozenset[int], *, dis
     if not trace.ops:
         return 0
     return _Windows(trace, machine, exempt, discards=discards).longest_ns()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """A measure of the links' work that grows by no more than a second a second.
+
+    Attributes:
+        load, write: What a second of each link, alone, counts.
+        load_latency_s, write_latency_s: What a transfer's latency counts.
+    """
+
+    load: float = 0.0
+    write: float = 0.0
+    load_latency_s: float = 0.0
+    write_latency_s: float = 0.0
 
 
 class _Windows:
@@ -75,15 +106,18 @@ class _Windows:
         self.free = machine.budget_nbytes - np.array(
             [int(self.chunk_nbytes[own].sum()) for own in self.pinned], dtype=np.int64
         )
-        self.moved_in, self.moved_out, self.moved_both = self._movable()
         moves = [v not in exempt and variable.evictable for v, variable in enumerate(trace.variables)]
         self.moves = np.array(moves, dtype=np.bool_)
+        operands = [(index, u.variable) for index, op in enumerate(trace.ops) for u in op.uses if not u.writes]
+        self.operand_op, self.operand = np.array(operands, dtype=np.int64).reshape(-1, 2).T
         self.moments = self._moments()
         self.next_use, self.last_write = self._around_moments(pins)
         if discards:  # what is not used any more, and dies, need not be written
             dies = np.array([v.death_tick is not None for v in trace.variables], dtype=np.bool_)
             unused = self.next_use == len(trace.ops)
             self.last_write[unused & dies] = -1
+        self.uses_after = [self._uses_after(index) for index in range(len(self.moments) - 1)]
+        self.writes_before = [self._writes_before(index) for index in range(1, len(self.moments))]
 
     def _pinned_variables(self, pins: tuple[tuple[Pin, ...], ...]) -> list[list[int]]:
         """For each op what it pins at its worst tick; what can never be away is pinned by the last op, at all ticks."""
@@ -99,20 +133,45 @@ class _Windows:
                         found[op].append(v)
         return found
 
-    def _movable(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Bytes that can move in, out, and both ways together while the ops before each op run.
+    def _rooms(self, unit: int, weights: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """While each op runs: the most bytes that can arrive and that can leave, and the most transfers of `unit`."""
+        room = np.maximum(self.free, 0) // unit
+        operands = np.bincount(self.operand_op, weights[self.operand], len(room)).astype(np.int64)
+        num_operands = np.bincount(self.operand_op, self.chunk_nbytes[self.operand] >= unit, len(room)).astype(np.int64)
+        return room * unit, room * unit + operands, room, room + num_operands
 
-        The last entry: while all of them do.
+    def _movable(self, way: _Way, rooms: tuple[IntArray, ...]) -> tuple[FloatArray, FloatArray]:
+        """Seconds of work of one kind that each op can cover, as the first op of a window and as another.
+
+        Nothing that a window's first op changes is final while it runs, so that one covers loads only.
         """
-        trace, machine = self.trace, self.machine
-        durations_s = np.array([op.duration_ns for op in trace.ops], dtype=np.float64) / 1e9
-        operands = [sum(trace.variables[u.variable].nbytes for u in op.uses if not u.writes) for op in trace.ops]
-        room = np.maximum(self.free, 0).astype(np.float64)
-        inwards = np.minimum(durations_s * machine.load_bytes_per_s, room)
-        outwards = np.minimum(durations_s * machine.evict_bytes_per_s, room + np.array(operands, dtype=np.float64))
-        both = np.minimum(durations_s * most_bytes_per_s(machine), inwards + outwards)
-        in_sum, out_sum, both_sum = (np.concatenate([[0.0], np.cumsum(own)]) for own in (inwards, outwards, both))
-        return in_sum, out_sum, both_sum
+        machine = self.machine
+        durations_s = np.array([op.duration_ns for op in self.trace.ops], dtype=np.float64) / 1e9
+        arriving, leaving, num_in, num_out = rooms
+        inwards = way.load * arriving / machine.load_bytes_per_s + way.load_latency_s * num_in
+        outwards = way.write * leaving / machine.evict_bytes_per_s + way.write_latency_s * num_out
+        inwards, outwards = np.minimum(inwards, way.load * durations_s), np.minimum(outwards, way.write * durations_s)
+        return inwards, np.minimum(durations_s, inwards + outwards)
+
+    def _ways(self, *, latency: bool) -> tuple[_Way, ...]:
+        latency_s = self.machine.latency_ns / 1e9 if latency else 0.0
+        beside = min(2.0, 1.0 / slowdown(self.machine)) - 1.0
+        less_s = (1.0 - beside) * latency_s
+        return (
+            _Way(load=1.0, load_latency_s=latency_s),
+            _Way(write=1.0, write_latency_s=latency_s),
+            _Way(load=1.0, write=beside, load_latency_s=less_s),
+            _Way(load=beside, write=1.0, write_latency_s=less_s),
+        )
+
+    def _sizes(self) -> list[int]:
+        """Sizes of most bytes among what moves, all of them more than a chunk."""
+        sizes, which = np.unique(self.chunk_nbytes[self.moves], return_inverse=True)
+        if not len(sizes):
+            return []
+        total = np.bincount(which.ravel()) * sizes
+        order = np.argsort(-total, kind="stable")
+        return [int(sizes[i]) for i in order if sizes[i] > self.machine.chunk_nbytes][:_MOST_SIZES]
 
     def _moments(self) -> list[int]:
         num_ops = len(self.trace.ops)
@@ -162,53 +221,55 @@ class _Windows:
 
     def _waits_ns(self) -> FloatArray:
         """The wait in the window from each moment to each later one: for one way alone, or for both together."""
-        num_moments, machine = len(self.moments), self.machine
-        inwards, outwards = np.zeros((num_moments, num_moments)), np.zeros((num_moments, num_moments))
-        for index in range(num_moments - 1):
-            inwards[index, index + 1 :] = self._in_nbytes(index)
-            outwards[: index + 1, index + 1] = self._out_nbytes(index + 1)
+        found = self._waits_by_size(self.machine.chunk_nbytes, self._ways(latency=False))
+        for unit in self._sizes():
+            found = np.maximum(found, self._waits_by_size(unit, self._ways(latency=True)))
+        return found
+
+    def _waits_by_size(self, unit: int, ways: tuple[_Way, ...]) -> FloatArray:
+        """The same, with sizes and room in multiples of `unit`, and each transfer of at least that much charged."""
+        machine = self.machine
+        weights = np.minimum(self.nbytes, self.chunk_nbytes // unit * unit)
+        in_nbytes, out_nbytes = self._excess(weights, unit, unit)
+        in_counts, out_counts = self._excess((self.chunk_nbytes >= unit).astype(np.int64), unit, 1)
         last = np.array(self.moments, dtype=np.int64)[None, :]
-        first = np.maximum(np.array(self.moments, dtype=np.int64), 0)[:, None]
-        second = np.minimum(first + 1, len(self.trace.ops))
-        end = np.maximum(np.maximum(second, last), 0)  # nothing that a window's first op changes is final while it runs
-        end_of_both = np.maximum(last, first)
-        ways = (
-            (inwards, self.moved_in[end_of_both] - self.moved_in[first], machine.load_bytes_per_s),
-            (outwards, self.moved_out[end] - self.moved_out[second], machine.evict_bytes_per_s),
-            (
-                np.maximum(inwards, 0.0) + np.maximum(outwards, 0.0),
-                self.moved_both[end_of_both] - self.moved_both[first],
-                most_bytes_per_s(machine),
-            ),
-        )
-        found = np.zeros((num_moments, num_moments))
-        for needed, covered, bytes_per_s in ways:
-            found = np.maximum(found, np.floor((needed - covered) / bytes_per_s * 1e9))
+        first = np.clip(self.moments, 0, len(self.trace.ops) - 1)[:, None]
+        second = first + 1
+        rooms, found = self._rooms(unit, weights), np.zeros_like(in_nbytes)
+        for way in ways:
+            by_first, by_others = self._movable(way, rooms)
+            summed = np.concatenate([[0.0], np.cumsum(by_others)])
+            covered = np.where(last > first, by_first[first], 0.0) + summed[np.maximum(last, second)] - summed[second]
+            loads = way.load * in_nbytes / machine.load_bytes_per_s + way.load_latency_s * in_counts
+            writes = way.write * out_nbytes / machine.evict_bytes_per_s + way.write_latency_s * out_counts
+            needed = np.maximum(loads, 0.0) + np.maximum(writes, 0.0)
+            found = np.maximum(found, np.floor((needed - covered) * 1e9))
         return found
 
     def _alive(self, tick: int) -> npt.NDArray[np.bool_]:
         found: npt.NDArray[np.bool_] = (self.start <= tick) & (tick < self.stop)
         return found
 
-    def _in_nbytes(self, index: int) -> FloatArray:
-        """Bytes to be loaded in the windows from a moment to each later one; below 0 where there is room left."""
+    def _room(self, index: int) -> int:
+        """Bytes for what is in memory at a moment beside what its op pins."""
+        moment = self.moments[index]
+        if 0 <= moment < len(self.trace.ops):
+            return max(0, int(self.free[moment]))
+        return self.machine.budget_nbytes if self.trace.cyclic else 0
+
+    def _uses_after(self, index: int) -> tuple[IntArray, IntArray]:
+        """What must be in memory at a moment or be loaded after it, and before which op."""
         num_ops, moment = len(self.trace.ops), self.moments[index]
         following = self.next_use[index]
-        wanted = self.exists if moment < 0 else self._alive(self.trace.op_starts[moment])
-        wanted = wanted & self.moves & (following < num_ops)
-        needed = np.bincount(following[wanted], self.nbytes[wanted], num_ops + 1)
-        if moment < 0:
-            free = self.machine.budget_nbytes if self.trace.cyclic else 0
-        else:
-            free = int(self.free[moment])
-            there = [v for v in self.pinned[moment] if wanted[v]]  # in memory, beside what is free
-            needed -= np.bincount(following[there], self.chunk_nbytes[there], num_ops + 1)
-        ends = np.array(self.moments[index + 1 :], dtype=np.int64)
-        excess: FloatArray = (np.cumsum(needed)[ends] - free).astype(np.float64)
-        return excess
+        wanted = self.exists.copy() if moment < 0 else self._alive(self.trace.op_starts[moment])
+        wanted &= self.moves & (following < num_ops)
+        if moment >= 0:
+            wanted[self.pinned[moment]] = False  # in memory, beside what is free
+        found = np.flatnonzero(wanted)
+        return found, following[found]
 
-    def _out_nbytes(self, index: int) -> FloatArray:
-        """Bytes to be written in the windows from each earlier moment to one; below 0 where there is room left."""
+    def _writes_before(self, index: int) -> tuple[IntArray, IntArray]:
+        """What must be in memory at a moment or have been written by then, and after which op."""
         num_ops, moment = len(self.trace.ops), self.moments[index]
         written = self.last_write[index]
         if moment == num_ops:
@@ -216,14 +277,24 @@ class _Windows:
         else:
             wanted = self._alive(self.trace.op_starts[moment]) & (self.trace.ops[moment].stop_tick <= self.stop)
         wanted &= self.moves & (written >= 0)
-        needed = np.bincount(written[wanted], self.nbytes[wanted], num_ops + 1)
-        if moment == num_ops:
-            free = self.machine.budget_nbytes if self.trace.cyclic else 0
-        else:
-            free = int(self.free[moment])
-            there = [v for v in self.pinned[moment] if wanted[v]]
-            needed -= np.bincount(written[there], self.chunk_nbytes[there], num_ops + 1)
-        begins = np.array([max(m, 0) for m in self.moments[:index]], dtype=np.int64)
-        since = np.cumsum(needed[::-1])[::-1]  # of what was changed by an op from each on
-        excess: FloatArray = (since[begins] - free).astype(np.float64)
-        return excess
+        if moment < num_ops:
+            wanted[self.pinned[moment]] = False
+        found = np.flatnonzero(wanted)
+        return found, written[found]
+
+    def _excess(self, weights: IntArray, unit: int, slot: int) -> tuple[FloatArray, FloatArray]:
+        """What is loaded and what is written in each window; below 0 where there is room left.
+
+        Args:
+            weights: What each variable counts.
+            unit, slot: Each `unit` bytes of room at a moment hold what counts `slot`.
+        """
+        num_ops, moments = len(self.trace.ops), np.array(self.moments, dtype=np.int64)
+        loaded, written = np.zeros((2, len(moments), len(moments)))
+        for index, (found, use) in enumerate(self.uses_after):
+            summed = np.cumsum(np.bincount(use, weights[found], num_ops + 1))
+            loaded[index, index + 1 :] = summed[moments[index + 1 :]] - self._room(index) // unit * slot
+        for index, (found, write) in enumerate(self.writes_before, 1):
+            since = np.cumsum(np.bincount(write, weights[found], num_ops + 1)[::-1])[::-1]
+            written[:index, index] = since[np.maximum(moments[:index], 0)] - self._room(index) // unit * slot
+        return loaded, written

@@ -33,12 +33,6 @@ def slowdown(machine: Machine) -> float:
     return min(1.0, machine.shared_bytes_per_s / (machine.load_bytes_per_s + machine.evict_bytes_per_s))
 
 
-def most_bytes_per_s(machine: Machine) -> float:
-    """The most bytes a second that both links can move together, or one of them alone."""
-    together = slowdown(machine) * (machine.load_bytes_per_s + machine.evict_bytes_per_s)
-    return max(together, machine.load_bytes_per_s, machine.evict_bytes_per_s)
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class LinkTransfer:
     """One load or write. Mutable: the links fill in when it started and stopped.

@@ -37,7 +37,7 @@ def tiny_case(seed: int) -> tuple[Trace, Machine]:
     machine = random_machine(seed, 0)
     rate = rng.choice([5e6, 2e7, 1e8])
     machine = replace(machine, load_bytes_per_s=rate, evict_bytes_per_s=rate * rng.choice([0.5, 1, 2]))
-    machine = replace(machine, shared_bytes_per_s=rng.choice([None, rate * 1.5]), latency_ns=rng.choice([0, 0, 30]))
+    machine = replace(machine, shared_bytes_per_s=rng.choice([None, rate * 1.5]), latency_ns=rng.choice([0, 30, 400]))
     return trace, replace(machine, num_chunks=smallest_num_chunks(trace, machine) + rng.choice([0, 0, 1, 3]))
 
 
@@ -115,8 +115,8 @@ def test_a_full_op_leaves_its_neighbours_to_wait() -> None:
     assert bounds["duration_ns"] == 112_000
     plan = make_plan(trace, machine)
     assert plan.predicted["duration_ns"] == 112_000
-    roomy = replace(machine, num_chunks=13)  # 30 bytes may stay, and the bound does not mind half a variable
-    assert least_wait_ns(trace, roomy, frozenset(), discards=False) == 3_000
+    roomy = replace(machine, num_chunks=15)  # room for most of `a`, but no part of it can stay or move alone
+    assert least_wait_ns(trace, roomy, frozenset(), discards=False) == 12_000
     assert least_wait_ns(trace, replace(machine, num_chunks=16), frozenset(), discards=False) == 0
 
 
@@ -143,6 +143,56 @@ def test_links_that_share_a_rate_share_it_in_every_window() -> None:
     assert least_wait_ns(trace, slow, frozenset(), discards=False) == 30_000
     for own in (machine, shared, slow):
         assert make_plan(trace, own).predicted["duration_ns"] == 45_000
+
+
+def test_a_link_alone_moves_no_more_than_its_own_rate() -> None:
+    """100 bytes leave and 50 come between the first two ops: while nothing comes, what both share is no use."""
+    trace = Trace(
+        ops=(
+            _op("make a", 0, 2, 5_000, (0, False, True)),
+            _op("use c", 2, 4, 5_000, (1, True, False), (2, False, True)),
+            _op("use a", 4, 6, 5_000, (0, True, False)),
+        ),
+        variables=(
+            Variable(nbytes=100, birth_tick=1, death_tick=6),
+            Variable(nbytes=50, birth_tick=None, death_tick=None),
+            Variable(nbytes=50, birth_tick=3, death_tick=4),
+        ),
+        num_ticks=7,
+        cyclic=False,
+    )
+    machine = Machine(chunk_nbytes=10, num_chunks=10, load_bytes_per_s=1e7, evict_bytes_per_s=1e7, latency_ns=0)
+    assert least_wait_ns(trace, machine, frozenset(), discards=False) == 20_000
+    shared = replace(machine, shared_bytes_per_s=1.25e7)  # 5 us of either link take 8 us beside the other
+    assert least_wait_ns(trace, shared, frozenset(), discards=False) == 8_000 + 5_000 + 10_000
+    for own in (machine, shared):
+        assert make_plan(trace, own).predicted["stall_ns"] == 25_000  # `c` comes where `a` was
+
+
+def test_each_transfer_that_must_be_waits_for_its_latency() -> None:
+    """As where a full op leaves its neighbours to wait, but two variables go and come back, each with its latency."""
+    trace = Trace(
+        ops=(
+            _op("make a", 0, 2, 5_000, (0, False, True), (1, False, True)),
+            _op("fill", 2, 4, 90_000, (2, False, True)),
+            _op("use a", 5, 6, 5_000, (0, True, False), (1, True, False)),
+        ),
+        variables=(
+            Variable(nbytes=40, birth_tick=1, death_tick=6),
+            Variable(nbytes=40, birth_tick=1, death_tick=6),
+            Variable(nbytes=100, birth_tick=3, death_tick=4),
+        ),
+        num_ticks=7,
+        cyclic=False,
+    )
+    machine = Machine(chunk_nbytes=10, num_chunks=10, load_bytes_per_s=1e7, evict_bytes_per_s=1e7, latency_ns=700)
+    assert least_wait_ns(trace, machine, frozenset(), discards=False) == 2 * (8_000 + 2 * 700)
+    assert make_plan(trace, machine).predicted["stall_ns"] == 2 * (8_000 + 2 * 700)
+    one = replace(machine, num_chunks=15)  # one stays; to the bound, the other comes back in the room that it has
+    assert least_wait_ns(trace, one, frozenset(), discards=False) == 4_000 + 700
+    assert make_plan(trace, one).predicted["stall_ns"] == 2 * (4_000 + 700)
+    shared = replace(machine, shared_bytes_per_s=1.25e7)
+    assert least_wait_ns(trace, shared, frozenset(), discards=False) == 2 * (8_000 + 2 * 700)
 
 
 def test_what_may_be_made_again_waits_for_nothing() -> None:
