@@ -243,7 +243,7 @@ class StepCycle:
         if recorder.num_ops > recorder.num_replayed:
             self._tried.clear()
         grad_mode = torch.is_grad_enabled()
-        is_head = not recorder.is_begun and recorder.num_replayed == 0
+        is_head = not recorder.is_begun
         if awaited is not None and awaited is self._entered and recorder.num_replayed > awaited.num_idle:
             awaited = self._awaited = None  # it was left in its middle
             self._watch()
