@@ -55,3 +55,17 @@ def test_rates_are_those_since_the_last_plan() -> None:
     store.nbytes, store.busy_ns = 400, 2 * 10**9
     assert timings.machine(burst, store).load_bytes_per_s == 100
     assert timings.machine(burst, store) == burst  # nothing was moved meanwhile
+
+
+def test_rates_grow_by_degrees() -> None:
+    """A disk that lets bursts through seems ten times as fast while little is asked of it."""
+    timings = OpTimings()
+    before = Machine(chunk_nbytes=1, num_chunks=1, load_bytes_per_s=100.0, evict_bytes_per_s=200.0)
+    store: Any = Odometer()
+    timings.note(np.array([1]), store)
+    store.nbytes, store.busy_ns = 1000, 10**9
+    first = timings.machine(before, store)
+    assert (first.load_bytes_per_s, first.evict_bytes_per_s) == (150, 300)
+    store.nbytes, store.busy_ns = 1050, 2 * 10**9
+    second = timings.machine(first, store)
+    assert (second.load_bytes_per_s, second.evict_bytes_per_s) == (50, 50)  # slower is believed at once
