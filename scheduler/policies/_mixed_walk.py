@@ -33,6 +33,9 @@ _RULES = (
 )
 _PRICES = (1.0, 10.0, 0.3, 0.1)
 
+# Below this share of the step, what is lost is not worth such walks: a second or two.
+MUCH_STALL = 0.02
+
 # Bounds on the search, in ops walked, and in walks.
 _MOST_OPS_WALKED = 40_000
 _MOST_WALKS = 50

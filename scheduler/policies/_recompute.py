@@ -18,7 +18,7 @@ from scheduler.cost.evaluate import Evaluation, evaluate
 from scheduler.plan import Discarded, Dropped, Evicted, Loaded, Machine, Recomputed, Residency, occupied_ticks
 from scheduler.policies import capuchin
 from scheduler.policies._greedy import Facts, Stuck
-from scheduler.policies._mixed_walk import mixed
+from scheduler.policies._mixed_walk import MUCH_STALL, mixed
 from scheduler.policies._remat_search import fewest_reruns
 from scheduler.reruns import ReplayGraph, reruns_of
 from scheduler.residency_builder import ordered
@@ -33,9 +33,6 @@ _MOST_TRIED = 24
 
 # Stalls below this share of the step are not worth a search.
 _NO_STALL = 0.00002
-
-# Below this share of the step, what is lost is not worth a walk that pages and recomputes at once: a second or two.
-_MUCH_STALL = 0.02
 
 # The most ops of a step for which the plans of the recomputing policies are looked at, too; and that of fewest re-runs.
 _MOST_OPS_FOR_OTHERS = 2_000
@@ -56,7 +53,7 @@ def with_reruns(best: Evaluation, trace: Trace, *, wrap: bool) -> Evaluation:
     if len(trace.ops) <= _MOST_OPS_FOR_FEWEST:
         fewest = fewest_reruns(trace, machine, wrap=wrap, limit_ns=limit_ns)
     others = _others(trace, machine, wrap=wrap) if len(trace.ops) <= _MOST_OPS_FOR_OTHERS else ()
-    both = mixed(trace, machine, wrap=wrap) if limit_ns >= _MUCH_STALL * trace.duration_ns else ()
+    both = mixed(trace, machine, wrap=wrap) if limit_ns >= MUCH_STALL * trace.duration_ns else ()
     for other in chain(fewest, both, others):
         if trace.duration_ns + reruns_ns(other, trace, machine) >= best.duration_ns:
             continue

@@ -48,7 +48,7 @@ from scheduler.policies import (
     vdnn,
     window,
 )
-from scheduler.policies._mixed_walk import mixed
+from scheduler.policies._mixed_walk import MUCH_STALL, mixed
 from scheduler.policies._placement import Placement
 from scheduler.policies._recompute import exchanged, with_reruns
 from scheduler.policies._remat_search import fewest_reruns
@@ -104,9 +104,6 @@ _MOST_ADOPTED = 6
 # say when ops start.
 _MOST_OPS_WITH_CARE = 500
 _MOST_IN_HASTE = 3
-
-# Where no plan stalls for a larger share of the step, paging and re-runs in one walk are not tried.
-_MUCH_STALL = 0.02
 
 # The most ops of a step for which others' choices are placed by our rules.
 _MOST_OPS_FOR_ANOTHER = 2_500
@@ -330,7 +327,7 @@ class _Search:
 
     def try_mixed(self, *, wrap: bool) -> None:
         """Paging and re-runs in one walk. Last, since what others find is built upon in order of rank."""
-        limit_ns = (1 + _MUCH_STALL) * self.trace.duration_ns
+        limit_ns = (1 + MUCH_STALL) * self.trace.duration_ns
         if any(found.duration_ns <= limit_ns for found in self.candidates):
             return
         for proposal in mixed(self.trace, self.machine, wrap=wrap, most=1):
