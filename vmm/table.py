@@ -340,18 +340,12 @@ class AllocatorTable:
         self.detached[address] = nbytes
         return True
 
-    def detach_rest(self) -> int:
+    def detach_rest(self) -> None:
         """Detach what is still alive and was not detached: a session that ended badly, or that gave its tensors up.
 
         There is no memory at their addresses, which nobody else gets until they are freed: else a free that comes
         late would be taken for that of another session's variable.
-
-        Returns:
-            How many there were.
         """
-        total = 0
         found = np.empty(_DRAIN_CAPACITY, dtype=np.uint64)
         while count := self._library.vmm_allocator_detach_rest(found.ctypes.data, len(found)):
             self.detached.update(dict.fromkeys(found[:count].tolist(), GRANULE_NBYTES))
-            total += count
-        return total
