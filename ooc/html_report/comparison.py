@@ -35,7 +35,7 @@ def comparison(documents: Sequence[Document], facts: Sequence[ReportFacts]) -> s
     lead = "".join(f"<p>{escape(text)}</p>" for text in leading_lines(documents, facts))
     return (
         f'<section class="comparison" id="comparison"><div class="lead">{lead}</div><p class="verdict">{verdicts}</p>'
-        f'{table("Comparison", head, rows, "compared")}<p class="quiet">{note}</p></section>'
+        f'{table("Comparison", head, rows, "compared", cards=False)}<p class="quiet">{note}</p></section>'
     )
 
 
@@ -72,7 +72,9 @@ def _due_to(facts: Sequence[ReportFacts], is_more: bool) -> str:
     if whole <= 0 or not parts:
         return ""
     more = "more" if is_more else "less"
-    return ": " + ", ".join(f"{format_duration(change / 1e9)} {more} {_IN[name]}" for change, name in parts)
+    return ": in the steps drawn, " + ", ".join(
+        f"{format_duration(change / 1e9)} {more} {_IN[name]}" for change, name in parts
+    )
 
 
 _IN = {

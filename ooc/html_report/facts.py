@@ -230,8 +230,8 @@ def _time_figures(m: Metrics) -> Iterator[Figure]:
         remark = f"{m.recompute_s / m.step_s:.1%} of the step" if m.step_s else ""
         yield Figure(name="Computed again a step", value=format_duration(m.recompute_s), remark=remark)
     if m.planning_s is not None:
-        remark = "once, before the steps that it is for"
-        yield Figure(name="Planning took", value=format_duration(m.planning_s), remark=remark)
+        remark = "in all; other plans were made beside the steps"
+        yield Figure(name="Waited for planning", value=format_duration(m.planning_s), remark=remark)
 
 
 def _against_bound(step_s: float, bound_s: float | None) -> str:
