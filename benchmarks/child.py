@@ -26,6 +26,12 @@ IN_BACKWARD = "ours_in_backward"
 PAGING_ONLY = "ours, paging only"
 """Ours without recomputation (`throttled.py`)."""
 
+CHECKPOINT_IN_BACKWARD = "checkpoint_in_backward"
+"""Checkpointing with the optimizer inside the backward pass, without a session (`throttled.py`)."""
+
+_ROOM_NBYTES = 2 << 30
+"""What a session has that only counts what a rival needs."""
+
 
 def main() -> int:
     """Train as the command line says, and tell each step."""
@@ -44,11 +50,10 @@ def _train(variant: str, options: TrialOptions) -> dict[str, object]:
     workload = models.get(options.workload, options.preset, **options.sizes)
     run = partial(train, workload, num_steps=sys.maxsize, optimizer=options.optimizer, seed=options.seed)
     if variant in ("ours", IN_BACKWARD, PAGING_ONLY):
-        from ooc.interop.step_in_backward import every_optimizer_in_backward
         from ooc.session import Session
 
         assert options.budget_nbytes is not None
-        order = every_optimizer_in_backward() if variant == IN_BACKWARD else contextlib.nullcontext()
+        order = _in_backward() if variant == IN_BACKWARD else contextlib.nullcontext()
         recompute = False if variant == PAGING_ONLY else None
         with (
             order,
@@ -58,11 +63,43 @@ def _train(variant: str, options: TrialOptions) -> dict[str, object]:
             return session.report()
     if variant == "checkpoint":
         _follow_parent(run(transform=checkpointed))
+    elif variant == CHECKPOINT_IN_BACKWARD:
+        with _in_backward():
+            _follow_parent(run(transform=checkpointed))
     elif variant == "saved_on_disk":
         _follow_parent(run(step_context=partial(saved_tensors_on_disk, options.store)))
     else:
         _follow_parent(run())
     return {}
+
+
+def _in_backward() -> contextlib.AbstractContextManager[None]:
+    from ooc.interop.step_in_backward import every_optimizer_in_backward
+
+    return every_optimizer_in_backward()
+
+
+def needed_nbytes(variant: str, options: TrialOptions, *, num_steps: int = 4) -> int:
+    """What a planned step of stock or of a checkpointing variant has in memory at once, in tensors.
+
+    In this process. The session has room for all of it, so nothing is moved, and nothing runs again for it.
+    """
+    from ooc.session import Session
+
+    workload = models.get(options.workload, options.preset, **options.sizes)
+    order = _in_backward() if variant == CHECKPOINT_IN_BACKWARD else contextlib.nullcontext()
+    transform = checkpointed if variant in ("checkpoint", CHECKPOINT_IN_BACKWARD) else lambda model: model
+    with order, Session(_ROOM_NBYTES, store=options.store, recompute=False) as session:
+        for _ in train(
+            workload,
+            num_steps=num_steps,
+            optimizer=options.optimizer,
+            seed=options.seed,
+            transform=transform,
+            step_context=session.step,
+        ):
+            pass
+        return int(session.trace().peak_nbytes())
 
 
 def _follow_parent(steps: object) -> None:

@@ -4,9 +4,11 @@
 
 Four ways to train take turns of a few steps, each in a process of its own: stock PyTorch, checkpointing by block (both
 in all the memory they want), ours by paging alone (`recompute=False`), and ours as it is by default. The budget is a
-share of the step's in-core peak, as a session with room for all of it counts. All of ours are in a `blkio` control
-group (version 1) that limits the disk to a rate each way; that needs root, and a store that is opened with O_DIRECT.
-Where there is none, the rows say why. Losses are compared bit for bit.
+share of the step's in-core peak, as a session with room for all of it counts. Where parameters and gradients alone are
+more than that, something must move whatever runs again, and two more train with the optimizer inside the backward
+pass: checkpointing, and ours. What stock and checkpointing need is in the column `needs`. All of ours are in a `blkio`
+control group (version 1) that limits the disk to a rate each way; that needs root, and a store that is opened with
+O_DIRECT. Where there is none, the rows say why. Losses are compared bit for bit.
 
 A busy machine computes slower and transfers as fast as ever, which flatters whoever waits for the store. So the load
 before and after is printed, and CPU times beside times.
@@ -27,18 +29,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child import PAGING_ONLY
+from benchmarks.child import CHECKPOINT_IN_BACKWARD, IN_BACKWARD, PAGING_ONLY, needed_nbytes
 from benchmarks.rows import Row, markdown, row, write
 from benchmarks.updates import TimedContestant
+from ooc import models
 from ooc.cli.memory_group import ControlGroup
 from ooc.cli.trial import TrialOptions, run_trial
 from ooc.units import GIB, MIB, format_nbytes
 
-VARIANTS = ("stock", "checkpoint", PAGING_ONLY, "ours")
+VARIANTS = ("stock", "checkpoint", PAGING_ONLY, "ours", CHECKPOINT_IN_BACKWARD, IN_BACKWARD)
 _LEARNING_STEPS = 7
 """Learned, planned, tried, planned anew; what is not so far by then is not so far in the table."""
 _TURN_STEPS = 3
-_IN_CORE = ("stock", "checkpoint")
+_IN_CORE = ("stock", "checkpoint", CHECKPOINT_IN_BACKWARD)
+_ORDERED_ANEW = (CHECKPOINT_IN_BACKWARD, IN_BACKWARD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,26 +103,33 @@ def _contestants(
     with ExitStack() as stack:
         own = []
         for variant in variants:
-            trial = TrialOptions(
-                workload=case.workload,
-                sizes=case.sizes,
-                optimizer="sgd",
-                num_steps=0,
-                budget_nbytes=None if variant in _IN_CORE else budget_nbytes,
-                store=str(store),
-            )
+            trial = _trial(case, store, None if variant in _IN_CORE else budget_nbytes)
             command = [sys.executable, "-m", "benchmarks.child", variant, json.dumps(asdict(trial))]
             one = TimedContestant(variant, command if variant in _IN_CORE else throttle.command(command))
             own.append(stack.enter_context(closing(one)))
         yield own
 
 
+def _trial(case: Case, store: Path, budget_nbytes: int | None, num_steps: int = 0) -> TrialOptions:
+    return TrialOptions(
+        workload=case.workload,
+        sizes=case.sizes,
+        optimizer="sgd",
+        num_steps=num_steps,
+        budget_nbytes=budget_nbytes,
+        store=str(store),
+    )
+
+
 def peak_nbytes(case: Case, store: Path) -> int:
     """What a step of the case has in memory at once, in core, as a session counts."""
-    trial = TrialOptions(
-        workload=case.workload, sizes=case.sizes, optimizer="sgd", num_steps=3, budget_nbytes=2 * GIB, store=str(store)
-    )
-    return int(run_trial(trial).report["peak_nbytes"])
+    return int(run_trial(_trial(case, store, 2 * GIB, num_steps=3)).report["peak_nbytes"])
+
+
+def gradients_nbytes(case: Case) -> int:
+    """All gradients together: as many bytes as all parameters."""
+    model = models.get(case.workload, "full", **case.sizes).build()
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
 def measure(
@@ -156,7 +167,7 @@ def _median(steps: Sequence[Mapping[str, Any]], *keys: str) -> float:
     return statistics.median(sum(step[key] for key in keys) for step in steps)
 
 
-def lines(own: Sequence[TimedContestant]) -> list[list[str]]:
+def lines(own: Sequence[TimedContestant], needed: Mapping[str, int], budget_nbytes: int) -> list[list[str]]:
     """One for each variant."""
     stock = own[0]
     found = []
@@ -164,11 +175,12 @@ def lines(own: Sequence[TimedContestant]) -> list[list[str]]:
         inner, steps = each.inner, _steps(each)
         cells = [inner.variant]
         if not inner.samples or not stock.inner.samples:
-            found.append([*cells, *["-"] * 8, (inner.failure or "no step").splitlines()[0]])
+            found.append([*cells, *["-"] * 9, (inner.failure or "no step").splitlines()[0]])
             continue
         median_s = statistics.median(inner.samples)
         cells += [f"{median_s:.3f}", f"{median_s / statistics.median(stock.inner.samples):.2f}"]
         cells.append(f"{statistics.median(each.cpu_s) / statistics.median(stock.cpu_s):.2f}")
+        cells.append(format_nbytes(needed.get(inner.variant, budget_nbytes)))
         if steps:
             predicted_s = (inner.report.get("plan") or {}).get("predicted", {}).get("duration_ns", 0) / 1e9
             cells += [
@@ -192,6 +204,7 @@ _HEADINGS = (
     "s a step",
     "time / stock",
     "CPU / stock",
+    "needs",
     "waiting",
     "moved a step",
     "re-runs",
@@ -199,6 +212,19 @@ _HEADINGS = (
     "settled at step",
     "",
 )
+
+
+def _least_moved(gradients_nbytes: int, excess_nbytes: int, rate: int) -> str:
+    """What a step moves at least if all gradients are there before the first update, and none is made twice.
+
+    When the last gradient is there, all others and all parameters are alive, and used by updates to come: what is not
+    in memory then comes in after that, while next to nothing computes. All of it changes in each step, so it went out.
+    """
+    return (
+        f"Parameters and gradients are {format_nbytes(2 * gradients_nbytes)}: where updates follow the backward pass, "
+        f"at least {format_nbytes(excess_nbytes)} move out and in again, and each step waits for "
+        f"{excess_nbytes / rate / 1e6:.2f} s less what its updates take."
+    )
 
 
 def _rows(name: str, own: Sequence[TimedContestant]) -> list[Row]:
@@ -238,25 +264,30 @@ def main() -> int:
     for case in CASES:
         if options.case and not any(text.lower() in case.name.lower() for text in options.case):
             continue
-        peak = peak_nbytes(case, options.store)
+        peak, gradients = peak_nbytes(case, options.store), gradients_nbytes(case)
+        needed = {v: needed_nbytes(v, _trial(case, options.store, None)) for v in _IN_CORE if v in variants}
         for rate in options.rate or (100, 40):
             for share in options.share or (2, 3):
                 budget_nbytes = peak // share // MIB * MIB
                 name = f"{case.name}, {format_nbytes(budget_nbytes)} (1/{share}), {rate} MB/s each way"
+                excess_nbytes = max(2 * gradients - budget_nbytes, 0)
+                ours = [v for v in variants if excess_nbytes or v not in _ORDERED_ANEW]
                 try:
                     with Throttle(options.store, rate * 10**6) as throttle:
                         load = os.getloadavg()[0]
                         own = measure(
-                            case, budget_nbytes, throttle, variants=variants, rounds=options.rounds, store=options.store
+                            case, budget_nbytes, throttle, variants=ours, rounds=options.rounds, store=options.store
                         )
                 except ThrottleUnavailable as reason:
                     rows.append(row(name, "ours", "time a step", "s", [], note=str(reason)))
                     print(f"## {name}\n\nNot measured: {reason}.\n", flush=True)
                 else:
-                    found = lines(own)
+                    found = lines(own, needed, budget_nbytes)
                     rows += _rows(name, own)
                     is_equal = is_equal and all(line[-1] != "OTHER LOSSES" for line in found)
                     conditions = f"Load before and after: {load:.1f}, {os.getloadavg()[0]:.1f}."
+                    if excess_nbytes:
+                        conditions += " " + _least_moved(gradients, excess_nbytes, rate)
                     print(f"## {name}\n\n{conditions}\n\n{markdown(_HEADINGS, found)}\n", flush=True)
                 write(rows, options.out / "throttled.jsonl")
     return 0 if is_equal else 1
