@@ -15,7 +15,9 @@ from ooc.cli.trial import TrialOptions
 
 
 def _options(store: Path) -> TrialOptions:
-    return TrialOptions(workload="encoder", preset="small", optimizer="sgd", num_steps=0, num_threads=1, store=str(store))
+    return TrialOptions(
+        workload="encoder", preset="small", optimizer="sgd", num_steps=0, num_threads=1, store=str(store)
+    )
 
 
 def test_a_rival_in_the_backward_pass_does_without_most_gradients(tmp_path: Path) -> None:
