@@ -483,7 +483,7 @@ class Engine:
         return {
             "num_plans": sequences.num_plans,
             "not_replayable": dict(self.runner.trials.refused),
-            "planning_s": sequences.planning_s,
+            "planning_s": sequences.maker.planning_s,
             "unplannable": dict(sequences.unplannable),
             "not_played": dict(self.steps.refusals),
             **({"given_plan_refused": cache.refusal} if isinstance(cache, GivenPlan) else {}),

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from scheduler.budget import BudgetTooSmall
 from scheduler.cost.simulate import simulate
@@ -68,7 +69,7 @@ class Switch:
 
 
 def plans_for(
-    trace: Trace, machine: Machine, num_chunks: Iterable[int], policy: str = "melon", **parameters: object
+    trace: Trace, machine: Machine, num_chunks: Iterable[int], policy: str = "melon", **parameters: Any
 ) -> dict[int, Plan]:
     """Plans for a set of budgets in chunks, made ahead; those for which the policy has none are left out."""
     found = {}

@@ -25,17 +25,20 @@ from scheduler.verify import verify
 __all__ = ["BudgetTooSmall", "make_plan"]
 
 
-def make_plan(trace: Trace, machine: Machine, policy: str = "auto", **parameters: Any) -> Plan:
+def make_plan(
+    trace: Trace, machine: Machine, policy: str = "auto", *, with_bounds: bool = True, **parameters: Any
+) -> Plan:
     """Plan one step.
 
     Args:
         trace: The step.
         machine: Budget, chunk size and measured transfer rates.
         policy: A name in `scheduler.policies.POLICIES`.
+        with_bounds: Whether the plan says how far it is from the best possible: a third of a simple policy's time.
         parameters: The policy's own, by keyword.
 
     Returns:
-        A coloured and verified plan with predictions and lower bounds.
+        A coloured and verified plan with predictions, and lower bounds if asked for.
 
     Raises:
         BudgetTooSmall: An op needs more at once than the budget.
@@ -43,7 +46,10 @@ def make_plan(trace: Trace, machine: Machine, policy: str = "auto", **parameters
     """
     # A third of `window`'s time for a step of 10,000 ops went into them.
     with without_collections():
-        return _plan(trace, machine, policy, parameters)
+        plan = _plan(trace, machine, policy, parameters)
+        if with_bounds:
+            plan = replace(plan, bounds=lower_bounds(trace, machine, recompute=plan.recomputes))
+        return plan
 
 
 def _plan(trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any]) -> Plan:
@@ -79,7 +85,7 @@ def _plan(trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any
     }
     if plan.recomputes:
         predicted |= {"recompute_ns": result.recompute_ns, "discarded_nbytes": result.discarded_nbytes}
-    return replace(plan, predicted=predicted, bounds=lower_bounds(trace, machine, recompute=plan.recomputes))
+    return replace(plan, predicted=predicted)
 
 
 def _coloured_schedule(

@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, str]:
-    """The plan asked for, or why there is none, as plain data.
+    """The plan asked for, without lower bounds, or why there is none, as plain data.
 
     Args:
         request: `trace` (a `Trace` as JSON text), `machine` (a `Machine`'s fields), `policy` and its `parameters`.
@@ -33,7 +33,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, str]:
     try:
         trace = Trace.from_json(request["trace"])
         machine = Machine(**request["machine"])
-        plan = make_plan(trace, machine, policy=request["policy"], **request["parameters"])
+        plan = make_plan(trace, machine, policy=request["policy"], with_bounds=False, **request["parameters"])
         return {"plan": plan.to_json()}
     except PlanError as error:
         return {"refusal": str(error)}

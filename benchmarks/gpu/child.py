@@ -272,10 +272,10 @@ def _open_session(order: Order, stack: contextlib.ExitStack) -> tuple[ooc.Sessio
     if order.recompute is not None:
         options["recompute"] = order.recompute
     if order.placement == "best_fit":
-        from ooc.replay import sequences
+        from ooc.replay import plan_maker
 
-        sequences.make_plan = ablations.contiguous_plan
-        stack.callback(setattr, sequences, "make_plan", ablations.make_plan)
+        plan_maker.make_plan = ablations.contiguous_plan
+        stack.callback(setattr, plan_maker, "make_plan", ablations.make_plan)
     is_remapped = order.placement == "remapped"
     if order.fake:
         from ooc.testing.fake_device import FakeCudaDevice

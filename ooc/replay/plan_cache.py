@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 import scheduler
-from scheduler.cost.bounds import lower_bounds
 from scheduler.cost.simulate import simulate
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.trace import Trace
@@ -39,6 +38,10 @@ _log = logging.getLogger(__name__)
 LIMIT_NBYTES = 64 << 20
 """Size of all kept plans; a plan of a step of 5,000 ops takes about 0.5 MB."""
 _PARTIAL_LIFETIME_S = 3600.0
+_ROOM_AFTER = 0.75
+"""Of the limit, so much is kept once it is passed, so that not every later save has to make room."""
+_LOOK_AFTER = 64
+"""Plans saved after which the directory is looked at again: other processes save there, too."""
 
 
 class PlanCache:
@@ -53,6 +56,8 @@ class PlanCache:
         self.directory = directory
         self.limit_nbytes = limit_nbytes
         self.num_hits = 0
+        self._nbytes = 0  # of all files when the directory was looked at, and of those saved since
+        self._num_saved = 0  # since then
 
     def __repr__(self) -> str:
         return f"<PlanCache in {self.directory}, {self.num_hits} hits>"
@@ -92,7 +97,7 @@ class PlanCache:
             "duration_ns": result.duration_ns,
             "stall_ns": result.stall_ns,
         }
-        return replace(plan, predicted=predicted, bounds=lower_bounds(trace, machine))
+        return replace(plan, predicted=predicted, bounds={})
 
     def save(self, plan: Plan, trace: Trace, parameters: Mapping[str, Any]) -> None:
         """Cache a plan, in place of an earlier one of the same step. `parameters` are those asked for."""
@@ -103,9 +108,14 @@ class PlanCache:
             descriptor, partial = tempfile.mkstemp(prefix=".plan-", dir=self.directory)
             with os.fdopen(descriptor, "w") as file:
                 file.write(plan.to_json())
+                nbytes = file.tell()
             os.replace(partial, path)
             partial = None
-            self._shrink()
+            if self._num_saved % _LOOK_AFTER == 0 or self._nbytes + nbytes > self.limit_nbytes:
+                self._shrink()
+            else:
+                self._nbytes += nbytes
+            self._num_saved += 1
         except OSError as error:
             _log.warning("cannot keep a plan in %s: %s", self.directory, error)
         finally:
@@ -141,7 +151,8 @@ class PlanCache:
             path.unlink()
 
     def _shrink(self) -> None:
-        """Remove plans used least recently until the rest is within the limit, and what a killed process left."""
+        """Look at the directory: remove plans used least recently until the rest is within the limit, and what a killed
+        process left."""
         found = []
         for entry in os.scandir(self.directory):
             with contextlib.suppress(OSError):  # another process may have removed it
@@ -151,12 +162,14 @@ class PlanCache:
                 elif entry.name.startswith(".plan-") and time.time() - status.st_mtime > _PARTIAL_LIFETIME_S:
                     os.unlink(entry.path)
         total = sum(nbytes for _, nbytes, _ in found)
+        wanted = self.limit_nbytes if total <= self.limit_nbytes else int(self.limit_nbytes * _ROOM_AFTER)
         for _, nbytes, path in sorted(found):
-            if total <= self.limit_nbytes:
+            if total <= wanted:
                 break
             with contextlib.suppress(OSError):
                 os.unlink(path)
             total -= nbytes
+        self._nbytes = total
 
 
 def _coarse(bytes_per_s: float) -> int:

@@ -12,18 +12,18 @@ from typing import Any
 from ooc.memory.protocols import Store
 from ooc.replay.background import BackgroundPlanner, PlanRequest
 from ooc.replay.elastic import HEADROOM, Alignment, Envelope, Shape
-from ooc.replay.executable_plan import ExecutablePlan, check_unseen
+from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.first_sightings import FirstSightings, name_of
 from ooc.replay.plan_cache import PlanCache
+from ooc.replay.plan_maker import PlanMaker
 from ooc.replay.predictor import SequencePredictor
 from ooc.replay.proven_ops import ProvenOps
 from ooc.replay.rerun_trials import RerunTrials
-from ooc.replay.stoppable import Stopped, stoppable
+from ooc.replay.stoppable import Stopped
 from ooc.tracing.recorder import Observed, RecordedStep, need_nbytes
+from scheduler.cost.bounds import lower_bounds
 from scheduler.cost.simulate import simulate
 from scheduler.plan import Machine, Plan, PlanError
-from scheduler.planning import make_plan
-from scheduler.policies import POLICIES
 from scheduler.trace import Trace
 
 _log = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ _MAX_SEQUENCES = 64
 _MAX_KEYS = 1024
 _REFINE_AFTER = (3, 8)
 """Steps replayed from a plan after which it is made anew: early, and once more with a better minimum."""
+_QUICK_AFTER = 2
+"""The same, of the plan that was made quickly."""
 _COSTS = ("loaded_nbytes", "recompute_ns")
 _MOST_TWINS = 2
 """Sequences of the same ops that differ in the storages that they use."""
@@ -41,7 +43,6 @@ _MOST_REPLACED = 2
 _WORTHWHILE = 0.995
 """A new plan must be predicted to take at most this part of the old one's time: a change is not free."""
 _ANY_NS = 1 << 62
-_FOR_THE_REST = {"recompute": True, "exact": False, "thorough": False}
 _WORTHWHILE_STALL = 0.005
 """Below this part of the step, a stall is no reason to plan anew."""
 
@@ -76,15 +77,14 @@ class Sequences:
         trials: RerunTrials | None = None,
         is_timed: bool = True,
     ) -> None:
-        self._policy = policy
-        self._cache = cache
-        self._planning = planning
-        self._parameters = dict(parameters)
-        if "thorough" in POLICIES[policy].parameters:
-            self._parameters.setdefault("thorough", False)  # training waits for the plan
-        self.background: BackgroundPlanner | None = None
-        if in_background:
-            self.background = BackgroundPlanner(policy=policy, parameters=self._parameters)
+        self.maker = PlanMaker(
+            policy=policy,
+            parameters=parameters,
+            cache=cache,
+            planning=planning,
+            in_background=in_background,
+            moves_first=trials is not None or not parameters.get("recompute"),
+        )
         self._is_timed = is_timed
         self._proven = ProvenOps(trials)
         self._intercepts = intercepts
@@ -108,14 +108,27 @@ class Sequences:
         """Whether what is noted are segments of steps (`ooc.replay.segmentation`)."""
         self.active_key: str | None = None
         self.last_trace: Trace | None = None
-        self.last_plan: Plan | None = None
-        self.planning_s = 0.0
+        self._last_plan: Plan | None = None
         self.last_num_ops: int | None = None
         self.retired: list[ExecutablePlan] = []
         """Plans that will not be replayed again; whoever empties the list gives back what they keep."""
 
     def __repr__(self) -> str:
         return f"<Sequences: {len(self._seen)} seen, {len(self._plans)} planned, {len(self._unplannable)} unplannable>"
+
+    @property
+    def background(self) -> BackgroundPlanner | None:
+        """Who makes plans beside training, if anybody."""
+        return self.maker.background
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan that was made, or taken, last; with its lower bounds."""
+        plan, trace = self._last_plan, self.last_trace
+        if plan is not None and trace is not None and not plan.bounds:
+            plan = replace(plan, bounds=lower_bounds(trace, plan.machine, recompute=plan.recomputes))
+            self._last_plan = plan
+        return plan
 
     @property
     def num_plans(self) -> int:
@@ -159,10 +172,7 @@ class Sequences:
 
     def _must_wait(self, shape: Shape | None) -> bool:
         """Whether a sequence seen twice has no plan because another one's is being made beside training."""
-        background = self.background
-        if background is None or not background.is_busy or shape is None or shape.num_seen < 2:
-            return False
-        return not background.may_hold_up(shape.observed.trace)
+        return shape is not None and shape.num_seen >= 2 and self.maker.must_wait(shape.observed.trace)
 
     def key_of(self, signature: int) -> str | None:
         """The sequence that a step with these ops was last time; None if that was never learned."""
@@ -246,12 +256,12 @@ class Sequences:
         self._asked[key] = machine
         num_ops = len(shape.observed.trace.ops)
         try:
-            found = ready or self._first_plan(key, shape, machine)
+            found = (*ready, False) if ready is not None else self._first_plan(key, shape, machine)
             if found is None:
                 return  # if the other process is busy, it is asked for when this sequence comes again
-            envelope, plan = found
-            if self._cache is not None:
-                self._cache.save(plan, envelope.trace, self._parameters)
+            envelope, plan, is_quick = found
+            if not is_quick:
+                self.maker.keep(plan, envelope.trace)
             executable = self._make_executable(plan, envelope, shape.for_plan())
             executable = self._with_trials(key, executable, plan.step_ns)
         except Stopped:
@@ -265,42 +275,40 @@ class Sequences:
             self._unplannable[key] = f"a fault in the planner: {error!r}"
             _log.exception("a fault in the planner; this sequence stays on demand. Please report it")
             return
+        executable.is_quick = is_quick
         if key in self._plans:
             self._retire(key)
         self._plans[key] = executable
         self._envelopes[key] = envelope
-        self.last_trace, self.last_plan = envelope.trace, plan
+        self.last_trace, self._last_plan = envelope.trace, plan
         _log.info("planned %d ops in %.2f s: %s", num_ops, time.monotonic() - started, dict(plan.predicted))
 
-    def _first_plan(self, key: str, shape: Shape, machine: Machine) -> tuple[Envelope, Plan] | None:
-        """A plan for the largest sizes seen, with headroom if there is room. None: another process makes it."""
-        background = self.background
+    def _first_plan(self, key: str, shape: Shape, machine: Machine) -> tuple[Envelope, Plan, bool] | None:
+        """A plan for the largest sizes seen, with headroom if there is room; and whether it is a quick one.
+
+        None: another process makes it.
+        """
+        background, maker = self.background, self.maker
         for headroom in (1.0,) if key in self._without_headroom else (HEADROOM, 1.0):
             envelope = shape.envelope(machine.chunk_nbytes, headroom=headroom, is_segment=key in self._segments)
             if not envelope.elastic:
                 envelope = replace(envelope, trace=self._proven.applied(key, envelope.trace))
             trace = envelope.trace
             try:
-                plan = self._kept_plan(trace, machine)
-                if plan is None and background is not None and not background.may_hold_up(trace):
+                plan = maker.kept(trace, machine)
+                if plan is None and not maker.may_hold_up(trace):
+                    plan = maker.quickly(trace, machine) if maker.may_hold_up_quickly(trace) else None
+                    if plan is not None:
+                        return envelope, plan, True
+                    assert background is not None
                     if background.ask(PlanRequest(key=key, trace=trace, machine=machine)):
                         self._first_asked = key, headroom, envelope
                     return None
-                if plan is None:
-                    plan = self._plan_here(trace, machine)
-                return envelope, plan
+                return envelope, plan or maker.here(trace, machine), False
             except PlanError:
                 if not shape.is_elastic or headroom == 1.0:
                     raise
         return None
-
-    def _kept_plan(self, trace: Trace, machine: Machine) -> Plan | None:
-        """The plan kept from an earlier run, if there is one."""
-        check_unseen(trace)
-        kept = self._cache.load(trace, machine, self._policy, self._parameters) if self._cache is not None else None
-        if kept is not None:
-            _log.info("this step was planned in an earlier run")
-        return kept
 
     def take_ready(self) -> None:
         """At a step boundary: take the plan that was made beside training, if one is ready and still of use."""
@@ -318,11 +326,11 @@ class Sequences:
         key, shape, present = request.key, self._seen.get(request.key), self._plans.get(request.key)
         if shape is None or key in self._unplannable:
             return
-        if request.old_ns is None:
+        if request.old_ns is None and present is None:
             if asked is not None and asked[2].is_of(shape.observed.trace):  # else it has grown since
                 self._plan_shape(key, shape, request.machine, (asked[2], plan))
         elif present is not None and present.trace.fingerprint() == request.trace.fingerprint():
-            self._replace(key, present, request.trace, plan, request.old_ns)
+            self._replace(key, present, request.trace, plan, request.old_ns or present.plan.step_ns)
 
     def _note_background_failure(self, error: PlanError) -> None:
         """As `_first_plan` and `_plan_shape` do where a plan is made here."""
@@ -334,20 +342,6 @@ class Sequences:
         else:
             self._unplannable[asked[0]] = str(error)
             _log.warning("this sequence stays on demand: %s", error)
-
-    def _plan_here(self, trace: Trace, machine: Machine) -> Plan:
-        """A plan for which training waits."""
-        started = time.monotonic()
-        try:
-            with self._planning(len(trace.ops)):
-                return self._make_plan(trace, machine)
-        finally:
-            self.planning_s += time.monotonic() - started
-            if self.background is not None:
-                self.background.note_held_up(len(trace.ops), time.monotonic() - started)
-
-    def _make_plan(self, trace: Trace, machine: Machine) -> Plan:
-        return stoppable(lambda: make_plan(trace, machine, policy=self._policy, **self._parameters))
 
     def _make_executable(self, plan: Plan, envelope: Envelope, observed: Observed, area: int = 0) -> ExecutablePlan:
         return ExecutablePlan(
@@ -365,25 +359,20 @@ class Sequences:
         self, executable: ExecutablePlan, trace: Trace, machine: Machine
     ) -> tuple[str, ExecutablePlan] | None:
         """Another plan for the sequence of a plan, to be taken by `adopt`; None if there is none."""
-        key, started = self._key_of_plan(executable), time.monotonic()
+        key = self._key_of_plan(executable)
         if key is None:
             return None
         try:
-            try:
-                plan = self._make_plan(trace, machine)
-            except PlanError:  # by a policy that moves nothing
-                plan = stoppable(lambda: make_plan(trace, machine, policy="auto", **_FOR_THE_REST))
+            plan = self.maker.for_the_rest(trace, machine)
             return key, self._make_executable(plan, Envelope.of(executable, trace), executable.observed)
         except (PlanError, Stopped):
             return None
-        finally:
-            self.planning_s += time.monotonic() - started
 
     def adopt(self, key: str, executable: ExecutablePlan) -> None:
         """Take a plan of `plan_beside`, which is being replayed, for its sequence's."""
         self._plans[key], self._envelopes[key] = executable, Envelope.of(executable, executable.trace)
         self._asked[key] = executable.plan.machine
-        self.last_trace, self.last_plan = executable.trace, executable.plan
+        self.last_trace, self._last_plan = executable.trace, executable.plan
         self.begin(executable)
 
     def forget_plans(self) -> None:
@@ -416,10 +405,12 @@ class Sequences:
         stands_for, executable.stands_for = executable.stands_for, None
         if not tried:  # else ops have taken more than their own time
             log.note(executable.op_stop_ns - executable.op_start_ns, store)
-            is_due = log.num_played in _REFINE_AFTER and any(map(executable.plan.predicted.get, _COSTS))
-            if stands_for is None and not is_due:
+            costs = any(map(executable.plan.predicted.get, _COSTS))
+            after = (_QUICK_AFTER, *_REFINE_AFTER) if executable.is_quick else _REFINE_AFTER
+            executable.is_due = executable.is_due or (log.num_played in after and costs)
+            if stands_for is None and not executable.is_due:
                 return executable
-        if self._cache is not None and self._cache.is_fixed(executable.plan):
+        if self.maker.is_fixed(executable.plan):
             return executable
         machine = log.machine(executable.plan.machine, store)
         proves = tried and self._proven.take(key, executable)
@@ -428,6 +419,7 @@ class Sequences:
         old_ns = old.duration_ns + executable.plan.predicted.get("remap_ns", 0)
         must_go, lost_ns = stands_for is not None or executable.leaves_room, old.stall_ns + old.recompute_ns
         may_gain = lost_ns >= _WORTHWHILE_STALL * old.duration_ns or executable.plan.predicted["num_remapped_chunks"]
+        executable.is_due = executable.is_due and bool(may_gain)
         if not must_go and not (proves if tried else may_gain):
             return executable
         present = self._plan_anew(key, executable, trace, machine, _ANY_NS if must_go else old_ns)
@@ -438,13 +430,13 @@ class Sequences:
 
     def _with_trials(self, key: str, executable: ExecutablePlan, step_ns: int) -> ExecutablePlan:
         """The plan for the next step: one that leaves room to try ops, if re-runs may pay and this one leaves none."""
-        if self._cache is not None and self._cache.is_fixed(executable.plan):
+        if self.maker.is_fixed(executable.plan):
             return executable
         machine = self._proven.have_tried(key, executable, step_ns)
-        if machine is None or (self.background is not None and not self.background.may_hold_up(executable.trace)):
+        if machine is None or not self.maker.may_hold_up(executable.trace):
             return executable
         try:
-            plan = replace(self._plan_here(executable.trace, machine), machine=executable.plan.machine)
+            plan = replace(self.maker.here(executable.trace, machine), machine=executable.plan.machine)
             own = Envelope.of(executable, executable.trace), executable.observed
             roomy = self._make_executable(plan, *own, plan.machine.num_chunks)
         except (PlanError, Stopped):
@@ -457,11 +449,15 @@ class Sequences:
         self, key: str, executable: ExecutablePlan, trace: Trace, machine: Machine, old_ns: int
     ) -> ExecutablePlan:
         """The plan to go on with: a new one for what was measured, if it is worth it."""
+        if self.background is not None and self.background.is_for(key):
+            return executable  # for what was measured a little earlier
         if self.background is not None and not self.background.may_hold_up(trace):
-            self.background.ask(PlanRequest(key=key, trace=trace, machine=machine, old_ns=old_ns))
+            request = PlanRequest(key=key, trace=trace, machine=machine, old_ns=old_ns)
+            executable.is_due = not self.background.ask(request)
             return executable
+        executable.is_due = False
         try:
-            plan = self._plan_here(trace, machine)
+            plan = self.maker.here(trace, machine)
         except Stopped:
             return executable
         except PlanError as error:
@@ -485,9 +481,8 @@ class Sequences:
         except Exception:  # noqa: BLE001 - as in learn()
             _log.exception("a fault in the planner; the plan so far stays. Please report it")
             return executable
-        if self._cache is not None:
-            # For the next run to find: it will ask with what it measures when it begins.
-            self._cache.save(replace(plan, machine=self._asked[key]), trace, self._parameters)
+        # For the next run to find: it will ask with what it measures when it begins.
+        self.maker.keep(replace(plan, machine=self._asked[key]), trace)
         better.timings = executable.timings
         self._put(key, executable, better)
         return better
@@ -496,7 +491,7 @@ class Sequences:
         """Take a plan for a sequence in place of another."""
         self._plans[key] = new
         self.retired.append(old)
-        self.last_trace, self.last_plan = new.trace, new.plan
+        self.last_trace, self._last_plan = new.trace, new.plan
 
     def others(self, executable: ExecutablePlan) -> list[ExecutablePlan]:
         """All plans but this one."""

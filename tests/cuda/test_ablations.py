@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import ooc.replay.sequences
+import ooc.replay.plan_maker
 from benchmarks.gpu.ablations import RemappingFakeDevice, contiguous_plan
 from benchmarks.gpu.child import Order
 from benchmarks.gpu.gate import Processes
@@ -53,7 +53,7 @@ def test_best_fit_gives_the_same_bits(policy: str, budget: str, monkeypatch: pyt
         plans.append(contiguous_plan(*args, **options))  # type: ignore[arg-type]
         return plans[-1]
 
-    monkeypatch.setattr(ooc.replay.sequences, "make_plan", plan)
+    monkeypatch.setattr(ooc.replay.plan_maker, "make_plan", plan)
     _run(policy, budget=budget)
     assert plans
     assert all(len(r.chunks) == 1 for made in plans for r in made.residencies)

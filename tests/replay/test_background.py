@@ -61,7 +61,8 @@ def test_it_is_the_plan_that_is_made_here(planner: BackgroundPlanner) -> None:
     taken = planner.take()
     assert taken is not None
     assert taken[0] is request
-    assert taken[1].to_json() == make_plan(request.trace, request.machine, policy="auto", thorough=False).to_json()
+    expected = make_plan(request.trace, request.machine, policy="auto", with_bounds=False, thorough=False)
+    assert taken[1].to_json() == expected.to_json()
     assert planner.take() is None
     assert not planner.is_busy
 
@@ -153,7 +154,7 @@ def _steps(num_steps: int, session: ooc.Session | None = None) -> list[bytes]:
 
 
 def test_training_goes_on_on_demand_until_the_plan_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BackgroundPlanner, "may_hold_up", lambda *_: False)
+    monkeypatch.setattr(BackgroundPlanner, "may_hold_up", lambda *_, **__: False)
     expected = _steps(14)
     with ooc.Session(
         BUDGET, debug=True, plan_cache=False, step_boundary="optimizer", background_planning=True
@@ -164,9 +165,29 @@ def test_training_goes_on_on_demand_until_the_plan_is_there(monkeypatch: pytest.
     assert modes[-1] == "planned"
 
 
+def test_the_first_plan_is_a_quick_one_and_a_better_one_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the policy's own plan would hold training up: no step waits for the other process."""
+    monkeypatch.setattr(BackgroundPlanner, "may_hold_up", lambda *_, is_quick=False: is_quick)
+    take = BackgroundPlanner.take
+    monkeypatch.setattr(BackgroundPlanner, "take", lambda self: take(self) if session.steps.num_steps > 5 else None)
+    monkeypatch.setattr("ooc.replay.sequences._WORTHWHILE", float("inf"))  # whatever was measured
+    monkeypatch.setattr("ooc.replay.sequences._WORTHWHILE_STALL", -1.0)
+    expected = _steps(10)
+    with ooc.Session(
+        BUDGET, debug=True, plan_cache=False, step_boundary="optimizer", background_planning=True
+    ) as session:
+        assert _steps(10, session) == expected
+        modes = [row.mode for row in session.steps.rows]
+        plan = session.engine.sequences.last_plan
+    assert plan is not None
+    assert plan.policy == "auto"
+    assert plan.bounds
+    assert modes[4:] == ["planned"] * 6
+
+
 def test_what_waits_for_its_turn_is_not_learned_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one sequence is planned, another that came three times costs nothing but its recording."""
-    monkeypatch.setattr(BackgroundPlanner, "may_hold_up", lambda *_: False)
+    monkeypatch.setattr(BackgroundPlanner, "may_hold_up", lambda *_, **__: False)
     monkeypatch.setattr(BackgroundPlanner, "take", lambda _: None)
     asked: list[int] = []
     envelope, learn = Shape.envelope, Sequences.learn
@@ -188,7 +209,7 @@ def test_what_waits_for_its_turn_is_not_learned_again_and_again(monkeypatch: pyt
 
 
 def test_a_session_that_closes_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BackgroundPlanner, "may_hold_up", lambda *_: False)
+    monkeypatch.setattr(BackgroundPlanner, "may_hold_up", lambda *_, **__: False)
     with ooc.Session(BUDGET, plan_cache=False, step_boundary="optimizer", background_planning=True) as session:
         _steps(3)
         background = session.engine.sequences.background
@@ -199,7 +220,7 @@ def test_a_session_that_closes_while_a_plan_is_made(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_new_budget_gives_up_the_plan_for_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BackgroundPlanner, "may_hold_up", lambda *_: False)
+    monkeypatch.setattr(BackgroundPlanner, "may_hold_up", lambda *_, **__: False)
     with ooc.Session(BUDGET, plan_cache=False, step_boundary="optimizer", background_planning=True) as session:
         _steps(3)
         background = session.engine.sequences.background

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ooc
-from ooc.replay.sequences import make_plan
+from ooc.replay.plan_maker import make_plan
 from tests.dispatch.test_signals import assert_goes_on, session, train
 from tests.session.continuation import BUDGET, Trainer
 
@@ -34,7 +34,7 @@ class Interrupted:
 
 def test_it_is_given_up_and_tried_again(session: ooc.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     planner = Interrupted(signal.SIGINT)
-    monkeypatch.setattr("ooc.replay.sequences.make_plan", planner)
+    monkeypatch.setattr("ooc.replay.plan_maker.make_plan", planner)
     trainer = Trainer()
     with pytest.raises(KeyboardInterrupt):
         train(session, trainer, range(6))
@@ -48,7 +48,7 @@ def test_it_is_given_up_and_tried_again(session: ooc.Session, monkeypatch: pytes
 
 def test_planning_anew_is_given_up_and_the_plan_stays(session: ooc.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     planner = Interrupted(signal.SIGINT, nth=2)
-    monkeypatch.setattr("ooc.replay.sequences.make_plan", planner)
+    monkeypatch.setattr("ooc.replay.plan_maker.make_plan", planner)
     monkeypatch.setattr("ooc.replay.sequences._WORTHWHILE_STALL", 0.0)
     trainer = Trainer()
     with pytest.raises(KeyboardInterrupt):
@@ -62,7 +62,7 @@ def test_other_signals_do_not_end_it(session: ooc.Session, monkeypatch: pytest.M
     """A program's timer must not keep it from ever being planned."""
     arrived: list[int] = []
     planner = Interrupted(signal.SIGUSR1)
-    monkeypatch.setattr("ooc.replay.sequences.make_plan", planner)
+    monkeypatch.setattr("ooc.replay.plan_maker.make_plan", planner)
     before = signal.signal(signal.SIGUSR1, lambda number, _: arrived.append(number))
     try:
         train(session, Trainer(), range(6))
@@ -76,7 +76,7 @@ def test_a_handler_of_the_users_own_decides(monkeypatch: pytest.MonkeyPatch) -> 
     """Who only notes a Ctrl-C loses one attempt to plan, and nothing else."""
     noted: list[int] = []
     planner = Interrupted(signal.SIGINT)
-    monkeypatch.setattr("ooc.replay.sequences.make_plan", planner)
+    monkeypatch.setattr("ooc.replay.plan_maker.make_plan", planner)
     before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
     try:
         with ooc.Session(BUDGET, debug=True) as opened:

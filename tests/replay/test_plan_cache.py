@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ooc
-import ooc.replay.sequences
+import ooc.replay.plan_maker
 from ooc.replay.plan_cache import PlanCache
 from scheduler.plan import Machine, Plan
 from scheduler.planning import make_plan
@@ -45,7 +45,7 @@ def cache(tmp_path: Path) -> PlanCache:
 
 def kept(cache: PlanCache, trace: Trace) -> Plan:
     """Plan a trace and keep the plan."""
-    plan = make_plan(trace, MACHINE)
+    plan = make_plan(trace, MACHINE, with_bounds=False)
     cache.save(plan, trace, {})
     return plan
 
@@ -132,6 +132,15 @@ def test_size_is_bounded_and_what_was_used_last_stays(cache: PlanCache) -> None:
     assert len(paths) >= 2
 
 
+def test_not_every_save_looks_at_every_file(cache: PlanCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[object] = []
+    scandir = os.scandir
+    monkeypatch.setattr("ooc.replay.plan_cache.os.scandir", lambda path: looks.append(path) or scandir(path))
+    for num_ops in range(4, 16):
+        kept(cache, make_trace(num_ops))
+    assert len(looks) == 1
+
+
 def test_unusable_directory_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     cache = PlanCache(tmp_path / "file" / "plans")
@@ -147,13 +156,13 @@ def test_second_session_plans_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("OOC_PLAN_CACHE", "1")
     monkeypatch.setattr("ooc.replay.plan_cache.cache_directory", lambda: tmp_path)
     planned: list[str] = []
-    inner = ooc.replay.sequences.make_plan
+    inner = ooc.replay.plan_maker.make_plan
 
     def counted(trace: Trace, *arguments: object, **named: object) -> Plan:
         planned.append(trace.fingerprint())
         return inner(trace, *arguments, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ooc.replay.sequences, "make_plan", counted)
+    monkeypatch.setattr(ooc.replay.plan_maker, "make_plan", counted)
     losses, modes = [], []
     for _ in range(2):
         with ooc.Session(BUDGET, debug=True) as session:

@@ -11,9 +11,9 @@ import torch
 from ooc.replay import sequences
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.executor import Executor
+from ooc.replay.plan_maker import PlanMaker
 from ooc.replay.planned_trials import waits_much
 from ooc.replay.rerun_trials import RerunTrial, RerunTrials
-from ooc.replay.sequences import Sequences
 from scheduler.plan import Machine, Plan, occupied_ticks
 from scheduler.trace import Op, Trace
 from tests.session.recomputed import CASES, Training, compare, noted
@@ -72,13 +72,13 @@ def test_what_differs_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_proven_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that re-runs and is not worth a change at first (op times of cold steps) is looked at again later."""
     asked: list[int] = []
-    make_plan = Sequences._make_plan
+    make_plan = PlanMaker.here
 
-    def noted_plan(self: Sequences, trace: Trace, machine: Machine) -> Plan:
+    def noted_plan(self: PlanMaker, trace: Trace, machine: Machine) -> Plan:
         asked.append(sum(op.replayable for op in trace.ops))
         return make_plan(self, trace, machine)
 
-    monkeypatch.setattr(Sequences, "_make_plan", noted_plan)
+    monkeypatch.setattr(PlanMaker, "here", noted_plan)
     monkeypatch.setattr(sequences, "_WORTHWHILE", 0.0)  # no plan is
     train("convolutions_auto", num_steps=9)
     first = next(index for index, count in enumerate(asked) if count)

@@ -166,7 +166,7 @@ def test_it_is_planned_again_after_one_step() -> None:
 def test_plans_of_budgets_come_from_the_cache(tmp_path: Path) -> None:
     """Going to and fro between two budgets plans each once."""
     with ooc.Session("8MiB") as session:
-        cache = session.engine.sequences._cache = PlanCache(tmp_path)
+        cache = session.engine.sequences.maker.cache = PlanCache(tmp_path)
         model, _ = train(session, 5)
         planned = []
         for budget in ("5MiB", "8MiB", "5MiB", "8MiB"):
