@@ -292,7 +292,7 @@ class StepCycle:
                 and plan.may_start_with(func, addresses, grad_mode, records.get)
             )
 
-        return self._sequences.starting_with(fits)
+        return self._sequences.starting_with(fits, len(records))
 
     def _end_segment(self) -> None:
         """End a segment of a period that is not planned whole. What begins now is told by its first op."""
@@ -328,11 +328,14 @@ class StepCycle:
             self._was_new = self._was_new or self._runner.dispatcher.cursor > 0
             self._runner.bail_out("the step ended before the plan")
         if executor.active is not None and executor.persistent_is_missing():
+            lost = executor.active
             self._runner.bail_out("a variable that lived across steps was freed")
+            sequences.retire(lost)
         is_main = executor.active is not None and executor.active.num_ops >= self._most_ops // 2
         self._timeline.end_period(executor.active if is_main else None, self._steps.num_steps - 1)
         if executor.active is not None:
             self._most_ops = max(self._most_ops, executor.active.num_ops)
+            executor.active.num_alive = executor.active.num_entered
             key = sequences.active_key
             self._num_planned += executor.active.num_ops
             sequences.note_end(key)
@@ -369,6 +372,7 @@ class StepCycle:
         self._sequences.begin(follower)
         self._entered = follower
         self._tried.append(follower)
+        left_because = executor.bailout_reason  # if this step has left a plan before
         if executor.enter(follower, self._sequences.others(follower), is_begun=is_begun):
             self._runner.recording.stop()
             self._steps.note_plan(self._manager.pool.num_chunks - self._manager.num_free)
@@ -376,6 +380,10 @@ class StepCycle:
             _log.info("cannot play the plan: %s", executor.bailout_reason)
             self._steps.note_refusal(executor.bailout_reason)
             self._why.note_refusal(executor.bailout_reason)
+            if follower.waits_in_vain:
+                self._sequences.retire(follower)
+                self.give_up_retired()
+            executor.bailout_reason = left_because
 
     def _num_ops(self) -> tuple[int, int]:
         """Ops so far that were planned, and on demand; the present segment's, too."""

@@ -50,6 +50,7 @@ class Bindings:
         With `is_begun`, not those that are freed before the first op that touches a variable: that is about to run.
         """
         records = self._manager.records
+        executable.num_entered = len(records)
         by_serial = {record.serial: record for record in records.values()}
         ranks = ranks_by_age(records.values())
         bound: Bound = []
@@ -59,6 +60,7 @@ class Bindings:
                 record = by_serial.get(variable.serial) if variable.serial is not None else None
                 if record is None or record.nbytes != variable.nbytes:
                     self.refusal = "a variable that lived across steps is gone"
+                    executable.waits_in_vain = True  # serials do not come again
                     return None
                 variable.record = record
                 bound.append((variable, record))

@@ -109,6 +109,7 @@ class ExecutablePlan:
         self.trace = trace
         self.plan = plan
         self.num_ops = len(trace.ops)
+        self.num_alive = self.num_entered = observed.num_alive
         self.funcs = list(observed.funcs)
         self.calls = [getattr(func, "_op", func) for func in observed.funcs]
         self.occurrences = observed.occurrences
@@ -138,7 +139,7 @@ class ExecutablePlan:
         self.reruns = PlannedReruns(plan, trace, residencies)
         self.trials: PlannedTrials | None = None
         """What is to be tried in the next step."""
-        self.is_quick = self.is_due = False
+        self.is_quick = self.is_due = self.waits_in_vain = False
         self.stands_for: Trace | None = None
         """Of a plan made in mid-step: the trace with all ops that may run again, for which the next one is made."""
         self.scratch: dict[tuple[int, int], Reservation] = {}

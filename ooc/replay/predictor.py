@@ -7,7 +7,8 @@ patterns, too. A wrong guess costs the rest of a step on demand, so it is worth 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 _MOST_KEYS = 8
 """The longest context: patterns of up to eight steps are told apart."""
@@ -15,6 +16,12 @@ _SURE = 2
 """What alone has followed a context so often follows it again, however often shorter contexts went on otherwise."""
 _MOST_PASTS = 512
 """Contexts (the keys before a step) that are remembered: steps that are never the same must not fill memory."""
+
+_FEW, _SMALL_PART = 2, 0.05
+"""With so many more or fewer variables, absolute or as a part, the same plan may begin: a loss that is kept, what falls
+below the threshold."""
+
+_Plan = TypeVar("_Plan")
 
 
 class SequencePredictor:
@@ -79,6 +86,21 @@ class SequencePredictor:
         if best is not None:
             return best[2]
         return recent[-1] if recent and may_come(recent[-1]) else None
+
+
+def likeliest(found: Sequence[_Plan], num_of: Callable[[_Plan], int], num_now: int) -> _Plan | None:
+    """Of plans, the likeliest first, that which comes where `num_now` variables exist; None: there are none.
+
+    The likeliest, unless another one was last begun with clearly closer to so many.
+
+    Args:
+        num_of: How many existed when a plan was last begun.
+    """
+    if not found:
+        return None
+    nearest = min(found, key=lambda plan: abs(num_of(plan) - num_now))  # the likeliest of those
+    closer_by = abs(num_of(found[0]) - num_now) - abs(num_of(nearest) - num_now)
+    return nearest if closer_by > max(_FEW, num_now * _SMALL_PART) else found[0]
 
 
 def _pasts(recent: tuple[str, ...]) -> list[tuple[str, ...]]:

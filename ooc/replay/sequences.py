@@ -16,7 +16,7 @@ from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.first_sightings import FirstSightings, name_of
 from ooc.replay.plan_cache import PlanCache
 from ooc.replay.plan_maker import PlanMaker
-from ooc.replay.predictor import SequencePredictor
+from ooc.replay.predictor import SequencePredictor, likeliest
 from ooc.replay.proven_ops import ProvenOps
 from ooc.replay.rerun_trials import RerunTrials
 from ooc.replay.stoppable import Stopped
@@ -31,10 +31,8 @@ _log = logging.getLogger(__name__)
 _MAX_SEQUENCES = 64
 """Sequences without a plan that are remembered: a step that is never the same twice must not fill memory."""
 _MAX_KEYS = 1024
-_REFINE_AFTER = (3, 8)
-"""Steps replayed from a plan after which it is made anew: early, and once more with a better minimum."""
-_QUICK_AFTER = 2
-"""The same, of the plan that was made quickly."""
+_REFINE_AFTER, _QUICK_AFTER = (3, 8), 2
+"""Steps replayed from a plan after which it is made anew: early, and with a better minimum; a quick one earlier."""
 _COSTS = ("loaded_nbytes", "recompute_ns")
 _MOST_TWINS = 2
 """Sequences of the same ops that differ in the storages that they use."""
@@ -207,6 +205,8 @@ class Sequences:
             self._retire(key)
             fits = False
         shape.add(observed, alignment)
+        if key in self._plans:
+            self._plans[key].num_alive = observed.num_alive
         are_replaced = changed * 2 > throughout and shape.num_seen <= _MOST_REPLACED
         if fits or key in self._unplannable or not observed.trace.ops or are_replaced:
             # If parameters were replaced between the two observations, a third one is needed to know them from batches,
@@ -240,6 +240,11 @@ class Sequences:
                 del self._seen[old]
                 self._segments.discard(old)
                 self._unplannable.pop(old, None)
+
+    def retire(self, executable: ExecutablePlan) -> None:
+        """Give up a plan that waits for variables that will not come back."""
+        if (key := self._key_of_plan(executable)) is not None:
+            self._retire(key)
 
     def _retire(self, key: str) -> None:
         self.retired.append(self._plans.pop(key))
@@ -405,9 +410,8 @@ class Sequences:
         stands_for, executable.stands_for = executable.stands_for, None
         if not tried:  # else ops have taken more than their own time
             log.note(executable.op_stop_ns - executable.op_start_ns, store)
-            costs = any(map(executable.plan.predicted.get, _COSTS))
             after = (_QUICK_AFTER, *_REFINE_AFTER) if executable.is_quick else _REFINE_AFTER
-            executable.is_due = executable.is_due or (log.num_played in after and costs)
+            executable.is_due |= log.num_played in after and any(map(executable.plan.predicted.get, _COSTS))
             if stands_for is None and not executable.is_due:
                 return executable
         if self.maker.is_fixed(executable.plan):
@@ -449,13 +453,13 @@ class Sequences:
         self, key: str, executable: ExecutablePlan, trace: Trace, machine: Machine, old_ns: int
     ) -> ExecutablePlan:
         """The plan to go on with: a new one for what was measured, if it is worth it."""
-        if self.background is not None and self.background.is_for(key):
+        background, executable.is_due = self.background, False
+        if background is not None and background.is_for(key):
             return executable  # for what was measured a little earlier
-        if self.background is not None and not self.background.may_hold_up(trace):
+        if background is not None and not background.may_hold_up(trace):
             request = PlanRequest(key=key, trace=trace, machine=machine, old_ns=old_ns)
-            executable.is_due = not self.background.ask(request)
+            executable.is_due = not background.ask(request)
             return executable
-        executable.is_due = False
         try:
             plan = self.maker.here(trace, machine)
         except Stopped:
@@ -515,8 +519,11 @@ class Sequences:
         keys = (self._predictor.next(), self._last_ended, self._last_played)
         return next((self._plans[key] for key in keys if key is not None and key in self._plans), None)
 
-    def starting_with(self, fits: Callable[[ExecutablePlan], bool]) -> ExecutablePlan | None:
-        """The plan for what begins now, of those that fit: what is expected, or else the one replayed last."""
+    def starting_with(self, fits: Callable[[ExecutablePlan], bool], num_alive: int) -> ExecutablePlan | None:
+        """The plan for what begins now, of those that fit: what is expected, or else the one replayed last.
+
+        But of micro-batches that begin alike, all but the first find gradients there: so see `likeliest`.
+        """
         known: dict[str, bool] = {}
 
         def may_come(key: str) -> bool:
@@ -528,7 +535,8 @@ class Sequences:
             return known[key]
 
         keys = (self._predictor.next(may_come), self._last_played, *reversed(self._plans))
-        return next((self._plans[key] for key in keys if key is not None and may_come(key)), None)
+        found = [self._plans[key] for key in keys if key is not None and may_come(key)]
+        return likeliest(found, lambda plan: plan.num_alive, num_alive)
 
     def begin(self, executable: ExecutablePlan) -> None:
         """Note that a plan is entered, or replayed again."""

@@ -1,9 +1,8 @@
 """Records a step's ops and allocations, and turns them into a `scheduler.Trace`.
 
-While a step runs on demand, the recorder notes each op with the storage addresses of its operands,
-and the allocator's log notes each allocation and free with its position in the step. Only at the
-step's end are the two merged into one sequence of ticks. Addresses are resolved to variables
-during that merge, in order, since one address may belong to several variables in turn.
+While a step runs on demand, the recorder notes each op with the storage addresses of its operands, and the allocator's
+log notes each allocation and free with its position in the step. Only at the step's end are the two merged into one
+sequence of ticks. Addresses are resolved to variables then, in order, since one may belong to several in turn.
 """
 
 from __future__ import annotations
@@ -68,6 +67,7 @@ class Observed:
         family: Identity of the sequence of ops; sizes and lifetimes may differ.
         origins: Per variable, where it was born (`VariableRecord.origin`); None where that is not known.
         grad_mode: Whether gradients were enabled when its first op ran.
+        num_alive: Variables that existed at the step's start, used or not.
     """
 
     trace: Trace
@@ -80,6 +80,7 @@ class Observed:
     family: str = ""
     origins: tuple[Origin | None, ...] = ()
     grad_mode: bool = True
+    num_alive: int = 0
 
 
 NEED = "largest_need_nbytes"
@@ -487,6 +488,7 @@ class _Builder:
             family=self.family,
             origins=tuple(d.origin for d in self.drafts),
             grad_mode=self.grad_mode,
+            num_alive=len(self.ranks),
         )
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ooc.replay.predictor import _MOST_PASTS, SequencePredictor
+from ooc.replay.predictor import _MOST_PASTS, SequencePredictor, likeliest
 
 
 def num_wrong(keys: str, *, after: int = 0) -> int:
@@ -72,3 +72,18 @@ def test_steps_that_never_repeat_take_little_memory() -> None:
     for number in range(3 * _MOST_PASTS):
         expectation.note(str(number))
     assert len(expectation) <= _MOST_PASTS
+
+
+@pytest.mark.parametrize(
+    ("found", "num_now", "expected"),
+    [
+        ([], 10, None),
+        ([40], 10, 40),  # better than none
+        ([39, 52], 39, 39),
+        ([39, 52], 52, 52),  # gradients are there
+        ([39, 52], 46, 39),  # a few more tell nothing
+        ([52, 39, 39], 38, 39),
+    ],
+)
+def test_the_likeliest_that_begins_with_about_as_many(found: list[int], num_now: int, expected: int | None) -> None:
+    assert likeliest(found, int, num_now) == expected

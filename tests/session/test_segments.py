@@ -159,6 +159,56 @@ def test_micro_batches_in_any_number_are_planned() -> None:
     assert planned_share(rows[14:]) > 0.9
 
 
+def test_what_is_there_tells_which_of_two_plans_begins() -> None:
+    """Gradients that are kept or not, at random: a backward pass that adds to them, or makes them.
+
+    Both begin alike, and no history tells which comes.
+    """
+
+    def program() -> list[Any]:
+        rng = random.Random(4)
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+        out: list[Any] = []
+        for index in range(40):
+            loss = net(batch(index)).square().mean()
+            loss.backward()
+            optimizer.step()
+            if rng.random() < 0.5:
+                optimizer.zero_grad()
+            out.append(loss.item())
+        return out + digest(net)
+
+    rows = run(program)
+
+    assert planned_share(rows[28:]) > 0.9
+
+
+def test_training_that_goes_on_with_another_model_is_planned_again_soon() -> None:
+    """As after a resume: the plans wait for parameters that are gone, and are given up at their first refusal."""
+
+    def program() -> list[Any]:
+        net, out = model(), []
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        for index in range(30):
+            out.append(train_step(net, optimizer, index))
+            if index % 5 == 4:
+                out.append(evaluate(net, 2))
+            if index == 14:
+                weights = {name: value.clone() for name, value in net.state_dict().items()}
+                net = model(seed=1)
+                net.load_state_dict(weights)
+                state = optimizer.state_dict()
+                optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+                optimizer.load_state_dict(state)
+                del state, weights
+        return out + digest(net)
+
+    rows = run(program)
+    assert planned_share(rows[19:]) > 0.95
+    assert sum("is gone" in row.why for row in rows) <= 2
+
+
 def test_two_optimizers_in_any_alternation_are_planned() -> None:
     def program() -> list[Any]:
         rng = random.Random(3)
