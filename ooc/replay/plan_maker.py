@@ -60,7 +60,7 @@ class PlanMaker:
         self.cache = cache
         self.background: BackgroundPlanner | None = None
         if in_background:
-            self.background = BackgroundPlanner(policy=policy, parameters=self._parameters)
+            self.background = BackgroundPlanner(policy=policy, parameters=self._parameters, has_quick=self._has_quick)
         self.planning_s = 0.0
 
     def __repr__(self) -> str:

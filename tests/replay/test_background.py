@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,6 +133,20 @@ def _is_zombie(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
+
+
+@pytest.mark.parametrize("has_quick", [False, True])
+def test_one_long_plan_leaves_time_for_quick_ones(has_quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 100 s, 5 s may have been waited for plans, half of them for long ones where there are quick ones."""
+    clock = [0.0]
+    monkeypatch.setattr("ooc.replay.background.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    planner = BackgroundPlanner(policy="auto", parameters={}, has_quick=has_quick)
+    clock[0], trace = 100.0, _trace()
+    planner.note_held_up(len(trace.ops), 2.0)
+    assert planner.may_hold_up(trace) is not has_quick
+    assert planner.may_hold_up(trace, is_quick=True)
+    planner.note_held_up(len(trace.ops), 3.0)
+    assert not planner.may_hold_up(trace, is_quick=True)
 
 
 # -- in a session
