@@ -85,7 +85,11 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     trace.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace: .json, or .json.gz")
     trace.add_argument("--fake", action="store_true", help="on fake tensors: no memory, no arithmetic")
-    trace.add_argument("--budget", metavar="SIZE", help="record as a session of this budget would run the step")
+    trace.add_argument(
+        "--budget",
+        metavar="SIZE",
+        help="record as a session of this budget would run the step (default: half of the memory, at most 2GiB)",
+    )
     trace.add_argument(
         "--profile",
         metavar="NAME",

@@ -13,6 +13,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from heapq import heapify, heappop
 from itertools import accumulate
 
 from scheduler.budget import Pin, pinned_chunks, pins_of, require_budget, zone_maxima
@@ -60,15 +62,27 @@ class Stuck(Exception):
         super().__init__(f"op {op_index}: nothing left to release beside {len(self.held)} variables")
 
 
+class Early(Enum):
+    """Of which variables a policy may release some although memory may not be short."""
+
+    NONE = auto()
+    TOUCHED = auto()  # each once, right before the first op after its last use for which it may go
+    ANY = auto()
+
+
 class Advice:
     """What a policy decides. This one releases what is used furthest in the future, and never discards."""
 
+    early = Early.NONE
+
     def victims(self, walk: Walk, op_index: int, candidates: Sequence[int]) -> Iterable[Victim]:
         """Victims, the first to go first; the walk takes as many as it needs, and asks again for each op."""
-        return [Victim(v, False) for v in sorted(candidates, key=lambda v: (-walk.next_use(v, op_index), v))]
+        heap = [(-walk.next_use(v, op_index), v) for v in candidates]
+        heapify(heap)  # a few of thousands are taken
+        return (Victim(heappop(heap)[1], False) for _ in candidates)
 
     def eager(self, walk: Walk, op_index: int, candidates: Sequence[int]) -> Iterable[Victim]:  # noqa: ARG002
-        """What is released right before the op although memory may not be short."""
+        """What is released right before the op although memory may not be short, of candidates as `early` says."""
         return ()
 
     def companions(self, walk: Walk, op_index: int, remade: Sequence[int]) -> Sequence[int]:  # noqa: ARG002
@@ -140,6 +154,8 @@ class Walk:
     def _reset(self) -> None:
         self.book = _Book(self.trace)
         self.recent: dict[int, None] = {}
+        self._touched: dict[int, None] = {}  # of these, what entered since `advice.eager` last saw it
+        self._held = 0  # chunks of what is resident and can be away
         self.last_used_ns: dict[int, int] = {}
         self.discarded: set[int] = set()
         self.stored = {i for i, v in enumerate(self.trace.variables) if v.birth_tick is None}
@@ -268,12 +284,19 @@ class Walk:
 
     def _enter(self, variable: int) -> None:
         """The variable is in memory from here on, and the last to be used."""
-        self.recent.pop(variable, None)
-        self.recent[variable] = None
+        if variable in self.recent:
+            del self.recent[variable]
+            self._touched.pop(variable, None)
+        elif self.trace.variables[variable].evictable:
+            self._held += self.facts.chunks[variable]
+        self.recent[variable] = self._touched[variable] = None
 
     def _leave(self, variable: int) -> None:
         """The variable, which was in memory, is not any more."""
         del self.recent[variable]
+        self._touched.pop(variable, None)
+        if self.trace.variables[variable].evictable:
+            self._held -= self.facts.chunks[variable]
 
     def _die(self, variable: int) -> None:
         """Freed by the program."""
@@ -324,31 +347,36 @@ class Walk:
                 continue
             bigger = graph.rerun(zone, more, [*kept, v], machine)
             guarded = {u for u in (*bigger.sources, *kept, v) if u not in pinned}
-            if self._excess(zone, pinned, guarded, bigger, set()) <= 0:
+            if self._excess(zone, pinned, guarded, bigger, beside_recent=False) <= 0:
                 best, kept = bigger, [*kept, v]
         return best, kept
 
     def _excess(
-        self, zone: int, pinned: dict[int, Pin], guarded: set[int], rerun: Rerun | None, held: Iterable[int]
+        self, zone: int, pinned: dict[int, Pin], guarded: set[int], rerun: Rerun | None, *, beside_recent: bool
     ) -> int:
-        """Chunks over budget around an op, with `held` in memory beside what it needs."""
-        chunks = self.facts.chunks
+        """Chunks over budget around an op, with `guarded` in memory beside what it needs, and what is there now."""
+        chunks, variables, recent = self.facts.chunks, self.trace.variables, self.recent
         need = self.facts.peaks[zone]
         if rerun is not None:
             need = max(need, self.facts.at_start[zone] + rerun.num_scratch_chunks)
-        beside = guarded | {v for v in held if v not in pinned}
-        beside = {v for v in beside if self.trace.variables[v].evictable}  # what never is away is pinned throughout
-        return need + sum(chunks[v] for v in beside) - self.facts.machine.num_chunks
+        beside = [v for v in guarded if not (beside_recent and v in recent)]
+        need += sum(chunks[v] for v in beside if variables[v].evictable)  # what never is away is pinned throughout
+        if beside_recent:
+            need += self._held - sum(chunks[v] for v in pinned if v in recent and variables[v].evictable)
+        return need - self.facts.machine.num_chunks
 
     def _make_room(
         self, zone: int, pinned: dict[int, Pin], guarded: set[int], rerun: Rerun | None, lost: Sequence[int]
     ) -> None:
-        if zone:
-            for victim in self.advice.eager(self, zone, self._candidates(pinned, guarded)):
+        early = self.advice.early
+        if zone and early is not Early.NONE:
+            among = self._touched if early is Early.TOUCHED else self.recent
+            for victim in self.advice.eager(self, zone, self._candidates(pinned, guarded, among)):
                 self._release(victim, zone)
-        excess = self._excess(zone, pinned, guarded, rerun, self.recent)
+            self._touched = {v: None for v in self._touched if v in pinned or v in guarded}
+        excess = self._excess(zone, pinned, guarded, rerun, beside_recent=True)
         while excess > 0:
-            candidates = self._candidates(pinned, guarded)
+            candidates = self._candidates(pinned, guarded, self.recent)
             released = 0
             for victim in self.advice.victims(self, zone, candidates):
                 self._release(victim, zone)
@@ -359,9 +387,9 @@ class Walk:
                 raise Stuck(zone, self.recent, lost, num_missing_chunks=excess)
             excess -= released
 
-    def _candidates(self, pinned: dict[int, Pin], guarded: set[int]) -> list[int]:
-        """What may be released right before an op, least recently used first."""
-        return [v for v in self.recent if v not in pinned and v not in guarded and self.trace.variables[v].evictable]
+    def _candidates(self, pinned: dict[int, Pin], guarded: set[int], among: Iterable[int]) -> list[int]:
+        """What of `among` may be released right before an op, in its order: least recently used first."""
+        return [v for v in among if v not in pinned and v not in guarded and self.trace.variables[v].evictable]
 
     def _release(self, victim: Victim, zone: int) -> None:
         v = victim.variable

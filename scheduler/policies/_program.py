@@ -9,7 +9,7 @@ from scheduler.milp.from_trace import Power, TraceGraph, graph_of
 from scheduler.milp.program import Request, Schedule, Solution, Status, solve
 from scheduler.milp.rounding import solve_by_rounding
 from scheduler.plan import Machine, Residency
-from scheduler.policies._greedy import Advice, Facts, Stuck, Victim, Walk
+from scheduler.policies._greedy import Advice, Early, Facts, Stuck, Victim, Walk
 from scheduler.policies._slack import use_slack
 from scheduler.trace import Trace
 
@@ -113,6 +113,8 @@ def _play(facts: Facts, advice: Advice, request: Request, *, wrap: bool) -> tupl
 
 class _Program(Advice):
     """Releases what the program does not keep into the next stage; makes again together what it says."""
+
+    early = Early.ANY
 
     def __init__(self, merged: TraceGraph, schedule: Schedule | None, *, paging: bool) -> None:
         self.merged = merged

@@ -192,7 +192,6 @@ class RematWalk(Walk):
         self.ghosts: set[int] = set()
         self.times_rerun: dict[int, int] = {}
         self.spent_ns = 0
-        self._held = 0  # chunks of what is resident and can be away
         self._needs: dict[int, int] = {}  # ghosts' next needs, as of the present op
         self._may_go: dict[int, bool] = {}  # whether each may be discarded, as of its last use
         self._next: dict[int, int] = {}  # its next use, likewise
@@ -295,16 +294,6 @@ class RematWalk(Walk):
         for v in [v for v in self.recent if v in self.ghosts]:
             self._release(Victim(v, True), len(self.trace.ops))
         return end
-
-    def _enter(self, variable: int) -> None:
-        if variable not in self.recent and self.trace.variables[variable].evictable:
-            self._held += self.facts.chunks[variable]
-        super()._enter(variable)
-
-    def _leave(self, variable: int) -> None:
-        if self.trace.variables[variable].evictable:
-            self._held -= self.facts.chunks[variable]
-        super()._leave(variable)
 
     def _die(self, variable: int) -> None:
         if variable not in self.away and self.facts.graph.may_ever_return(variable):

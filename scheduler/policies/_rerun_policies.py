@@ -9,7 +9,7 @@ from scheduler.budget import BudgetTooSmall, budget_too_small, smallest_num_chun
 from scheduler.colouring.scratch import schedule_that_colours
 from scheduler.cost.bounds import lower_bounds
 from scheduler.plan import Machine, Residency
-from scheduler.policies._greedy import Advice, Stuck, Victim, Walk
+from scheduler.policies._greedy import Advice, Early, Stuck, Victim, Walk
 from scheduler.trace import Trace
 
 # The smallest budget that works is looked for to this share of the budget in core.
@@ -111,6 +111,8 @@ class AsChosen(Advice):
             number of ops stands for "none".
         kept: Variables to start the step with in memory; None: as many as fit.
     """
+
+    early = Early.TOUCHED
 
     def __init__(
         self,

@@ -76,8 +76,8 @@ _NO_STALL_AT_ALL = 0.00002
 
 # The most ops of a step for which others are asked. They search their own parameters by simulation, or walk op by op:
 # together 50 s of a core for 2,752 ops, and minutes for 8,000, which is why only a thorough search asks them, and of a
-# long step only the quick ones (`capuchin` takes 6 s for 5,000 ops). Who has the others' plans anyway takes the
-# best (`scheduler.compare`).
+# long step only the quick ones (`capuchin` takes 0.3 s for 5,000 ops, and 0.7 to 2.3 for 10,000); while training waits,
+# only that one. Who has the others' plans anyway takes the best (`scheduler.compare`).
 _MOST_OPS_FOR_OTHERS = 4_000
 _MOST_OPS_FOR_QUICK = 12_000
 _QUICK = (capuchin, on_demand, vdnn)
@@ -169,7 +169,7 @@ def schedule(
         search.try_choices()
     recompute = recompute and any(op.replayable for op in trace.ops)
     if not thorough:
-        if not search.is_good and not search.is_long:
+        if not search.is_good:
             # A third of our own choices' time; ahead by up to 15 % where links are the limit, by 1 % where remaps are.
             search.try_others((capuchin,), {"wrap": wrap, "recompute": False})
         few = min(_MOST_FINALS, max(_MOST_OPS_COLOURED // len(trace.ops), 2))
@@ -417,10 +417,18 @@ class _Search:
             try:
                 tuned = policy.tune(self.trace, self.machine, own) if hasattr(policy, "tune") else own
                 proposal = policy.schedule(self.trace, self.machine, **tuned)
+                if self._is_hopeless(proposal, known_ns):
+                    continue
                 if self.consider(proposal) is None:
                     self._consider_for_less(policy, tuned, proposal)
             except BudgetTooSmall:
                 continue
+
+    def _is_hopeless(self, proposal: tuple[Residency, ...], known_ns: int | None) -> bool:
+        """Whether, in haste, a long step's proposal is not worth its colouring: slower even without remaps."""
+        if known_ns is None or not (self.in_haste and self.is_long):
+            return False
+        return estimate(proposal, self.trace, self.machine).duration_ns >= known_ns
 
     def _consider_for_less(
         self, policy: ModuleType, parameters: Mapping[str, Any], proposal: tuple[Residency, ...]

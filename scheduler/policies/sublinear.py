@@ -19,7 +19,7 @@ from scheduler.budget import BudgetTooSmall
 from scheduler.colouring.colouring import Shortage
 from scheduler.cost.evaluate import evaluate
 from scheduler.plan import Machine, Residency
-from scheduler.policies._greedy import Advice, Facts, Stuck, Victim, Walk
+from scheduler.policies._greedy import Advice, Early, Facts, Stuck, Victim, Walk
 from scheduler.policies._rerun_policies import or_too_small
 from scheduler.trace import Trace
 
@@ -98,6 +98,8 @@ def turning_op(trace: Trace) -> int:
 
 class _Checkpoints(Advice):
     """Discards what is no checkpoint; what of it is not needed soonest, first."""
+
+    early = Early.ANY
 
     def __init__(self, facts: Facts, segment_num_ops: int) -> None:
         self.turn = turning_op(facts.trace)

@@ -95,6 +95,20 @@ def test_of_a_long_step_auto_asks_capuchin_too(monkeypatch: pytest.MonkeyPatch) 
     assert make_plan(trace, machine, "auto").step_ns > other, "this step no longer tells whether others are asked"
 
 
+@pytest.mark.usefixtures("_all_are_long")
+def test_of_a_long_step_auto_asks_capuchin_while_training_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own choices stalled no more, but needed 256 remaps against 200."""
+    trace = recurrent(600)
+    machine = Machine(chunk_nbytes=2 << 20, num_chunks=1)
+    nbytes = int(lower_bounds(trace, machine)["in_core_nbytes"] * 0.3)
+    machine = replace(machine, num_chunks=nbytes // machine.chunk_nbytes)
+    other = make_plan(trace, machine, "capuchin", recompute=False).step_ns
+    assert make_plan(trace, machine, "auto", thorough=False).step_ns <= other
+    monkeypatch.setattr(auto, "_MOST_OPS_FOR_QUICK", 0)
+    monkeypatch.setattr(auto, "_MOST_OPS_FOR_OTHERS", 0)
+    assert make_plan(trace, machine, "auto", thorough=False).step_ns > other, "this step no longer tells"
+
+
 def test_who_comes_waits_for_what_has_been_written_for_longest() -> None:
     """Three variables are evicted one after another; the fourth needs more than what died leaves free."""
     variables = tuple(
