@@ -1,10 +1,11 @@
-"""Builds and loads the native dispatcher (native/dispatch.cpp) on first use."""
+"""Builds and loads the native dispatcher (native/dispatch.cpp, native/boxed.cpp) on first use."""
 
 from __future__ import annotations
 
 import functools
 import importlib.machinery
 import importlib.util
+import logging
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from vmm import native_build
 from vmm.table import AllocatorTable
 from vmm.torch_cpu import torch_build_flags
 
+_log = logging.getLogger(__name__)
+
 _NATIVE = Path(__file__).parent / "native"
 _ALLOCATOR_HEADER = Path(__file__).parents[2] / "vmm" / "native" / "allocator.h"
 
@@ -24,6 +27,25 @@ _ALLOCATOR_HEADER = Path(__file__).parents[2] / "vmm" / "native" / "allocator.h"
 @functools.cache
 def dispatcher_type() -> Any:
     """The native `Dispatcher` class. Raises `NativeBuildError` with the remedy."""
+    return _load("dispatch", ["c10"]).Dispatcher
+
+
+@functools.cache
+def boxed_ops() -> Any | None:
+    """The native module that plays planned ops without Python (native/boxed.cpp); None where it cannot be built.
+
+    Its headers are ATen's, which take half a gigabyte to compile: a small board may have no room for that, and another
+    torch may have changed what they say. Then ops take the way through Python, some microseconds longer each.
+    """
+    try:
+        return _load("boxed", ["c10", "torch_cpu", "torch_python"])
+    except native_build.NativeBuildError as error:
+        _log.info("planned ops go through Python: native/boxed.cpp cannot be built: %s", error)
+        return None
+
+
+def _load(name: str, libraries: list[str]) -> Any:
+    """Build and load one of our extension modules, `ooc._NAME`, from native/NAME.cpp."""
     include_dirs, library_dirs = torch_build_flags()
     python_headers = Path(sysconfig.get_paths()["include"])
     if not (python_headers / "Python.h").exists():
@@ -32,20 +54,20 @@ def dispatcher_type() -> Any:
             "  Options: apt install python3-dev; a Python from conda, uv or pyenv, which brings them."
         )
     path = native_build.build(
-        "ooc_dispatch",
-        [_NATIVE / "dispatch.cpp", *sorted(_NATIVE.glob("*.h")), _ALLOCATOR_HEADER],
+        f"ooc_{name}",
+        [_NATIVE / f"{name}.cpp", *sorted(_NATIVE.glob("*.h")), _ALLOCATOR_HEADER],
         include_dirs=[*include_dirs, str(python_headers)],
         library_dirs=library_dirs,
-        libraries=["c10"],
+        libraries=libraries,
         extra_flags=["-std=c++20", "-Wno-missing-field-initializers", "-Wno-cast-function-type"],
         cache_key=f"{torch.__version__} {sysconfig.get_config_var('SOABI')}",
     )
-    loader = importlib.machinery.ExtensionFileLoader("ooc._dispatch", str(path))
-    spec = importlib.util.spec_from_loader("ooc._dispatch", loader)
+    loader = importlib.machinery.ExtensionFileLoader(f"ooc._{name}", str(path))
+    spec = importlib.util.spec_from_loader(f"ooc._{name}", loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    return module.Dispatcher
+    return module
 
 
 def new_dispatcher(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from ooc.dispatch.extension import boxed_ops
 
 
 class SessionMode(TorchDispatchMode):
@@ -25,9 +27,23 @@ class SessionMode(TorchDispatchMode):
 
     def __init__(self, dispatcher: Any) -> None:  # native, and given an attribute that its protocol does not have
         super().__init__()
+        self._dispatcher = dispatcher
         self.note_region: Callable[[str, int], None] = lambda _name, _nbytes: None
         dispatcher.__self__ = self
         self.__torch_dispatch__ = dispatcher
+
+    def __enter__(self) -> Self:
+        boxed = boxed_ops()
+        if boxed is not None:
+            boxed.attach(self._dispatcher)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        boxed = boxed_ops()
+        if boxed is not None:
+            boxed.detach(self._dispatcher)
 
     @property
     def is_on(self) -> bool:

@@ -23,6 +23,10 @@ class Dispatcher(Protocol):
     def depth(self) -> int:
         """Critical sections entered on the session's thread."""
 
+    @property
+    def num_boxed(self) -> int:
+        """Planned ops that were played without Python so far (native/boxed.cpp)."""
+
     def install(self, *arguments: Any) -> None:
         """Take a plan's tables (`ExecutablePlan.install_arguments`)."""
 

@@ -20,107 +20,70 @@
 #include <utility>
 #include <vector>
 
+#include "play.h"
 #include "run_on_demand.h"
 
 namespace {
 
-// Every arena operand must be one that the plan expects, in the plan's order. One that the plan
-// expects and that is not in the arena (it fell below the threshold this time) is harmless.
-bool operands_match(const Dispatcher* self, const PlanOp& op, PyObject* args, PyObject* kwargs) {
-  uint32_t expected = op.uses_start;
-  auto visit = [&](uint64_t address) {
-    while (expected < op.uses_stop && self->variable_address[self->uses[expected]] != address) ++expected;
-    if (expected == op.uses_stop) return false;
-    ++expected;
-    return true;
-  };
-  return for_each_operand(self, args, visit) &&
-         (kwargs == nullptr || kwargs == Py_None || for_each_operand(self, kwargs, visit));
-}
-
 // Whether the plan's next op is this one. Sets no Python error.
 bool expected_next(const Dispatcher* self, PyObject* func, PyObject* args, PyObject* kwargs) {
-  if (!self->planned || self->cursor >= self->num_ops) return false;
-  if (self->this_thread() != self->state->owner_thread.load(std::memory_order_relaxed)) return false;
-  return PyList_GET_ITEM(self->funcs, self->cursor) == func &&
-         operands_match(self, self->ops[self->cursor], args, kwargs);
-}
-
-// Whether Python need not see a planned op. At the head it does in another grad mode: something else may begin there.
-bool is_native(const PlanOp& op) {
-  if (op.flags & kIntercept) return false;
-  return !(op.flags & kHead) || c10::GradMode::is_enabled() == ((op.flags & kGradients) != 0);
+  if (!is_replaying(self) || PyList_GET_ITEM(self->funcs, self->cursor) != func) return false;
+  Expected expected(self, self->ops[self->cursor]);
+  return for_each_operand(self, args, expected) &&
+         (kwargs == nullptr || kwargs == Py_None || for_each_operand(self, kwargs, expected));
 }
 
 // Play the plan's next op, which this one is known to be.
 PyObject* play(Dispatcher* self, PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs) {
   const uint32_t index = self->cursor;
-  const PlanOp& op = self->ops[index];
-  PyObject* number = nullptr;
-  if (op.flags & (kBefore | kAfter)) {
-    number = PyLong_FromUnsignedLong(index);
-    if (number == nullptr) return nullptr;
-  }
-  if (op.flags & kBefore) {
-    PyObject* stays = PyObject_CallOneArg(self->before, number);
-    if (stays == nullptr) {
-      Py_DECREF(number);
+  const uint32_t flags = self->ops[index].flags;
+  switch (start_planned(self, index)) {
+    case Start::kError:
       return nullptr;
-    }
-    const bool left = stays == Py_False;
-    Py_DECREF(stays);
-    if (left) {
-      Py_DECREF(number);
+    case Start::kLeft:
       return PyObject_CallFunctionObjArgs(self->slow, func, types, args, kwargs, nullptr);
-    }
+    case Start::kRuns:
+      break;
   }
-  const uint32_t flags = op.flags;
-  PyObject* call = PyList_GET_ITEM(self->calls, index);
-  Py_INCREF(call);
-  vmm::State* state = self->state;
-  state->window_next = op.allocs_start;
-  state->window_stop = op.allocs_stop;
-  state->position.store(2 * index + 1, std::memory_order_release);
-  self->op_start_ns[index] = now_ns();
+  PyObject* call = Py_NewRef(PyList_GET_ITEM(self->calls, index));
   PyObject* result = call_op(call, args, kwargs);
-  state->position.store(2 * index + 2, std::memory_order_release);
   Py_DECREF(call);
-  if (self->planned) {
-    self->op_stop_ns[index] = now_ns();
-    self->cursor = index + 1;
-  }
+  const bool stays = stop_planned(self, index);
   if (result == nullptr) {
-    Py_XDECREF(number);
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject* named = kwargs == nullptr ? Py_None : kwargs;
-    PyObject* replacement = PyObject_CallFunction(self->failed, "IOOO", index, func, args, named);
-    if (replacement != nullptr) {
-      Py_DECREF(replacement);
-      PyErr_Restore(type, value, traceback);
-    } else {
-      Py_XDECREF(type);
-      Py_XDECREF(value);
-      Py_XDECREF(traceback);
-    }
-    return nullptr;
+    SetAside error;
+    return error.pass_on(PyObject_CallFunction(self->failed, "IOOO", index, func, args, or_none(kwargs)), nullptr);
   }
-  PyObject* done = Py_None;
-  if (!self->planned) {
-    PyObject* named = kwargs == nullptr ? Py_None : kwargs;
-    done = PyObject_CallFunction(self->finish, "IOOOO", index, func, args, named, result);
-  } else if (flags & kAfter) {
-    done = PyObject_CallOneArg(self->after, number);
-  } else {
-    Py_INCREF(done);
+  if (!stays) {
+    PyObject* done = PyObject_CallFunction(self->finish, "IOOOO", index, func, args, or_none(kwargs), result);
+    if (done == nullptr) Py_CLEAR(result);
+    Py_XDECREF(done);
+  } else if (!finish_planned(self, index, flags)) {
+    Py_CLEAR(result);
   }
-  Py_XDECREF(number);
-  if (done == nullptr) {
-    Py_DECREF(result);
-    return nullptr;
-  }
-  Py_DECREF(done);
   return result;
+}
+
+// An op that ran without Python is told to Python. Ends with an error in any case: nothing is run here.
+PyObject* take_note(Dispatcher* self, PyObject* func, PyObject* args, PyObject* kwargs) {
+  Rare& rare = *std::exchange(self->rare, nullptr);
+  PyObject* done = nullptr;
+  switch (rare.kind) {
+    case Rare::kRaise:
+      PyErr_Restore(rare.type, rare.value, rare.traceback);
+      rare.type = rare.value = rare.traceback = nullptr;
+      return nullptr;
+    case Rare::kFailed:
+      done = PyObject_CallFunction(self->failed, "IOOO", rare.index, func, args, or_none(kwargs));
+      break;
+    case Rare::kFinish:
+      done = PyObject_CallFunction(self->finish, "IOOOO", rare.index, func, args, or_none(kwargs), rare.result);
+      break;
+  }
+  if (done == nullptr) return nullptr;
+  Py_DECREF(done);
+  rare.is_told = true;
+  PyErr_SetString(PyExc_RuntimeError, "noted");  // for boxed.cpp alone
+  return nullptr;
 }
 
 // Whether no operand is of a subclass that dispatches for itself. torch names its own class for some ops (detach).
@@ -136,6 +99,7 @@ PyObject* dispatcher_call(PyObject* object, PyObject* positional, PyObject*) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   PyObject *func, *types, *args = nullptr, *kwargs = Py_None;
   if (!PyArg_UnpackTuple(positional, "__torch_dispatch__", 2, 4, &func, &types, &args, &kwargs)) return nullptr;
+  if (self->rare != nullptr && self->this_thread() == self->session_thread) return take_note(self, func, args, kwargs);
   const Section section(self);
   const bool is_plain = args != nullptr && are_plain(self, types);
   if (is_plain && expected_next(self, func, args, kwargs) && is_native(self->ops[self->cursor])) {
@@ -210,12 +174,12 @@ PyObject* dispatcher_install(PyObject* object, PyObject* positional) {
     PyErr_SetString(PyExc_ValueError, "install: one function and one callable per op, please");
     return nullptr;
   }
-  Py_INCREF(funcs);
-  Py_INCREF(calls);
-  Py_INCREF(buffers);
-  Py_XSETREF(self->funcs, funcs);
-  Py_XSETREF(self->calls, calls);
-  Py_XSETREF(self->buffers, buffers);
+  PyObject* schemas = self->schemas_of != nullptr ? self->schemas_of(funcs, calls) : PyBytes_FromString("");
+  if (schemas == nullptr) return nullptr;
+  Py_XSETREF(self->funcs, Py_NewRef(funcs));
+  Py_XSETREF(self->calls, Py_NewRef(calls));
+  Py_XSETREF(self->buffers, Py_NewRef(buffers));
+  Py_XSETREF(self->schema_bytes, schemas);
   self->ops = reinterpret_cast<const PlanOp*>(ops);
   self->uses = reinterpret_cast<const uint32_t*>(uses);
   self->variable_address = reinterpret_cast<const uint64_t*>(variable_address);
@@ -224,6 +188,8 @@ PyObject* dispatcher_install(PyObject* object, PyObject* positional) {
   self->num_ops = num_ops;
   self->cursor = 0;
   self->planned = 0;
+  const auto* all = reinterpret_cast<const void* const*>(PyBytes_AS_STRING(schemas));
+  self->schemas = self->schemas_of != nullptr ? all : nullptr;
   Py_RETURN_NONE;
 }
 
@@ -369,6 +335,9 @@ PyObject* get_depth(PyObject* object, void*) {
 PyObject* get_cursor(PyObject* object, void*) {
   return PyLong_FromUnsignedLong(reinterpret_cast<Dispatcher*>(object)->cursor);
 }
+PyObject* get_num_boxed(PyObject* object, void*) {
+  return PyLong_FromUnsignedLongLong(reinterpret_cast<Dispatcher*>(object)->num_boxed);
+}
 PyObject* get_planned(PyObject* object, void*) {
   return PyBool_FromLong(reinterpret_cast<Dispatcher*>(object)->planned);
 }
@@ -420,8 +389,10 @@ PyObject* dispatcher_new(PyTypeObject* type, PyObject* positional, PyObject*) {
 
 int dispatcher_clear(PyObject* object) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
+  if (self->detach != nullptr) self->detach(self);
   self->planned = 0;
   self->num_ops = 0;
+  self->schemas = nullptr;
   delete std::exchange(self->demand, nullptr);
   Py_CLEAR(self->awaited_func);
   Py_CLEAR(self->owner);
@@ -433,6 +404,7 @@ int dispatcher_clear(PyObject* object) {
   Py_CLEAR(self->funcs);
   Py_CLEAR(self->calls);
   Py_CLEAR(self->buffers);
+  Py_CLEAR(self->schema_bytes);
   return 0;
 }
 
@@ -501,6 +473,7 @@ PyGetSetDef dispatcher_getset[] = {
     {"__self__", get_owner, set_owner, "The mode that this dispatches for.", nullptr},
     {"cursor", get_cursor, nullptr, "Index of the next planned op.", nullptr},
     {"depth", get_depth, nullptr, "Critical sections entered on the session's thread.", nullptr},
+    {"num_boxed", get_num_boxed, nullptr, "Planned ops that were played without Python so far.", nullptr},
     {"planned", get_planned, nullptr, "Whether ops are compared with a plan.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 

@@ -29,6 +29,22 @@ struct PlanOp {
   uint32_t reserved;
 };
 
+// What `Dispatcher.__call__` is called for when an op that ran without Python is told to it.
+struct Rare {
+  enum Kind { kRaise, kFailed, kFinish } kind;  // raise what follows; the op raised; it left the plan while it ran
+  uint32_t index = 0;
+  PyObject* result = nullptr;  // owned: the tensors that it has returned
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;  // owned: to be raised
+  bool is_told = false;  // Python has taken note, and raised nothing
+
+  Rare(Kind kind, uint32_t index) : kind(kind), index(index) {}
+  Rare(const Rare&) = delete;
+  Rare& operator=(const Rare&) = delete;
+  ~Rare() {
+    for (PyObject* object : {result, type, value, traceback}) Py_XDECREF(object);
+  }
+};
+
 struct Dispatcher {
   PyObject_HEAD
   vmm::State* state;
@@ -43,6 +59,8 @@ struct Dispatcher {
   const PlanOp* ops;
   const uint32_t* uses;
   const uint64_t* variable_address;
+  PyObject* schema_bytes;  // owns `schemas`
+  const void* const* schemas;  // of each op that may be played without Python; null: of none
   int64_t* op_start_ns;
   int64_t* op_stop_ns;
   uint32_t num_ops;
@@ -57,6 +75,11 @@ struct Dispatcher {
   PyObject* awaited_func;  // this one, too; null: none
   ooc::Demand* demand;  // ops that run on demand; null until the session says how
   ooc::Trials* trials;  // which kinds of op may run again
+  // Set by boxed.cpp.
+  Rare* rare;  // what the next call is for; null: an op to run
+  uint64_t num_boxed;  // ops that were played without Python
+  PyObject* (*schemas_of)(PyObject* funcs, PyObject* calls);  // bytes: an address, or 0, for each op; owned
+  void (*detach)(Dispatcher*);
 };
 
 // Python's signal handlers run on the main thread alone, so only its sections count.
@@ -125,7 +148,7 @@ uint64_t arena_address(const Dispatcher* self, const c10::TensorImpl* impl) {
   return address >= start && address < stop ? address : 0;
 }
 
-uint64_t arena_address(const Dispatcher* self, PyObject* tensor) {
+inline uint64_t arena_address(const Dispatcher* self, PyObject* tensor) {
   return arena_address(self, tensor_impl(self, tensor));
 }
 
@@ -163,7 +186,36 @@ bool for_each_operand(const Dispatcher* self, PyObject* object, Visit&& visit) {
   return true;
 }
 
-PyObject* call_op(PyObject* call, PyObject* args, PyObject* kwargs) {
+// An error that is set aside while Python is called.
+class SetAside {
+ public:
+  SetAside() { PyErr_Fetch(&type_, &value_, &traceback_); }
+  SetAside(const SetAside&) = delete;
+  SetAside& operator=(const SetAside&) = delete;
+  ~SetAside() {
+    Py_XDECREF(type_);
+    Py_XDECREF(value_);
+    Py_XDECREF(traceback_);
+  }
+
+  // Pass on what was there, after a call that returned `done`: the result (owned; null where there was an error), with
+  // the error that was set aside. Where the call failed, its own error stands, and the result is dropped.
+  PyObject* pass_on(PyObject* done, PyObject* result) {
+    if (done == nullptr) {
+      Py_XDECREF(result);
+      return nullptr;
+    }
+    Py_DECREF(done);
+    PyErr_Restore(type_, value_, traceback_);
+    type_ = value_ = traceback_ = nullptr;
+    return result;
+  }
+
+ private:
+  PyObject *type_, *value_, *traceback_;
+};
+
+inline PyObject* call_op(PyObject* call, PyObject* args, PyObject* kwargs) {
   const bool named = kwargs != nullptr && kwargs != Py_None && PyDict_GET_SIZE(kwargs) > 0;
   return PyObject_Call(call, args, named ? kwargs : nullptr);
 }

@@ -21,35 +21,6 @@ struct Records {
   }
 };
 
-// An error that is set aside while Python is called.
-class SetAside {
- public:
-  SetAside() { PyErr_Fetch(&type_, &value_, &traceback_); }
-  SetAside(const SetAside&) = delete;
-  SetAside& operator=(const SetAside&) = delete;
-  ~SetAside() {
-    Py_XDECREF(type_);
-    Py_XDECREF(value_);
-    Py_XDECREF(traceback_);
-  }
-
-  // Pass on what was there, after a call that returned `done`: the result (owned; null where there was an error), with
-  // the error that was set aside. Where the call failed, its own error stands, and the result is dropped.
-  PyObject* pass_on(PyObject* done, PyObject* result) {
-    if (done == nullptr) {
-      Py_XDECREF(result);
-      return nullptr;
-    }
-    Py_DECREF(done);
-    PyErr_Restore(type_, value_, traceback_);
-    type_ = value_ = traceback_ = nullptr;
-    return result;
-  }
-
- private:
-  PyObject *type_, *value_, *traceback_;
-};
-
 // Release the session's lock and pass a result on (owned); where that fails, or there is an error already, null.
 PyObject* unlock(const ooc::Demand& demand, PyObject* result) {
   SetAside error;

@@ -1,0 +1,400 @@
+// Planned ops without Python: torch hands each op that reaches a dispatch mode to its Python interpreter object, as a
+// stack of boxed values. We stand before that object. An op that the plan expects next, under the session's mode, is
+// played from the stack: nothing is made into Python objects and taken apart again. Every other op, and whatever goes
+// wrong with one of ours, goes on to torch's own object, and so to `Dispatcher.__call__`.
+//
+// A library of its own: it needs ATen's headers, which a small board may not have the memory to compile. Without it all
+// ops go through Python.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/PyInterpreter.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "play.h"
+
+// Of libtorch_python; their headers would bring pybind11's.
+c10::impl::PyInterpreter* getPyInterpreter();
+PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
+
+namespace {
+
+using c10::impl::TorchDispatchModeTLS;
+using torch::jit::Stack;
+
+using Vtable = c10::impl::PyInterpreterVTable;
+
+std::atomic<Dispatcher*> attached{nullptr};
+std::atomic<uint64_t> attached_thread{0};
+
+class Gil {
+ public:
+  Gil() : state_(PyGILState_Ensure()) {}
+  ~Gil() { PyGILState_Release(state_); }
+  Gil(const Gil&) = delete;
+  Gil& operator=(const Gil&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+// Takes the session's mode off this thread's stack of modes, as torch does while a mode's Python runs: what an op, or
+// our own code around it, dispatches is not seen.
+class ModeOff {
+ public:
+  ModeOff() : mode_(TorchDispatchModeTLS::pop_stack()) {}
+  ~ModeOff() { TorchDispatchModeTLS::push_non_infra_mode_onto_stack(mode_); }
+  ModeOff(const ModeOff&) = delete;
+  ModeOff& operator=(const ModeOff&) = delete;
+
+ private:
+  std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> mode_;
+};
+
+class WithoutGil {
+ public:
+  WithoutGil() : thread_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(thread_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* thread_;
+};
+
+// Call visit(TensorImpl*) for each tensor in a value, in order, until it returns false. False, too, for a value that
+// may hold tensors where we do not look.
+template <class Visit>
+bool for_each_tensor(const c10::IValue& value, Visit&& visit) {
+  if (value.isTensor()) {
+    const auto* impl = value.unsafeToTensorImpl();
+    return impl == nullptr || !value.toTensor().defined() || visit(impl);
+  }
+  if (value.isTensorList()) {
+    const c10::List<at::Tensor> list = value.toTensorList();
+    for (size_t i = 0; i < list.size(); ++i) {
+      const at::Tensor tensor = list.get(i);
+      if (tensor.defined() && !visit(tensor.unsafeGetTensorImpl())) return false;
+    }
+    return true;
+  }
+  if (value.isList()) {
+    for (const c10::IValue& each : value.toListRef()) {
+      if (!for_each_tensor(each, visit)) return false;
+    }
+    return true;
+  }
+  return !(value.isTuple() || value.isGenericDict() || value.isObject() || value.isPyObject());
+}
+
+// Whether the plan's next op is this one, with these operands, none of a class that dispatches for itself.
+bool expects(const Dispatcher* self, const c10::OperatorHandle& op, const Stack& stack, size_t num_arguments) {
+  if (self->schemas == nullptr || !is_replaying(self) || self->schemas[self->cursor] == nullptr) return false;
+  if (self->schemas[self->cursor] != &op.schema()) return false;
+  const PlanOp& planned = self->ops[self->cursor];
+  if (!is_native(planned)) return false;
+  Expected expected(self, planned);
+  const auto matches = [&](const c10::TensorImpl* impl) {
+    return !impl->key_set().has(c10::DispatchKey::Python) && for_each_storage(self, impl, expected);
+  };
+  for (size_t i = stack.size() - num_arguments; i < stack.size(); ++i) {
+    if (!for_each_tensor(stack[i], matches)) return false;
+  }
+  return true;
+}
+
+// Plans tell an op's allocations apart by their numbers, and were recorded with ops that came through Python. There a
+// number that stands for a tensor is made into one again within the op, which is an allocation.
+void count_wrapped_numbers(Dispatcher* self, const Stack& arguments) {
+  uint32_t num_numbers = 0;
+  for (const c10::IValue& value : arguments) {
+    if (value.isTensor() && value.unsafeToTensorImpl()->is_wrapped_number()) ++num_numbers;
+  }
+  self->state->counted_position = self->state->position.load(std::memory_order_relaxed);
+  self->state->num_counted = num_numbers;
+}
+
+// The tensors that an op has returned, as Python objects; null with an error.
+PyObject* wrapped(const Stack& stack, size_t start) {
+  PyObject* list = PyList_New(0);
+  const auto append = [&](const at::Tensor& tensor) {
+    PyObject* object = THPVariable_Wrap(tensor);
+    if (object == nullptr || PyList_Append(list, object) < 0) Py_CLEAR(list);
+    Py_XDECREF(object);
+  };
+  for (size_t i = start; i < stack.size() && list != nullptr; ++i) {
+    if (stack[i].isTensor() && stack[i].toTensor().defined()) append(stack[i].toTensor());
+    if (!stack[i].isTensorList()) continue;
+    for (const at::Tensor& tensor : stack[i].toTensorVector()) {
+      if (list != nullptr && tensor.defined()) append(tensor);
+    }
+  }
+  return list;
+}
+
+// Tell Python what became of an op: torch makes Python objects of it once more, and `Dispatcher.__call__` sees by
+// `rare` what is meant. Throws what that raised.
+void tell_python(const Vtable& torchs, Dispatcher* self, const c10::OperatorHandle& op, Stack& arguments, Rare& rare) {
+  self->rare = &rare;
+  try {
+    torchs.dispatch(op, &arguments);
+  } catch (...) {
+    self->rare = nullptr;
+    if (!rare.is_told) throw;
+    PyErr_Clear();
+  }
+  self->rare = nullptr;
+}
+
+// What is between the two of torch's hands: the op, and what goes before and after it.
+struct Played {
+  Start start = Start::kRuns;
+  bool stays = true;     // on the plan, after the op
+  bool is_done = false;  // what goes after it, too
+  std::exception_ptr error;
+};
+
+Played run_planned(Dispatcher* self, const c10::OperatorHandle& op, const Stack& arguments, Stack* stack) {
+  Played played;
+  const ModeOff off;
+  const uint32_t index = self->cursor;
+  const uint32_t flags = self->ops[index].flags;
+  played.start = start_planned(self, index);
+  if (played.start != Start::kRuns) return played;
+  count_wrapped_numbers(self, arguments);
+  {
+    const WithoutGil released;
+    try {
+      op.callBoxed(stack);
+    } catch (...) {
+      played.error = std::current_exception();
+    }
+  }
+  played.stays = stop_planned(self, index);
+  if (!played.error && played.stays) played.is_done = finish_planned(self, index, flags);
+  return played;
+}
+
+// Play the op if the plan expects it. False: it is Python's, and its stack is as it was.
+bool play_boxed(const Vtable& torchs, const c10::OperatorHandle& op, Stack* stack) {
+  Dispatcher* self = attached.load(std::memory_order_relaxed);
+  if (self == nullptr || attached_thread.load(std::memory_order_relaxed) != self->this_thread()) return false;
+  if (!self->planned) return false;
+  const int64_t num_modes = TorchDispatchModeTLS::stack_len();
+  if (num_modes == 0) return false;
+  const Gil gil;
+  if (self != attached.load(std::memory_order_relaxed) || self->owner == nullptr) return false;
+  if (TorchDispatchModeTLS::get_stack_at(num_modes - 1)->ptr(getPyInterpreter()) != self->owner) return false;
+  const size_t num_arguments = op.schema().arguments().size();
+  if (!expects(self, op, *stack, num_arguments)) return false;
+  Stack arguments(stack->end() - static_cast<ptrdiff_t>(num_arguments), stack->end());  // as Python's would live on
+  const Section section(self);
+  const uint32_t index = self->cursor;
+  const Played played = run_planned(self, op, arguments, stack);
+  if (played.start == Start::kLeft) return false;
+  ++self->num_boxed;
+  if (played.is_done) return true;
+  Rare rare{played.error ? Rare::kFailed : Rare::kRaise, index};
+  if (!played.error && !played.stays) {
+    rare.result = wrapped(*stack, stack->size() - op.schema().returns().size());
+    if (rare.result != nullptr) rare.kind = Rare::kFinish;
+  }
+  if (rare.kind == Rare::kRaise) PyErr_Fetch(&rare.type, &rare.value, &rare.traceback);
+  tell_python(torchs, self, op, arguments, rare);
+  if (played.error) std::rethrow_exception(played.error);
+  return true;
+}
+
+// Torch's own interpreter object in all but `dispatch`.
+class Interpreter final : public Vtable {
+ public:
+  explicit Interpreter(const Vtable* torchs) : torchs_(*torchs) {}
+  const Vtable* torchs() const { return &torchs_; }
+
+  void dispatch(const c10::OperatorHandle& op, Stack* stack) const override {
+    if (!play_boxed(torchs_, op, stack)) torchs_.dispatch(op, stack);
+  }
+
+  std::string name() const override { return torchs_.name(); }
+  void incref(PyObject* object) const override { torchs_.incref(object); }
+  void decref(PyObject* object) const override { torchs_.decref(object); }
+  bool try_incref(const c10::impl::PyObjectSlot& slot) const override { return torchs_.try_incref(slot); }
+  size_t refcnt(PyObject* object) const override { return torchs_.refcnt(object); }
+  c10::intrusive_ptr<c10::TensorImpl> detach(const c10::TensorImpl* tensor) const override {
+    return torchs_.detach(tensor);
+  }
+  void reportErrorCallback(PyObject* callback, c10::DispatchKey key) const override {
+    torchs_.reportErrorCallback(callback, key);
+  }
+  void python_op_registration_trampoline(const c10::OperatorHandle& op, c10::DispatchKey key, c10::DispatchKeySet keys,
+                                         Stack* stack, bool with_keyset, bool with_op) const override {
+    torchs_.python_op_registration_trampoline(op, key, keys, stack, with_keyset, with_op);
+  }
+  void throw_abstract_impl_not_imported_error(std::string op, const char* module, const char* context) const override {
+    torchs_.throw_abstract_impl_not_imported_error(std::move(op), module, context);
+  }
+  void python_dispatcher(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const override {
+    torchs_.python_dispatcher(op, keys, stack);
+  }
+  bool is_contiguous(const c10::TensorImpl* tensor, at::MemoryFormat format) const override {
+    return torchs_.is_contiguous(tensor, format);
+  }
+  c10::SymBool sym_is_contiguous(const c10::TensorImpl* tensor, at::MemoryFormat format) const override {
+    return torchs_.sym_is_contiguous(tensor, format);
+  }
+  bool is_strides_like(const c10::TensorImpl* tensor, at::MemoryFormat format) const override {
+    return torchs_.is_strides_like(tensor, format);
+  }
+  bool is_non_overlapping_and_dense(const c10::TensorImpl* tensor) const override {
+    return torchs_.is_non_overlapping_and_dense(tensor);
+  }
+  c10::Device device(const c10::TensorImpl* tensor) const override { return torchs_.device(tensor); }
+  int64_t dim(const c10::TensorImpl* tensor) const override { return torchs_.dim(tensor); }
+  c10::IntArrayRef strides(const c10::TensorImpl* tensor) const override { return torchs_.strides(tensor); }
+  c10::IntArrayRef sizes(const c10::TensorImpl* tensor) const override { return torchs_.sizes(tensor); }
+  c10::SymIntArrayRef sym_sizes(const c10::TensorImpl* tensor) const override { return torchs_.sym_sizes(tensor); }
+  c10::Layout layout(const c10::TensorImpl* tensor) const override { return torchs_.layout(tensor); }
+  int64_t numel(const c10::TensorImpl* tensor) const override { return torchs_.numel(tensor); }
+  c10::SymInt sym_numel(const c10::TensorImpl* tensor) const override { return torchs_.sym_numel(tensor); }
+  c10::SymIntArrayRef sym_strides(const c10::TensorImpl* tensor) const override { return torchs_.sym_strides(tensor); }
+  c10::SymInt sym_storage_offset(const c10::TensorImpl* tensor) const override {
+    return torchs_.sym_storage_offset(tensor);
+  }
+  void trace_gpu_event_creation(c10::DeviceType device, uintptr_t event) const override {
+    torchs_.trace_gpu_event_creation(device, event);
+  }
+  void trace_gpu_event_deletion(c10::DeviceType device, uintptr_t event) const override {
+    torchs_.trace_gpu_event_deletion(device, event);
+  }
+  void trace_gpu_event_record(c10::DeviceType device, uintptr_t event, uintptr_t stream) const override {
+    torchs_.trace_gpu_event_record(device, event, stream);
+  }
+  void trace_gpu_event_wait(c10::DeviceType device, uintptr_t event, uintptr_t stream) const override {
+    torchs_.trace_gpu_event_wait(device, event, stream);
+  }
+  void trace_gpu_memory_allocation(c10::DeviceType device, uintptr_t address) const override {
+    torchs_.trace_gpu_memory_allocation(device, address);
+  }
+  void trace_gpu_memory_deallocation(c10::DeviceType device, uintptr_t address) const override {
+    torchs_.trace_gpu_memory_deallocation(device, address);
+  }
+  void trace_gpu_stream_creation(c10::DeviceType device, uintptr_t stream) const override {
+    torchs_.trace_gpu_stream_creation(device, stream);
+  }
+  void trace_gpu_device_synchronization(c10::DeviceType device) const override {
+    torchs_.trace_gpu_device_synchronization(device);
+  }
+  void trace_gpu_stream_synchronization(c10::DeviceType device, uintptr_t stream) const override {
+    torchs_.trace_gpu_stream_synchronization(device, stream);
+  }
+  void trace_gpu_event_synchronization(c10::DeviceType device, uintptr_t event) const override {
+    torchs_.trace_gpu_event_synchronization(device, event);
+  }
+  void reset_backward_hooks(const c10::TensorImpl* tensor) const override { torchs_.reset_backward_hooks(tensor); }
+
+ private:
+  const Vtable& torchs_;
+};
+
+// The schema by which torch's dispatcher knows the op that `func` stands for, and what calling `func` calls; owned.
+struct Known {
+  PyObject* call;
+  const c10::FunctionSchema* schema;
+};
+
+Known known(PyObject* func) {
+  Known found{nullptr, nullptr};
+  PyObject* schema = PyObject_GetAttrString(func, "_schema");
+  PyObject* name = schema != nullptr ? PyObject_GetAttrString(schema, "name") : nullptr;
+  PyObject* overload = name != nullptr ? PyObject_GetAttrString(schema, "overload_name") : nullptr;
+  const char* texts[2] = {overload != nullptr ? PyUnicode_AsUTF8(name) : nullptr,
+                          overload != nullptr ? PyUnicode_AsUTF8(overload) : nullptr};
+  if (texts[0] != nullptr && texts[1] != nullptr) {
+    const auto op = c10::Dispatcher::singleton().findOp({texts[0], texts[1]});
+    PyObject* call = PyObject_GetAttrString(func, "_op");
+    if (op.has_value() && op->hasSchema() && call != nullptr) {
+      found = {call, &op->schema()};
+    } else {
+      Py_XDECREF(call);
+    }
+  }
+  PyErr_Clear();  // no op of torch's
+  Py_XDECREF(overload);
+  Py_XDECREF(name);
+  Py_XDECREF(schema);
+  return found;
+}
+
+// For each planned op the address of its schema, or 0 where another function is called than torch's own for it: bytes.
+PyObject* schemas_of(PyObject* funcs, PyObject* calls) {
+  static auto* const all = new std::unordered_map<PyObject*, Known>();  // torch's ops live as long as torch
+  const Py_ssize_t n = PyList_GET_SIZE(funcs);
+  std::vector<const c10::FunctionSchema*> found(static_cast<size_t>(n));
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    PyObject* func = PyList_GET_ITEM(funcs, i);
+    auto entry = all->find(func);
+    if (entry == all->end()) entry = all->emplace(Py_NewRef(func), known(func)).first;
+    if (entry->second.call == PyList_GET_ITEM(calls, i)) found[static_cast<size_t>(i)] = entry->second.schema;
+  }
+  const auto nbytes = n * static_cast<Py_ssize_t>(sizeof(found[0]));
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found.data()), nbytes);
+}
+
+void forget(Dispatcher* self) {
+  self->detach = nullptr;
+  self->schemas_of = nullptr;
+  self->schemas = nullptr;
+}
+
+// attach(dispatcher): ops that its plan expects are played from here, until `detach` or its end. One at a time.
+PyObject* attach(PyObject*, PyObject* object) {
+  auto* self = reinterpret_cast<Dispatcher*>(object);
+  c10::impl::PyInterpreter* torchs = getPyInterpreter();
+  // Stays for good, in torch's place only while something is attached: another thread may be about to call it.
+  static const Interpreter* const ours = new Interpreter(torchs->vtable_);
+  if (torchs->vtable_ != ours && torchs->vtable_ != ours->torchs()) {
+    PyErr_SetString(PyExc_RuntimeError, "attach: somebody else stands before torch's interpreter");
+    return nullptr;
+  }
+  if (Dispatcher* other = attached.exchange(self); other != nullptr && other != self) forget(other);
+  attached_thread.store(self->session_thread);
+  self->detach = [](Dispatcher* leaving) {
+    forget(leaving);
+    Dispatcher* expected = leaving;
+    if (!attached.compare_exchange_strong(expected, nullptr)) return;
+    c10::impl::PyInterpreter* interpreter = getPyInterpreter();
+    if (interpreter->vtable_ == ours) interpreter->vtable_ = ours->torchs();
+  };
+  self->schemas_of = schemas_of;
+  torchs->vtable_ = ours;
+  Py_RETURN_NONE;
+}
+
+// detach(dispatcher): all ops go to Python again.
+PyObject* detach(PyObject*, PyObject* object) {
+  auto* self = reinterpret_cast<Dispatcher*>(object);
+  if (auto* leave = self->detach) leave(self);
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {
+    {"attach", attach, METH_O, "Play the planned ops of a dispatcher without Python from now on."},
+    {"detach", detach, METH_O, "Leave all of its ops to Python again."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_boxed", "Planned ops without Python.", -1, methods,
+                          nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__boxed(void) { return PyModule_Create(&module_def); }

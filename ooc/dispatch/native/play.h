@@ -1,0 +1,86 @@
+// What goes before and after a planned op, whichever way it came: from Python (dispatch.cpp) or as a stack of values
+// (boxed.cpp).
+#pragma once
+
+#include "dispatcher.h"
+
+namespace {
+
+// Compares the storages of an op's operands with those that the plan expects, in the plan's order. One that the plan
+// expects and that is not in the arena (it fell below the threshold this time) is harmless.
+class Expected {
+ public:
+  Expected(const Dispatcher* self, const PlanOp& op) : self_(self), next_(op.uses_start), stop_(op.uses_stop) {}
+
+  bool operator()(uint64_t address) {
+    while (next_ < stop_ && self_->variable_address[self_->uses[next_]] != address) ++next_;
+    if (next_ == stop_) return false;
+    ++next_;
+    return true;
+  }
+
+ private:
+  const Dispatcher* self_;
+  uint32_t next_, stop_;
+};
+
+// Whether a plan is being replayed on this thread, and has ops left. Sets no Python error.
+bool is_replaying(const Dispatcher* self) {
+  return self->planned && self->cursor < self->num_ops &&
+         self->this_thread() == self->state->owner_thread.load(std::memory_order_relaxed);
+}
+
+// Whether Python need not see a planned op. At the head it does in another grad mode: something else may begin there.
+bool is_native(const PlanOp& op) {
+  if (op.flags & kIntercept) return false;
+  return !(op.flags & kHead) || c10::GradMode::is_enabled() == ((op.flags & kGradients) != 0);
+}
+
+PyObject* call_with_index(PyObject* function, uint32_t index) {
+  PyObject* number = PyLong_FromUnsignedLong(index);
+  if (number == nullptr) return nullptr;
+  PyObject* result = PyObject_CallOneArg(function, number);
+  Py_DECREF(number);
+  return result;
+}
+
+enum class Start { kError, kLeft, kRuns };
+
+// Waits, loads and remaps before an op, and its window of planned allocations. kLeft: the step is off its plan.
+Start start_planned(Dispatcher* self, uint32_t index) {
+  const PlanOp op = self->ops[index];
+  if (op.flags & kBefore) {
+    PyObject* stays = call_with_index(self->before, index);
+    if (stays == nullptr) return Start::kError;
+    const bool left = stays == Py_False;
+    Py_DECREF(stays);
+    if (left) return Start::kLeft;
+  }
+  vmm::State* state = self->state;
+  state->window_next = op.allocs_start;
+  state->window_stop = op.allocs_stop;
+  state->position.store(2 * index + 1, std::memory_order_release);
+  self->op_start_ns[index] = now_ns();
+  return Start::kRuns;
+}
+
+// The op has returned or raised. False: it has left the plan meanwhile.
+bool stop_planned(Dispatcher* self, uint32_t index) {
+  self->state->position.store(2 * index + 2, std::memory_order_release);
+  if (!self->planned) return false;
+  self->op_stop_ns[index] = now_ns();
+  self->cursor = index + 1;
+  return true;
+}
+
+// Evictions and drops after an op. False with an error.
+bool finish_planned(Dispatcher* self, uint32_t index, uint32_t flags) {
+  if (!(flags & kAfter)) return true;
+  PyObject* done = call_with_index(self->after, index);
+  Py_XDECREF(done);
+  return done != nullptr;
+}
+
+inline PyObject* or_none(PyObject* kwargs) { return kwargs == nullptr ? Py_None : kwargs; }
+
+}  // namespace
