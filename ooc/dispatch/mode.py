@@ -39,7 +39,7 @@ class SessionMode(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         boxed = boxed_ops()
         if boxed is not None:

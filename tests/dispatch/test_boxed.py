@@ -32,7 +32,9 @@ def is_boxed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @contextlib.contextmanager
 def open_session(budget: str = "700KiB") -> Iterator[ooc.Session]:
-    with ooc.Session(budget, chunk_nbytes="64KiB", threshold_nbytes="64KiB", policy="capuchin", recompute=False) as session:
+    with ooc.Session(
+        budget, chunk_nbytes="64KiB", threshold_nbytes="64KiB", policy="capuchin", recompute=False
+    ) as session:
         yield session
 
 
@@ -111,7 +113,8 @@ def test_a_subclass_that_dispatches_for_itself_is_pythons() -> None:
     compare(within=lambda index, x: x + (TwoTensor(x.detach(), x.detach()) * 2).a)
 
 
-def test_an_op_that_raises_leaves_the_plan(is_boxed: bool) -> None:
+@pytest.mark.usefixtures("is_boxed")
+def test_an_op_that_raises_leaves_the_plan() -> None:
     """Its own error, of C++ or of Python, and right results after it."""
 
     @torch.library.custom_op("ooc_tests::may_fail", mutates_args=())
@@ -135,7 +138,8 @@ def test_an_op_that_raises_leaves_the_plan(is_boxed: bool) -> None:
     assert modes[5] == "off_plan"
 
 
-def test_an_op_that_allocates_more_than_planned_ends_off_its_plan(is_boxed: bool) -> None:
+@pytest.mark.usefixtures("is_boxed")
+def test_an_op_that_allocates_more_than_planned_ends_off_its_plan() -> None:
     """What it has returned is known all the same: it is evicted and comes back."""
 
     def within(index: int, x: Tensor) -> Tensor:
@@ -147,7 +151,8 @@ def test_an_op_that_allocates_more_than_planned_ends_off_its_plan(is_boxed: bool
     assert modes[5] == "off_plan"
 
 
-def test_an_error_before_an_op_is_raised_as_it_is(is_boxed: bool) -> None:
+@pytest.mark.usefixtures("is_boxed")
+def test_an_error_before_an_op_is_raised_as_it_is() -> None:
     """Of a store that fails, say: Python's error comes through torch's stack."""
     with open_session() as session:
         before = session.engine.runner.executor.before
@@ -171,7 +176,8 @@ def test_an_error_before_an_op_is_raised_as_it_is(is_boxed: bool) -> None:
         assert train(session.step) == train(session.step)
 
 
-def test_what_does_not_fit_is_said(is_boxed: bool) -> None:
+@pytest.mark.usefixtures("is_boxed")
+def test_what_does_not_fit_is_said() -> None:
     def within(index: int, x: Tensor) -> Tensor:
         if index == 5:
             torch.masked_select(x.expand(8, -1, -1), torch.ones((), dtype=torch.bool))
@@ -183,7 +189,8 @@ def test_what_does_not_fit_is_said(is_boxed: bool) -> None:
         train(session.step, within=within)
 
 
-def test_ops_within_a_custom_op_see_the_modes_that_it_enters(is_boxed: bool) -> None:
+@pytest.mark.usefixtures("is_boxed")
+def test_ops_within_a_custom_op_see_the_modes_that_it_enters() -> None:
     """The session's mode is off while an op runs, as torch has it, so that others may be on."""
     names: list[str] = []
 
