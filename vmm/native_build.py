@@ -23,9 +23,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+from vmm.machine import memory_room
 from vmm.printable import printable
+from vmm.sizes import format_exactly
 
 __all__ = ["BuildFailed", "CompilerMissing", "NativeBuildError", "build", "cache_directory", "find_compiler"]
 
@@ -81,6 +85,8 @@ def build(
     libraries: Sequence[str] = (),
     extra_flags: Sequence[str] = (),
     cache_key: str = "",
+    memory_nbytes: int = 0,
+    is_optional: bool = False,
 ) -> Path:
     """The path of a shared library made from `sources`, compiled now if it was not before.
 
@@ -96,6 +102,9 @@ def build(
         libraries: Names for `-l`.
         extra_flags: Flags that come after ours and so override them (`-std=c++20`).
         cache_key: What else decides the result, such as the version of the headers.
+        memory_nbytes: What compiling takes; where less is to be had, nothing is started. 0: whatever is there.
+        is_optional: Whether the caller goes on without the library. Then a failure is remembered in the cache, and not
+            tried again before a file is removed that the error names.
 
     Returns:
         The library, in the cache directory (`cache_directory`), or in a directory private to this
@@ -104,6 +113,7 @@ def build(
     Raises:
         CompilerMissing: No compiler; the message says how to install one.
         BuildFailed: The compiler failed; the message has the command and the last of its output.
+        NativeBuildError: There is too little memory for it, or it failed before (`is_optional`).
     """
     if not name or not name.replace("_", "").replace("-", "").isalnum():
         raise ValueError(f"name={name!r}: letters, digits, '_' and '-' are allowed")
@@ -111,12 +121,13 @@ def build(
     arguments = _arguments(sources, include_dirs, library_dirs, libraries, extra_flags)
     digest = _digest(sources, (*compiler, *arguments, _compiler_version(compiler), cache_key))
     file_name = f"{name}-{digest}.so"
+    wants = _Wants(memory_nbytes=memory_nbytes, is_optional=is_optional)
     try:
-        return _build_in(cache_directory(), file_name, compiler, arguments)
+        return _build_in(cache_directory(), file_name, compiler, arguments, wants)
     except OSError as error:
         directory = _private_directory()
         _log.warning("cannot cache %s in %s (%s); building in %s", name, cache_directory(), error, directory)
-        return _build_in(directory, file_name, compiler, arguments)
+        return _build_in(directory, file_name, compiler, arguments, wants)
 
 
 def cache_directory() -> Path:
@@ -209,11 +220,36 @@ def _compiler_version(compiler: tuple[str, ...]) -> str:
     return done.stdout + done.stderr
 
 
-def _build_in(directory: Path, file_name: str, compiler: tuple[str, ...], arguments: tuple[str, ...]) -> Path:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wants:
+    """`build`'s arguments of these names."""
+
+    memory_nbytes: int
+    is_optional: bool
+
+    def check(self, failure: Path) -> None:
+        """Raise `NativeBuildError` where nothing is to be compiled."""
+        if self.is_optional and failure.exists():
+            raise NativeBuildError(f"it could not be compiled before; {failure} says why: remove it to try again")
+        if not self.memory_nbytes:
+            return
+        room = memory_room()
+        if room.available_nbytes < self.memory_nbytes:
+            raise NativeBuildError(
+                f"compiling it takes {format_exactly(self.memory_nbytes)} of memory, and there is less: "
+                f"{room.explanation}"
+            )
+
+
+def _build_in(
+    directory: Path, file_name: str, compiler: tuple[str, ...], arguments: tuple[str, ...], wants: _Wants
+) -> Path:
     """Compile into `directory` unless the file is there, undamaged. OSError if the directory is unusable."""
     target = directory / file_name
     if _is_whole(target):
         return target
+    failure = target.with_suffix(".failed")
+    wants.check(failure)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _lock(directory / f"{file_name}.lock"):
         if _is_whole(target):  # another process made it while we waited
@@ -228,6 +264,10 @@ def _build_in(directory: Path, file_name: str, compiler: tuple[str, ...], argume
             # Replaced, never written over: processes that have loaded the old library go on with it.
             seal.replace(_seal_path(target))
             partial.replace(target)
+        except BuildFailed as error:
+            if wants.is_optional:
+                failure.write_text(str(error))
+            raise
         finally:
             partial.unlink(missing_ok=True)
             seal.unlink(missing_ok=True)
@@ -273,9 +313,14 @@ def _compile(command: tuple[str, ...], result: Path) -> None:
 
 def _run_compiler(command: tuple[str, ...]) -> tuple[int, str]:
     """The compiler's exit code and output. Interrupted, it takes its own children and files with it."""
-    with tempfile.TemporaryDirectory(prefix="ooc-compiling-", ignore_cleanup_errors=True) as scratch:
-        process = subprocess.Popen(
-            command,
+    with (
+        tempfile.TemporaryDirectory(prefix="ooc-compiling-", ignore_cleanup_errors=True) as scratch,
+        # By a thread, which no Ctrl-C interrupts: it would lose a process that has just begun.
+        ThreadPoolExecutor(1) as starter,
+    ):
+        starting = starter.submit(
+            subprocess.Popen[str],
+            [*command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             errors="replace",
@@ -283,8 +328,10 @@ def _run_compiler(command: tuple[str, ...]) -> tuple[int, str]:
             process_group=0,
         )
         try:
+            process = starting.result()
             output, _ = process.communicate()
         except BaseException:
+            process = starting.result()
             _kill_group(process.pid)
             process.wait()
             raise

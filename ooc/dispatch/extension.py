@@ -21,6 +21,9 @@ from vmm.torch_cpu import torch_build_flags
 _log = logging.getLogger(__name__)
 
 _NATIVE = Path(__file__).parent / "native"
+_BOXED_NBYTES = 1 << 30
+"""Twice what g++ 12 took to compile boxed.cpp."""
+
 _ALLOCATOR_HEADER = Path(__file__).parents[2] / "vmm" / "native" / "allocator.h"
 
 
@@ -38,13 +41,14 @@ def boxed_ops() -> Any | None:
     torch may have changed what they say. Then ops take the way through Python, some microseconds longer each.
     """
     try:
-        return _load("boxed", ["c10", "torch_cpu", "torch_python"])
+        libraries = ["c10", "torch_cpu", "torch_python"]
+        return _load("boxed", libraries, memory_nbytes=_BOXED_NBYTES, is_optional=True)
     except native_build.NativeBuildError as error:
         _log.info("planned ops go through Python: native/boxed.cpp cannot be built: %s", error)
         return None
 
 
-def _load(name: str, libraries: list[str]) -> Any:
+def _load(name: str, libraries: list[str], *, memory_nbytes: int = 0, is_optional: bool = False) -> Any:
     """Build and load one of our extension modules, `ooc._NAME`, from native/NAME.cpp."""
     include_dirs, library_dirs = torch_build_flags()
     python_headers = Path(sysconfig.get_paths()["include"])
@@ -61,6 +65,8 @@ def _load(name: str, libraries: list[str]) -> Any:
         libraries=libraries,
         extra_flags=["-std=c++20", "-Wno-missing-field-initializers", "-Wno-cast-function-type"],
         cache_key=f"{torch.__version__} {sysconfig.get_config_var('SOABI')}",
+        memory_nbytes=memory_nbytes,
+        is_optional=is_optional,
     )
     loader = importlib.machinery.ExtensionFileLoader(f"ooc._{name}", str(path))
     spec = importlib.util.spec_from_loader(f"ooc._{name}", loader)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from vmm import native_build
-from vmm.native_build import BuildFailed, CompilerMissing, build
+from vmm.native_build import BuildFailed, CompilerMissing, NativeBuildError, build
 
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("g++", "c++", "clang++")), reason="no C++ compiler on PATH"
@@ -124,6 +124,31 @@ def test_broken_source_shows_command_and_output_and_leaves_nothing(cache: Path, 
 
 
 @needs_compiler
+@needs_compiler
+def test_what_is_optional_is_not_tried_again_after_a_failure(cache: Path, tmp_path: Path) -> None:
+    source = write_source(tmp_path, 41)
+    source.write_text("int answer( { return 1; }\n")
+    with pytest.raises(BuildFailed):
+        build("answer", [source], is_optional=True)
+    (reason,) = cache.glob("*.failed")
+    assert "expected" in reason.read_text()
+    with pytest.raises(NativeBuildError, match=str(reason)) as raised:
+        build("answer", [source], is_optional=True)
+    assert not isinstance(raised.value, BuildFailed)
+    with pytest.raises(BuildFailed):  # who needs it tries again
+        build("answer", [source])
+
+
+@needs_compiler
+def test_nothing_is_compiled_where_memory_is_short(cache: Path, tmp_path: Path) -> None:
+    source = write_source(tmp_path, 41)
+    with pytest.raises(NativeBuildError, match=r"\(1152921504606846976 bytes\) of memory, and there is less"):
+        build("answer", [source], memory_nbytes=1 << 60)
+    assert not cache.exists()
+    made = build("answer", [source], memory_nbytes=1 << 20)
+    assert build("answer", [source], memory_nbytes=1 << 60) == made  # it is there
+
+
 def test_unwritable_cache_falls_back_to_a_private_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

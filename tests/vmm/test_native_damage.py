@@ -156,7 +156,9 @@ def test_a_compilers_colours_and_noise_do_not_reach_the_terminal(
     assert "\x1b" not in str(raised.value)
 
 
-def test_an_interrupted_compiler_takes_its_children_and_files_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("starts_slowly", [False, True])
+def test_an_interrupted_compiler_takes_its_children_and_files_with_it(tmp_path: Path, starts_slowly: bool) -> None:
+    """Also while it is being started: on a busy machine it may run long before `Popen` returns."""
     temporary, pids = tmp_path / "temporary", tmp_path / "pids"
     temporary.mkdir()
     compiler = tmp_path / "slow"
@@ -169,7 +171,10 @@ def test_an_interrupted_compiler_takes_its_children_and_files_with_it(tmp_path: 
     script = (
         "import signal, sys\nfrom pathlib import Path\nfrom vmm.native_build import build\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "build('answer', [Path(sys.argv[1])])\n"
+        + ("import subprocess, time\nstart = subprocess.Popen.__init__\n" if starts_slowly else "")
+        + ("def slowly(*a, **k):\n  start(*a, **k)\n  time.sleep(1)\n" if starts_slowly else "")
+        + ("subprocess.Popen.__init__ = slowly\n" if starts_slowly else "")
+        + "build('answer', [Path(sys.argv[1])])\n"
     )
     environment = {
         **os.environ,
