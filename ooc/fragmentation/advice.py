@@ -139,8 +139,8 @@ def advice(stream: Stream, options: list[Remedy], own: Summary | None, capacity:
         pool = _command(stream, roomy_budget_nbytes(stream))
         lines.append(f"With less memory: `ooc fit {script_of(stream)}` finds the smallest budget that works.")
         lines.append(
-            f"With enough of it: `{pool}` moves nothing, and gives no page back to the kernel from step to step "
-            "(`ooc run --diagnose` measures what that saves)."
+            f"With enough of it: `{pool}` moves nothing, and gives no page back to the kernel from step to step; "
+            "whether that saves time, `ooc run --diagnose` measures."
         )
     elif own is not None and capacity is None:
         lines.append("No setting tried holds less by 2 % or more.")
