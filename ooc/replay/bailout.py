@@ -127,7 +127,9 @@ def return_records(
         if record.state is State.AWAY:
             trim(manager, record)
             manager.guards.hide(record)
-        elif record.state is not State.DISCARDED:
+        elif record.state is State.DISCARDED:
+            trim(manager, record)  # it is made again with its own size
+        else:
             manager.guards.lift(record)
             manager.space.map(record.reservation, record.runs)
             trim(manager, record)

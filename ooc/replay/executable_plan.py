@@ -88,7 +88,8 @@ class ExecutablePlan:
         num_chunks: So many at least are its own while it is replayed. More than it uses: there is room to try ops.
 
     Attributes:
-        leaves_room: Whether it was made for less memory than there is, for such room.
+        leaves_room: Whether it was made for less memory than there is, for such room, and is to go when that was used.
+        num_without_room: Trials that found no room.
         grad_mode: Whether gradients were enabled when its first op ran.
         num_idle: Ops at its head that touch no variable. Python sees these and the next one
             in another grad mode than the plan's, and whatever comes instead of them: that tells what begins.
@@ -121,6 +122,7 @@ class ExecutablePlan:
         self.between_births: dict[int, list[ExecutableResidency]] = {}
         self.num_chunks = num_chunks
         self.leaves_room = num_chunks > 0
+        self.num_without_room = 0
         self.timings = OpTimings()
         self.observed = observed
         self.grad_mode = observed.grad_mode

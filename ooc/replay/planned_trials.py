@@ -29,6 +29,7 @@ from ooc.replay.bailout import has_landed, pinned_by
 from ooc.replay.op_watch import Range
 from ooc.replay.plan_variables import ExecutableResidency
 from ooc.replay.planned_reruns import PlannedTrials
+from ooc.replay.present_sizes import births_of, forget_births, present_nbytes
 from ooc.replay.rerun_trials import RerunTrials
 from scheduler.plan import Loaded, Plan, occupied_ticks
 from scheduler.trace import Trace
@@ -157,12 +158,13 @@ class TrialsInPlans:
         if trial is None:
             return kind, call(*args, **kwargs)
         try:
+            forget_births(executable, index)
             result = call(*args, **kwargs)
             with self._lock:
                 if self._is_active(executable):  # else its chunks may be others' by now
-                    born = executable.reruns.graph.births[index]
-                    sizes = [executable.variables[v].nbytes for v in born]
-                    trial.finish(result, sizes, [bool(executable.variable_alive[v]) for v in born])
+                    born = {v: nbytes for v, nbytes in births_of(executable, index).items() if nbytes}
+                    trial.finish(result, [*born.values()], [bool(executable.variable_alive[v]) for v in born])
+                    executable.num_without_room += not trial.has_room
         finally:
             with self._lock:
                 trial.close()
@@ -204,7 +206,7 @@ class PlannedRoom:
         record = self._records.get(address) or next(
             (r for r in self._executable.live_records() if r.address == address), None
         )
-        return record.nbytes if record is not None else None
+        return present_nbytes(self._executable, record) if record is not None else None
 
     def in_use(self) -> list[Range]:
         """On a device, what the op uses and has made, and what was taken."""

@@ -21,6 +21,27 @@ def note_present_nbytes(executable: ExecutablePlan, variable: PlanVariable) -> N
         variable.record.nbytes = int(executable.variable_nbytes[variable.index])
 
 
+def present_nbytes(executable: ExecutablePlan, record: VariableRecord) -> int:
+    """The bytes of a live variable of the plan: its record may still have those of an earlier step."""
+    if executable.is_elastic:
+        for variable in executable.variables:
+            if variable.record is record and variable.is_elastic and variable.is_born:
+                return int(executable.variable_nbytes[variable.index])
+    return record.nbytes
+
+
+def forget_births(executable: ExecutablePlan, index: int) -> None:
+    """Before an op of which a recipe is noted: so that `births_of` tells this step's sizes, not an earlier one's."""
+    for variable in executable.reruns.graph.births[index]:
+        if not executable.variable_alive[variable]:
+            executable.variable_nbytes[variable] = 0
+
+
+def births_of(executable: ExecutablePlan, index: int) -> dict[int, int]:
+    """Bytes that the plan has served to an op that has just run; 0: it asked for less than the threshold, or not."""
+    return {v: int(executable.variable_nbytes[v]) for v in executable.reruns.graph.births[index]}
+
+
 def fitting(manager: ResidencyManager, residency: ExecutableResidency, record: VariableRecord) -> tuple[Runs, Segments]:
     """Chunks and bytes of a residency as far as the record needs them.
 

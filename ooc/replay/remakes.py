@@ -19,6 +19,7 @@ from ooc.memory.no_room import NoRoom
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.planned_reruns import PlannedReruns, replayed_reads
+from ooc.replay.present_sizes import trim
 from ooc.replay.recipes import Recipe
 from ooc.replay.rerun_device import RerunDevice
 from vmm.table import AllocatorTable
@@ -37,7 +38,7 @@ class Remake:
         pool: The record of each variable that has bytes or is a target; ghosts included.
         targets: Variables to be made.
         num_ops: Ops of the step that have run, or have begun.
-        sizes: Of all variables.
+        sizes: Of all variables, as they are in this step; 0: too small to be one.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class Remake:
             executable.variable_address[index] = 0
             record.serial = manager.next_serial()
             record.note_seen()
+            record.nbytes = min(self._sizes[index] or record.nbytes, record.reservation.nbytes)
+            trim(manager, record)
             manager.records[record.address] = record
             self._ghosts.append(record)
 
@@ -162,7 +165,7 @@ class _OnDemand:
     def _run_op(self, op: int, made: frozenset[int], targets: set[int]) -> None:
         manager, pool = self._manager, self._remake._pool
         recipe = self._remake._recipes[op]
-        births = self._graph.births[op]
+        births = [v for v in self._graph.births[op] if self._remake._sizes[v]]
         reads = [u for u in self._graph.trace.ops[op].uses if u.variable in recipe.variables]
         operands = {u.variable: self._made[u.variable] if u.variable in made else pool[u.variable] for u in reads}
         with contextlib.ExitStack() as pinned:

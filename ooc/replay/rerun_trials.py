@@ -264,7 +264,7 @@ class RerunTrial:
         self._room = room
         self._allocator = allocator
         self._before: dict[int, tuple[int, int]] = {}  # by address: where its bytes from before the op are, how many
-        self._has_room = True
+        self.has_room = True
 
     def __repr__(self) -> str:
         return f"<RerunTrial of {self._recipe.func}>"
@@ -275,7 +275,7 @@ class RerunTrial:
             for address in self._written:
                 nbytes = self._room.nbytes_at(address)
                 if nbytes is None:
-                    self._has_room = False  # a plan's, or none of ours: no trial this time
+                    self.has_room = False  # a plan's, or none of ours: no trial this time
                     return
                 copy = self._room.take(nbytes)
                 self._device.copy_bytes((address, nbytes), (copy, nbytes))
@@ -294,9 +294,9 @@ class RerunTrial:
             return False
         births: list[int] = []
         with self._as_room_allows():
-            if self._has_room:
+            if self.has_room:
                 births += [self._room.take(nbytes) for nbytes in sizes]
-        if not self._has_room:
+        if not self.has_room:
             if self._room.moves_others:
                 self._trials.note_no_room(self._kind)
             return False
@@ -383,7 +383,7 @@ class RerunTrial:
         try:
             yield
         except (NoRoom, StoreFailed):
-            self._has_room = False
+            self.has_room = False
 
 
 def _has_comparable_bytes(value: Any) -> bool:

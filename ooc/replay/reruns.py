@@ -30,6 +30,7 @@ from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.plan_variables import ExecutableResidency
 from ooc.replay.planned_reruns import PlannedRerun, RerunOp
 from ooc.replay.planned_trials import TrialsInPlans, adopt_kept
+from ooc.replay.present_sizes import births_of, forget_births
 from ooc.replay.recipes import NoRecipe, Recipe
 from ooc.replay.remakes import Remake
 from ooc.replay.rerun_device import RerunDevice
@@ -52,6 +53,7 @@ class Noted:
     holds: dict[int, torch.UntypedStorage]
     named: dict[int, StorageWeakRef]
     checksums: dict[int, int]
+    present: dict[int, int]
 
     def storage(self, variable: int) -> torch.UntypedStorage | None:
         """The storage of a variable that a recipe reads; None if there is no such, or it was freed."""
@@ -92,6 +94,7 @@ class Reruns:
         self._named: dict[int, StorageWeakRef] = {}  # storages of the variables that recipes read
         self._ghosts: dict[int, VariableRecord] = {}
         self._checksums: dict[int, int] = {}
+        self._present: dict[int, int] = {}  # bytes of what ops with recipes have allocated in this step
         self.broken = ""
         self.pending: Remake | None = None
 
@@ -105,6 +108,7 @@ class Reruns:
         self._named.clear()
         self._ghosts.clear()
         self._checksums.clear()
+        self._present.clear()
         self.broken = ""
 
     def calls_of(self, executable: ExecutablePlan, calls: list[Any]) -> list[Any]:
@@ -150,7 +154,9 @@ class Reruns:
         except NoRecipe as error:
             self.broken = f"op {index} ({executable.funcs[index]}) cannot be run again: {error}"
         self._allocator.state.num_counted = 0  # what the recipe has copied is no allocation of the op's
+        forget_births(executable, index)
         kind, result = self._trials.call_tried(executable, index, call, args, kwargs)
+        self._present.update(births_of(executable, index))
         if not self._trials.repeats(kind):  # with other numbers than before, or other threads
             self.broken = f"op {index} ({executable.funcs[index]}) may not repeat its bits"
         return result
@@ -192,6 +198,7 @@ class Reruns:
             holds=dict(self._holds),
             named=dict(self._named),
             checksums=dict(self._checksums),
+            present=dict(self._present),
         )
 
     def take_over(self, noted: Noted) -> None:
@@ -201,6 +208,7 @@ class Reruns:
         self._holds.update(noted.holds)
         self._named.update(noted.named)
         self._checksums.update(noted.checksums)
+        self._present.update(noted.present)
 
     def give_up(self, executable: ExecutablePlan, index: int, record: VariableRecord, noted: Noted) -> None:
         """Discard what is resident between two plans, and made again by the second."""
@@ -301,6 +309,8 @@ class Reruns:
         def range_of(index: int) -> tuple[int, int]:
             variable = variables[index]
             if index in op.made:
+                if index not in where:
+                    raise RerunFailed(f"op {op.index} reads variable {index}, which was not made again")
                 return where[index], variable.nbytes
             record = variable.record
             if record is None or record.state is not State.RESIDENT:
@@ -311,7 +321,8 @@ class Reruns:
             return self._device.storage_at(*range_of(index))
 
         num_alive = self._allocator.state.num_rerun_alive
-        allocs = [(variables[index].nbytes, where[index]) for index in op.births]
+        served_births = [index for index in op.births if self._present.get(index, 1)]
+        allocs = [(self._present.get(index, variables[index].nbytes), where[index]) for index in served_births]
         named = recipe.variables  # not what is too small to be a variable in this step: of that it has copies
         uses = [use for use in executable.trace.ops[op.index].uses if use.variable in named]
         reads = [range_of(use.variable) for use in uses if not use.writes]
@@ -323,11 +334,13 @@ class Reruns:
         ):
             result = recipe.run(storage_of)
             del result
-        for row, index in zip(served, op.births, strict=True):
-            if index in rerun.kept and not row["served"] and executable.variable_alive[index]:
-                raise RerunFailed(f"op {op.index} did not allocate variable {index} when it was run again")
+        for row, index in zip(served, served_births, strict=True):
+            if not row["served"]:
+                if index in rerun.kept:
+                    raise RerunFailed(f"op {op.index} did not allocate variable {index} when it was run again")
+                del where[index]
         if self._allocator.state.num_rerun_alive != num_alive:
-            for (nbytes, address), index in zip(allocs, op.births, strict=True):
+            for (nbytes, address), index in zip(allocs, served_births, strict=True):
                 if self._allocator.adopt(address, nbytes):
                     self._keep(executable, rerun, index)
             raise RerunFailed(f"op {op.index} ({recipe.func}) keeps memory that it allocated when it was run again")
@@ -373,7 +386,7 @@ class Reruns:
                 pool={**{i: r for i, r in alive.items() if r is not None}, **self._ghosts},
                 targets=lost,
                 num_ops=num_ops,
-                sizes={v.index: v.nbytes for v in executable.variables},
+                sizes={v.index: self._present.get(v.index, v.nbytes) for v in executable.variables},
             )
             self.pending.adopt_ghosts(self._manager, executable, self._ghosts)
         self.begin()

@@ -199,9 +199,10 @@ class Sequences:
         self._remember(key, shape)
         changed, throughout = shape.num_persistent_changed(observed, alignment)
         fits = key in self._plans and shape.fits(self._envelopes[key], observed, alignment)
-        if key in self._plans and not self._plans[key].can_be_bound(observed, alignment):
-            # Its parameters were replaced (a load_state_dict by assignment, a new optimizer): the
-            # plan waits for variables that will not come back.
+        if (plan := self._plans.get(key)) is not None and (
+            not plan.can_be_bound(observed, alignment) or self._proven.gives_up(key, plan)
+        ):
+            # Its parameters were replaced (a load_state_dict by assignment, a new optimizer), and will not come back.
             self._retire(key)
             fits = False
         shape.add(observed, alignment)
@@ -267,7 +268,7 @@ class Sequences:
             envelope, plan, is_quick = found
             if not is_quick:
                 self.maker.keep(plan, envelope.trace)
-            executable = self._make_executable(plan, envelope, shape.for_plan())
+            executable = self._make_roomy(key, plan, envelope, shape.for_plan())
             executable = self._with_trials(key, executable, plan.step_ns)
         except Stopped:
             _log.info("planning was interrupted; it is tried again when this sequence comes again")
@@ -289,15 +290,11 @@ class Sequences:
         _log.info("planned %d ops in %.2f s: %s", num_ops, time.monotonic() - started, dict(plan.predicted))
 
     def _first_plan(self, key: str, shape: Shape, machine: Machine) -> tuple[Envelope, Plan, bool] | None:
-        """A plan for the largest sizes seen, with headroom if there is room; and whether it is a quick one.
-
-        None: another process makes it.
-        """
+        """For the largest sizes, with headroom if there is room; is it quick? None: another process makes it."""
         background, maker = self.background, self.maker
         for headroom in (1.0,) if key in self._without_headroom else (HEADROOM, 1.0):
             envelope = shape.envelope(machine.chunk_nbytes, headroom=headroom, is_segment=key in self._segments)
-            if not envelope.elastic:
-                envelope = replace(envelope, trace=self._proven.applied(key, envelope.trace))
+            envelope = replace(envelope, trace=self._proven.applied(key, envelope.trace))
             trace = envelope.trace
             try:
                 plan = maker.kept(trace, machine)
@@ -348,6 +345,9 @@ class Sequences:
             self._unplannable[asked[0]] = str(error)
             _log.warning("this sequence stays on demand: %s", error)
 
+    def _make_roomy(self, key: str, plan: Plan, envelope: Envelope, observed: Observed) -> ExecutablePlan:
+        return self._proven.with_room(key, plan, envelope, observed, self.maker.here, self._make_executable)
+
     def _make_executable(self, plan: Plan, envelope: Envelope, observed: Observed, area: int = 0) -> ExecutablePlan:
         return ExecutablePlan(
             trace=envelope.trace,
@@ -397,9 +397,7 @@ class Sequences:
     def refine(self, executable: ExecutablePlan, store: Store) -> ExecutablePlan:
         """Plan anew with the measured times and rates, after a step was replayed whole from this plan.
 
-        The first plan rests on steps that ran on demand and on a store measured while nothing
-        computed. So plan again after some steps, and keep the better of the two as simulated with
-        what was measured. Returns the plan to go on with; the other is `retired`, once it is left.
+        The first plan rests on steps on demand and on an idle store. The better of the two by simulation is returned.
         """
         key, log = self._key_of_plan(executable), executable.timings
         if key is None:
@@ -478,7 +476,9 @@ class Sequences:
         if plan.step_ns > old_ns * _WORTHWHILE:
             return executable
         try:
-            better = self._make_executable(plan, Envelope.of(executable, trace), executable.observed)
+            better = self._make_roomy(key, plan, Envelope.of(executable, trace), executable.observed)
+            if better.plan.step_ns > old_ns * _WORTHWHILE:  # for all the room that it leaves
+                return executable
         except PlanError as error:
             _log.warning("cannot plan anew: %s", error)
             return executable
