@@ -169,7 +169,7 @@ def find_compiler() -> tuple[str, ...]:
             return (path,)
     raise CompilerMissing(
         f"no C++ compiler: looked for {', '.join(_CANDIDATES)} on PATH={os.environ.get('PATH', '')!r}.\n"
-        "  ooc compiles two small files on first use.\n"
+        "  ooc compiles a few small files on first use.\n"
         "  Options: apt install g++ (Debian, Ubuntu, Raspberry Pi OS), dnf install gcc-c++ (Fedora),\n"
         "  apk add g++ (Alpine), conda install gxx; or set CXX to a C++17 compiler.",
         searched=_CANDIDATES,
