@@ -26,6 +26,9 @@ IN_BACKWARD = "ours_in_backward"
 PAGING_ONLY = "ours, paging only"
 """Ours without recomputation (`throttled.py`)."""
 
+BY_POLICY = "ours by "
+"""And a policy's name: ours by another policy than `auto`, with re-runs where it has them (`throttled.py`)."""
+
 CHECKPOINT_IN_BACKWARD = "checkpoint_in_backward"
 """Checkpointing with the optimizer inside the backward pass, without a session (`throttled.py`)."""
 
@@ -49,15 +52,17 @@ def main() -> int:
 def _train(variant: str, options: TrialOptions) -> dict[str, object]:
     workload = models.get(options.workload, options.preset, **options.sizes)
     run = partial(train, workload, num_steps=sys.maxsize, optimizer=options.optimizer, seed=options.seed)
-    if variant in ("ours", IN_BACKWARD, PAGING_ONLY):
+    if variant in ("ours", IN_BACKWARD, PAGING_ONLY) or variant.startswith(BY_POLICY):
         from ooc.session import Session
 
         assert options.budget_nbytes is not None
         order = _in_backward() if variant == IN_BACKWARD else contextlib.nullcontext()
-        recompute = False if variant == PAGING_ONLY else None
+        recompute, policy = False if variant == PAGING_ONLY else None, options.policy
+        if variant.startswith(BY_POLICY):
+            recompute, policy = True, variant.removeprefix(BY_POLICY)
         with (
             order,
-            Session(options.budget_nbytes, store=options.store, policy=options.policy, recompute=recompute) as session,
+            Session(options.budget_nbytes, store=options.store, policy=policy, recompute=recompute) as session,
         ):
             _follow_parent(run(step_context=session.step))
             return session.report()

@@ -10,6 +10,12 @@ pass: checkpointing, and ours. What stock and checkpointing need is in the colum
 control group (version 1) that limits the disk to a rate each way; that needs root, and a store that is opened with
 O_DIRECT. Where there is none, the rows say why. Losses are compared bit for bit.
 
+`--policy NAME` adds ours by another policy, with re-runs: papers' policies (`melon`, `vdnn`, `sublinear`, `poet`,
+`nntrainer`, ...) by the clock, beside what the simulation says of the same plan (`predicted`).
+
+Energy is worked out, not measured: a Raspberry Pi's watts (`rpi4`, POET's figures) for computing and for bytes on their
+way, with this machine's times. Waiting costs nothing in that model.
+
 A busy machine computes slower and transfers as fast as ever, which flatters whoever waits for the store. So the load
 before and after is printed, and CPU times beside times.
 """
@@ -29,13 +35,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child import CHECKPOINT_IN_BACKWARD, IN_BACKWARD, PAGING_ONLY, needed_nbytes
+from benchmarks.child import BY_POLICY, CHECKPOINT_IN_BACKWARD, IN_BACKWARD, PAGING_ONLY, needed_nbytes
 from benchmarks.rows import Row, markdown, row, write
 from benchmarks.updates import TimedContestant
 from ooc import models
 from ooc.cli.memory_group import ControlGroup
 from ooc.cli.trial import TrialOptions, run_trial
 from ooc.units import GIB, MIB, format_nbytes
+from scheduler.policies import POLICIES
+from scheduler.profiles import load_profile
 
 VARIANTS = ("stock", "checkpoint", PAGING_ONLY, "ours", CHECKPOINT_IN_BACKWARD, IN_BACKWARD)
 _LEARNING_STEPS = 7
@@ -146,6 +154,16 @@ def measure(
     return own
 
 
+def joules(duration_s: float, step: Mapping[str, Any] | None, rate: int) -> float:
+    """What a step takes by `rpi4`'s watts. `step`: of a session's report; None: all of it computes. `rate`: MB/s."""
+    energy = load_profile("rpi4").require_energy()
+    if step is None:
+        return duration_s * energy.compute_w
+    waiting_s = min(step["stall_s"], duration_s)
+    moving_w_s = step["loaded_nbytes"] * energy.load_w + step["evicted_nbytes"] * energy.evict_w
+    return (duration_s - waiting_s) * energy.compute_w + waiting_s * energy.idle_w + moving_w_s / (rate * 1e6)
+
+
 def _steps(each: TimedContestant) -> list[Mapping[str, Any]]:
     """Those after learning."""
     return list(each.inner.report.get("steps", ()))[_LEARNING_STEPS:]
@@ -167,19 +185,22 @@ def _median(steps: Sequence[Mapping[str, Any]], *keys: str) -> float:
     return statistics.median(sum(step[key] for key in keys) for step in steps)
 
 
-def lines(own: Sequence[TimedContestant], needed: Mapping[str, int], budget_nbytes: int) -> list[list[str]]:
+def lines(own: Sequence[TimedContestant], needed: Mapping[str, int], budget_nbytes: int, rate: int) -> list[list[str]]:
     """One for each variant."""
     stock = own[0]
+    stock_j = joules(statistics.median(stock.inner.samples), None, rate) if stock.inner.samples else 0.0
     found = []
     for each in own:
         inner, steps = each.inner, _steps(each)
         cells = [inner.variant]
         if not inner.samples or not stock.inner.samples:
-            found.append([*cells, *["-"] * 9, (inner.failure or "no step").splitlines()[0]])
+            found.append([*cells, *["-"] * 10, (inner.failure or "no step").splitlines()[0]])
             continue
         median_s = statistics.median(inner.samples)
         cells += [f"{median_s:.3f}", f"{median_s / statistics.median(stock.inner.samples):.2f}"]
         cells.append(f"{statistics.median(each.cpu_s) / statistics.median(stock.cpu_s):.2f}")
+        of_each = [joules(step["duration_s"], step, rate) for step in steps] or [joules(median_s, None, rate)]
+        cells.append(f"{statistics.median(of_each) / stock_j:.2f}")
         cells.append(format_nbytes(needed.get(inner.variant, budget_nbytes)))
         if steps:
             predicted_s = (inner.report.get("plan") or {}).get("predicted", {}).get("duration_ns", 0) / 1e9
@@ -187,7 +208,7 @@ def lines(own: Sequence[TimedContestant], needed: Mapping[str, int], budget_nbyt
                 f"{_median(steps, 'stall_s') / _median(steps, 'duration_s'):.0%}",
                 format_nbytes(int(_median(steps, "loaded_nbytes", "evicted_nbytes"))),
                 f"{_median(steps, 'num_reruns'):.0f}",
-                f"{predicted_s / _median(steps, 'duration_s'):.2f}",
+                f"{predicted_s:.3f} s, {predicted_s / _median(steps, 'duration_s'):.2f}",
                 _settled_at(each),
             ]
         else:
@@ -204,11 +225,12 @@ _HEADINGS = (
     "s a step",
     "time / stock",
     "CPU / stock",
+    "energy / stock",
     "needs",
     "waiting",
     "moved a step",
     "re-runs",
-    "predicted / actual",
+    "predicted, / actual",
     "settled at step",
     "",
 )
@@ -243,6 +265,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", metavar="TEXT", help="only those whose name holds TEXT")
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="only these, and stock")
+    parser.add_argument("--policy", action="append", default=[], choices=POLICIES, help="ours by this policy, too")
     parser.add_argument("--rate", action="append", type=int, metavar="MB/S", help="each way (default: 100 and 40)")
     parser.add_argument("--share", action="append", type=int, metavar="N", help="1/N of the peak (default: 2 and 3)")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each variant (default: 2)")
@@ -259,6 +282,7 @@ def main() -> int:
     os.environ["OOC_PLAN_CACHE"] = "off"  # a plan kept from another rate would be the first one
     options.out.mkdir(parents=True, exist_ok=True)
     variants = [v for v in VARIANTS if v == "stock" or not options.variant or v in options.variant]
+    variants += [f"{BY_POLICY}{name}" for name in options.policy]
     rows: list[Row] = []
     is_equal = True
     for case in CASES:
@@ -282,7 +306,7 @@ def main() -> int:
                     rows.append(row(name, "ours", "time a step", "s", [], note=str(reason)))
                     print(f"## {name}\n\nNot measured: {reason}.\n", flush=True)
                 else:
-                    found = lines(own, needed, budget_nbytes)
+                    found = lines(own, needed, budget_nbytes, rate)
                     rows += _rows(name, own)
                     is_equal = is_equal and all(line[-1] != "OTHER LOSSES" for line in found)
                     conditions = f"Load before and after: {load:.1f}, {os.getloadavg()[0]:.1f}."
