@@ -19,9 +19,9 @@ import ooc
 from ooc import options
 from ooc.errors import StoreFailed
 from ooc.replay.executor import Executor
+from ooc.replay.plan_maker import PlanMaker
 from ooc.replay.plan_switch import PlanChange
 from ooc.replay.reruns import Reruns
-from ooc.replay.sequences import Sequences
 from scheduler.colouring.colouring import Shortage
 from scheduler.colouring.scratch import colour_with_scratch
 from scheduler.plan import Discarded, Machine, Plan, PlanError, Recomputed, Residency, occupied_ticks
@@ -115,16 +115,16 @@ def _accepted(plan: Plan, trace: Trace, stays: list[Residency]) -> Plan | None:
 @contextmanager
 def forced_reruns(seed: int) -> Iterator[None]:
     """Every plan that a session makes discards far more than its policy would."""
-    make_plan = Sequences._make_plan
+    make = PlanMaker._make
 
-    def forced(self: Sequences, trace: Trace, machine: Machine) -> Plan:
-        return with_discards(make_plan(self, trace, machine), trace, seed)
+    def forced(self: PlanMaker, trace: Trace, machine: Machine) -> Plan:
+        return with_discards(make(self, trace, machine), trace, seed)
 
-    Sequences._make_plan = forced  # type: ignore[method-assign]
+    PlanMaker._make = forced  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Sequences._make_plan = make_plan  # type: ignore[method-assign]
+        PlanMaker._make = make  # type: ignore[method-assign]
 
 
 @contextmanager
