@@ -52,7 +52,11 @@ class ProvenOps:
         Returns:
             The machine for a plan with room for all of the trials, which may be had instead; None: there is no need.
         """
-        if self._trials is None or key in self._proven or not waits_much(step_ns, executable.trace):
+        if (
+            self._trials is None
+            or key in self._proven
+            or not waits_much(step_ns, executable.trace, is_elastic=executable.is_elastic)
+        ):
             return None
         executable.trials = trials_for(executable, self._trials.may_be_tried)
         return _machine_with_room(executable, executable.trials.ops) if executable.trials is not None else None

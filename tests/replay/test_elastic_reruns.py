@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 import ooc
 from ooc.replay import proven_ops
 from ooc.replay.executor import Executor
-from ooc.replay.planned_trials import PlannedRoom
+from ooc.replay.planned_trials import PlannedRoom, waits_much
+from scheduler.trace import Trace
 from tests.store_speed import SLOW, store_speed
 
 Step = Callable[[], contextlib.AbstractContextManager[None]]
@@ -159,3 +161,11 @@ def test_of_two_results_the_first_is_too_small(monkeypatch: pytest.MonkeyPatch) 
     rows = _run([900, 1000, 800, 910, 920, 930, 200, 700, 180, 240], "5MiB", debug=True)
     assert [row.mode for row in rows[-4:]] == ["planned"] * 4
     assert all(row.num_reruns for row in rows[-4:])
+
+
+def test_steps_of_any_size_must_wait_longer_for_re_runs_to_pay() -> None:
+    trace = cast("Trace", SimpleNamespace(duration_ns=800))
+    assert not waits_much(880, trace)
+    assert waits_much(900, trace)
+    assert not waits_much(1000, trace, is_elastic=True)
+    assert waits_much(1100, trace, is_elastic=True)
