@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 WORTH_TRIALS = 0.1
 """A plan that is predicted to wait for at least this share of its step has its ops tried: re-runs save no more."""
 WORTH_ELASTIC_TRIALS = 0.25
-"""The same of a plan for steps of any size: it keeps room to try ops of new sizes, and its ops are mostly small. Of 59 ms
-of a loop of accelerate's that waited for 3, re-runs made 69, with a quarter less moved."""
+"""The same of a plan for steps of any size: it keeps room to try ops of new sizes, and its ops are mostly small. Of the
+59 ms of a loop of accelerate's that waited for 3, re-runs made 69, with a quarter less moved."""
 
 
 def trials_for(executable: ExecutablePlan, may_be_tried: Callable[[Any], bool]) -> PlannedTrials | None:
