@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,12 +31,7 @@ Step = Callable[[], contextlib.AbstractContextManager[None]]
 Program = Callable[[Step], list[Any]]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def compare(program: Program, *, budget: str = BUDGET, debug: bool = True, **options: Any) -> ooc.Session:

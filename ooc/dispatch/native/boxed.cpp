@@ -164,10 +164,10 @@ struct Played {
   std::exception_ptr error;
 };
 
-Played run_planned(Dispatcher* self, const c10::OperatorHandle& op, const Stack& arguments, Stack* stack) {
+Played run_planned(Dispatcher* self, uint32_t index, const c10::OperatorHandle& op, const Stack& arguments,
+                   Stack* stack) {
   Played played;
   const ModeOff off;
-  const uint32_t index = self->cursor;
   const uint32_t flags = self->ops[index].flags;
   played.start = start_planned(self, index);
   if (played.start != Start::kRuns) return played;
@@ -200,7 +200,7 @@ bool play_boxed(const Vtable& torchs, const c10::OperatorHandle& op, Stack* stac
   Stack arguments(stack->end() - static_cast<ptrdiff_t>(num_arguments), stack->end());  // as Python's would live on
   const Section section(self);
   const uint32_t index = self->cursor;
-  const Played played = run_planned(self, op, arguments, stack);
+  const Played played = run_planned(self, index, op, arguments, stack);
   if (played.start == Start::kLeft) return false;
   ++self->num_boxed;
   if (played.is_done) return true;
