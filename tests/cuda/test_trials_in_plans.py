@@ -81,7 +81,7 @@ def run_seed(seed: int) -> dict[str, Any]:
     with fixed_speed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceStore, "measure", lambda self, buffer=None: SLOW)
         patch.setattr(programs, "make_session", make_session)
-        patch.setattr(proven_ops, "waits_much", lambda *_: True)
+        patch.setattr(proven_ops, "waits_much", lambda *_, **__: True)
         patch.setattr(sequences, "_WORTHWHILE", 1e9)
         with program_reruns.forced_reruns(seed), program_reruns.counted_reruns() as counts:
             outcome = programs.run_in_session(program, programs.run_in_core(program))
