@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ooc.replay.rerun_trials import RerunTrial
+from tests.planner_faults import refuse_planner_faults
 from tests.store_speed import USUAL, store_speed
 
 os.environ["OOC_BACKGROUND_PLANNING"] = "0"  # which step is planned must not depend on how fast the machine is
@@ -44,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(2)  # while nothing is captured
+    refuse_planner_faults()
     # A shell without job control starts what runs in the background with Ctrl-C ignored, and children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -32,6 +32,7 @@ import ooc
 import tests.session.program_ops
 import tests.session.program_training  # noqa: F401 (as above: it registers kinds of statement)
 from ooc.errors import OocError, StoreFailed
+from tests.planner_faults import refuse_planner_faults
 from tests.session.program_statements import KINDS, RETRYABLE, WEIGHTS, Interrupted, State, Statement, set_length
 from tests.session.program_variations import VARIATIONS
 from tests.store_speed import USUAL, store_speed
@@ -468,6 +469,7 @@ def prepare_process() -> None:
     """For a process that runs programs and nothing else."""
     torch.set_num_threads(1)
     faulthandler.enable()
+    refuse_planner_faults()
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch's compiler: half a million objects
     gc.collect()
     gc.freeze()  # what torch brought need not be looked at by each collection
