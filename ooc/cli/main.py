@@ -7,6 +7,7 @@ exits. A sub-command's module is imported only when it is chosen.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +34,7 @@ _NEEDS_BUDGET = (
     "debug",
     "step_in_backward",
 )
+_FLAGS = ("debug", "diagnose", "recompute", "no_recompute", "step_in_backward")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -229,7 +231,8 @@ def _run(parsed: argparse.Namespace) -> int:
     settings: dict[str, Any] = {name: resolved.value for name, resolved in found.items()}
     budget = settings.pop("budget")
     if budget is None and settings["plan"] is None:
-        print("ooc run: no budget. Options: --budget SIZE, such as --budget 2GiB; OOC_BUDGET.", file=sys.stderr)
+        text = "ooc run: no budget. Options: --budget SIZE, such as --budget 2GiB; OOC_BUDGET."
+        print(" ".join([text, *_misplaced(parsed)]), file=sys.stderr)
         return USAGE_EXIT_CODE
     from ooc.cli.run import RunError, RunOptions, run
 
@@ -250,6 +253,29 @@ def _run(parsed: argparse.Namespace) -> int:
         print(f"ooc run: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _misplaced(parsed: argparse.Namespace) -> list[str]:
+    """What to say where options of ours were typed behind the script, which got them: nothing, or one sentence.
+
+    For a run that has no budget: with one, they may well be the script's own.
+    """
+    with_value = {setting.option for setting in SETTINGS}
+    bare = {f"--{name.replace('_', '-')}" for name in _FLAGS} | {"--progress"}
+    ours: list[str] = []
+    words = iter(parsed.arguments)
+    for word in words:
+        if word == "--":
+            break
+        if word in bare or word.partition("=")[0] in with_value:
+            ours.append(word)
+            if word in with_value - bare:
+                ours.extend(value for value in [next(words, None)] if value is not None)
+    if not ours:
+        return []
+    target = ["-m", parsed.target] if parsed.is_module else [parsed.target]
+    right = printable(shlex.join(["ooc", "run", *ours, *target]))
+    return [f"What follows {printable(parsed.target)} is its own; options of ooc run go before it: {right} ..."]
 
 
 def _settings_are_fine(found: Mapping[str, Resolved]) -> bool:

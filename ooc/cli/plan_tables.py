@@ -142,7 +142,7 @@ def draw_sweep(points: Points, *, chunk_nbytes: int, path: Path, title: str, mar
             line = [(n * chunk_nbytes / MIB, value(o[index])) for n, o in points if o[index].plan is not None]
             if line:
                 style = {"linewidth": 2.5, "zorder": 3} if policy == "auto" else {"linewidth": 1.2}
-                (drawn,) = axis.plot(*zip(*line, strict=True), marker=".", label=policy, **style)
+                (drawn,) = axis.plot(*zip(*line, strict=True), label=policy, **style, **_looks(index))
                 if (least := marks.least.get(policy)) is not None and axis is axes[0][0]:
                     axis.axvline(least / MIB, ymax=0.05, color=drawn.get_color(), linewidth=2)
         if marks.knee is not None:
@@ -160,6 +160,13 @@ def draw_sweep(points: Points, *, chunk_nbytes: int, path: Path, title: str, mar
     figure.suptitle(title)
     write_picture(figure, path, dpi=110)
     pyplot.close(figure)
+
+
+def _looks(index: int) -> dict[str, str]:
+    """Colour, line and marker of the line number `index`; matplotlib has ten colours, so the next ten are dashed."""
+    again, colour = divmod(index, 10)
+    line, marker = (("-", "."), ("--", "x"), ("-.", "+"))[again % 3]
+    return {"color": f"C{colour}", "linestyle": line, "marker": marker}
 
 
 def _cells(outcome: Outcome, has_energy: bool) -> list[str]:

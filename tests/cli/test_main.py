@@ -133,6 +133,43 @@ def test_without_a_budget_run_says_how_to_give_one(
     assert "--budget SIZE" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "right"),
+    [
+        (["train.py", "--budget", "1GiB", "--lr", "3"], "ooc run --budget 1GiB train.py ..."),
+        (["train.py", "--lr", "3", "--budget=1GiB", "--debug", "x"], "ooc run --budget=1GiB --debug train.py ..."),
+        (["-m", "package.train", "--budget", "1 GiB"], "ooc run --budget '1 GiB' -m package.train ..."),
+        (["train.py", "--diagnose"], "ooc run --diagnose train.py ..."),
+        (["train.py", "--progress", "--budget", "1GiB"], "ooc run --progress --budget 1GiB train.py ..."),
+        (["train.py", "--budget"], "ooc run --budget train.py ..."),
+        (["train.py", "--budgets", "1GiB"], None),
+        (["train.py", "x", "--", "--budget", "1GiB"], None),
+        (["train.py", "budget", "-m"], None),
+    ],
+)
+def test_options_behind_the_script_are_told_where_there_is_no_budget(
+    typed: list[str], right: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OOC_BUDGET", raising=False)
+    monkeypatch.delenv("OOC_PLAN", raising=False)
+    assert main(["run", *typed]) == 2
+    error = capsys.readouterr().err
+    assert "no budget" in error
+    assert (right in error) if right is not None else ("go before it" not in error)
+
+
+def test_each_option_of_run_is_known_behind_the_script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OOC_BUDGET", raising=False)
+    monkeypatch.delenv("OOC_PLAN", raising=False)
+    commands = next(a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    options = {option for action in commands.choices["run"]._actions for option in action.option_strings}
+    for option in options - {"-h", "--help", "-m"}:
+        assert main(["run", "train.py", option]) == 2
+        assert f"ooc run {option} train.py" in capsys.readouterr().err
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])

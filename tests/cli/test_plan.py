@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from ooc.cli import fit
+from ooc.cli import fit, plan_tables
 from ooc.cli.main import main
-from ooc.cli.plan_tables import _cells, outcome_row
+from ooc.cli.plan_tables import SweepMarks, _cells, draw_sweep, outcome_row
 from ooc.replay.given_plan import GivenPlan, read_plan
 from ooc.units import format_duration
 from scheduler.budget import smallest_num_chunks
@@ -24,6 +24,7 @@ from scheduler.compare import compare
 from scheduler.cost.bounds import lower_bounds
 from scheduler.plan import Machine, Plan
 from scheduler.planning import make_plan
+from scheduler.policies import POLICIES
 from scheduler.profiles import load_profile, profile_from_json
 from scheduler.trace import Trace
 from scheduler.verify import verify
@@ -254,6 +255,27 @@ def test_a_sweep_draws_a_picture_and_never_grows(
     assert all("energy_j" in row for row in rows if row["fits"])
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert picture.stat().st_size > 10_000
+
+
+def test_no_two_policies_of_a_sweep_look_alike(monkeypatch: pytest.MonkeyPatch, fake_step: Path) -> None:
+    """There are more policies than colours: twelve lines had ten."""
+    drawn = []
+
+    def keep(figure: Any, path: Path, *, dpi: int) -> None:
+        axis = figure.axes[0]
+        drawn.extend((line.get_color(), line.get_linestyle(), line.get_marker()) for line in axis.get_lines())
+
+    monkeypatch.setattr(plan_tables, "write_picture", keep)
+    trace = read(fake_step)
+    machine = load_profile("desktop").machine(chunk_nbytes=16 << 10, num_chunks=0)
+    machine = replace(machine, num_chunks=trace.peak_nbytes() // machine.chunk_nbytes + 64)
+    (outcome,) = compare(trace, machine, ("on_demand",))
+    outcomes = [replace(outcome, policy=name) for name in POLICIES]
+    marks = SweepMarks(least=dict.fromkeys(POLICIES), knee=None)
+    points = [(machine.num_chunks, outcomes), (2 * machine.num_chunks, outcomes)]
+    draw_sweep(points, chunk_nbytes=16 << 10, path=Path("unused.png"), title="a step", marks=marks)
+    assert len(drawn) == len(POLICIES) + 1  # and the bound
+    assert len(set(drawn)) == len(drawn)
 
 
 def test_a_sweeps_marks_are_told(fake_step: Path, capsys: pytest.CaptureFixture[str]) -> None:
