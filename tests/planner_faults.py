@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class _Refusal(logging.Handler):
@@ -19,3 +21,17 @@ def refuse_planner_faults() -> None:
     logger = logging.getLogger("ooc.replay")
     if not any(isinstance(handler, _Refusal) for handler in logger.handlers):
         logger.addHandler(_Refusal(level=logging.ERROR))
+
+
+@contextmanager
+def faults_allowed() -> Iterator[None]:
+    """For a test that makes one."""
+    logger = logging.getLogger("ooc.replay")
+    refusals = [handler for handler in logger.handlers if isinstance(handler, _Refusal)]
+    for handler in refusals:
+        logger.removeHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in refusals:
+            logger.addHandler(handler)

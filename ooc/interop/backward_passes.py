@@ -3,7 +3,8 @@
 Scripts that update their parameters themselves have no optimizer whose `step` could be the step boundary. What every
 training loop has is a backward pass. `torch.autograd.backward`, through which `Tensor.backward` goes, is replaced while
 a session is open whose boundaries are to be found, and so is the constructor of optimizers, to know whether there is
-one.
+one. A script may ask for its gradients by `torch.autograd.grad`, too: such a call ends a step if it gives up its graph,
+in a script that has never called `backward`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class BackwardPasses:
     Args:
         begins: Called before each call of `torch.autograd.backward`.
         left: Called after each, whether it ended well or not.
-        ended: Called after each that ended well.
+        ended: Called after each that ended well, and after each call of `torch.autograd.grad` that may be one.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class BackwardPasses:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._has_looked = False
         self._has_optimizer = False
+        self._has_backward = False  # whether the program calls `backward`
 
     def __repr__(self) -> str:
         return f"<BackwardPasses, {'noticed' if self._replaced else 'not noticed'}>"
@@ -43,6 +45,7 @@ class BackwardPasses:
 
         @functools.wraps(backward)
         def noticed(*args: Any, **kwargs: Any) -> None:
+            self._has_backward = True
             self._begins()
             try:
                 backward(*args, **kwargs)
@@ -51,6 +54,15 @@ class BackwardPasses:
             if self._ended is not None:
                 self._ended()
 
+        grad = torch.autograd.grad
+
+        @functools.wraps(grad)
+        def noticed_grad(*args: Any, **kwargs: Any) -> Any:
+            gradients = grad(*args, **kwargs)
+            if self._ended is not None and not self._has_backward and _gives_up_its_graph(*args, **kwargs):
+                self._ended()
+            return gradients
+
         @functools.wraps(construct)
         def constructed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             self._has_optimizer = True
@@ -58,6 +70,7 @@ class BackwardPasses:
 
         self._replace(torch.autograd, "backward", noticed)
         if self._ended is not None:
+            self._replace(torch.autograd, "grad", noticed_grad)
             self._replace(torch.optim.Optimizer, "__init__", constructed)
 
     def close(self) -> None:
@@ -80,6 +93,20 @@ class BackwardPasses:
     def _replace(self, owner: Any, name: str, ours: Any) -> None:
         self._replaced.append((owner, name, ours, getattr(owner, name)))
         setattr(owner, name, ours)
+
+
+def _gives_up_its_graph(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    *_: Any,
+    **__: Any,
+) -> bool:
+    """Whether a call of `torch.autograd.grad` is the last that needs its graph, and no part of a backward pass."""
+    del outputs, inputs, grad_outputs
+    return not (retain_graph or create_graph) and torch._C._current_autograd_node() is None
 
 
 def _ignore() -> None:

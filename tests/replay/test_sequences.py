@@ -17,6 +17,7 @@ from scheduler import planning
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.trace import Trace
 from tests.html_report.cases import net
+from tests.planner_faults import faults_allowed
 from tests.session.continuation import BUDGET, Trainer
 
 FAILURES = pytest.mark.parametrize("failure", [PlanError("not to be played"), RuntimeError("a fault")], ids=type)
@@ -45,7 +46,7 @@ def test_a_sequence_whose_plan_does_not_compile_stays_on_demand(
         raise failure
 
     monkeypatch.setattr("ooc.replay.sequences.ExecutablePlan", fail)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), faults_allowed():
         losses, modes, session = train(5)
     assert losses == expected
     assert "planned" not in modes
@@ -71,7 +72,7 @@ def test_a_plan_made_anew_that_does_not_compile_leaves_the_old_one(
         return ExecutablePlan(**named)
 
     monkeypatch.setattr("ooc.replay.sequences.ExecutablePlan", compile_once)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), faults_allowed():
         losses, modes, _ = train(8)
     assert num_compiled > 1
     assert losses == expected

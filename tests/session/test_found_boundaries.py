@@ -64,6 +64,38 @@ def test_without_an_optimizer_a_backward_pass_ends_the_step() -> None:
     assert modes[4:] == ["planned"] * (NUM_STEPS - 4), modes
 
 
+def test_without_a_backward_pass_a_call_of_grad_ends_the_step() -> None:
+    """Remedies: `_gives_up_its_graph`, for the penalty on the gradients; `_has_backward`, in the last two steps."""
+
+    def program(number: int = NUM_STEPS) -> list[Any]:
+        parameters, out = weights(), []
+        for index in range(number):
+            loss = loss_of(parameters, index)
+            first = torch.autograd.grad(loss, parameters[:1], create_graph=True)
+            loss = loss + first[0].square().sum()
+            torch.autograd.grad(loss, parameters[1:2], None, True)
+            with torch.no_grad():
+                for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                    p -= 0.1 * g
+            out.append(loss.item())
+        return out + digest(parameters)
+
+    grad = torch.autograd.grad
+    modes = run(program)
+    assert torch.autograd.grad is grad
+    assert len(modes) == NUM_STEPS
+    assert modes[4:] == ["planned"] * (NUM_STEPS - 4), modes
+
+    def mixed() -> list[Any]:
+        parameters, out = weights(), []
+        for index in range(2):
+            loss_of(parameters, index).backward()
+            out += program(1)
+        return out + digest(parameters)
+
+    assert len(run(mixed)) == 2
+
+
 def test_accumulation_is_one_step_of_its_optimizer() -> None:
     """Remedy: `BackwardPasses.has_optimizer`, also before the optimizer has stepped for the first time."""
 
