@@ -261,7 +261,7 @@ def test_no_two_policies_of_a_sweep_look_alike(monkeypatch: pytest.MonkeyPatch, 
     """There are more policies than colours: twelve lines had ten."""
     drawn = []
 
-    def keep(figure: Any, path: Path, *, dpi: int) -> None:
+    def keep(figure: Any, *_: Any, **__: Any) -> None:
         axis = figure.axes[0]
         drawn.extend((line.get_color(), line.get_linestyle(), line.get_marker()) for line in axis.get_lines())
 

@@ -24,15 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.session.program_failures import fails, shrink
 from tests.session.programs import (
     Outcome,
     Program,
-    fails,
     generate,
     prepare_process,
     run_in_core,
     run_in_session,
-    shrink,
 )
 from tests.store_speed import USUAL, store_speed
 

@@ -13,11 +13,7 @@ import contextlib
 import errno
 import faulthandler
 import gc
-import os
 import random
-import signal
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -35,12 +31,10 @@ from ooc.errors import OocError, StoreFailed
 from tests.planner_faults import refuse_planner_faults
 from tests.session.program_statements import KINDS, RETRYABLE, WEIGHTS, Interrupted, State, Statement, set_length
 from tests.session.program_variations import VARIATIONS
-from tests.store_speed import USUAL, store_speed
 
 CHUNK_NBYTES = 1 << 16
 _MAX_CHUNKS = 400
 _LENGTHS = (3, 20, 45, 60, 80, 90, 95, 100, 110, 150)
-_HANG_S = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +163,7 @@ def generate(seed: int) -> Program:
         by_optimizer=r.random() < 0.06,
         policy=r.choice(("auto", "auto", "window", "on_demand")),
         window_nbytes=r.choice((1 << 16, 1 << 18, 1 << 20)),
-        num_chunks=next(_larger(int(2 ** r.uniform(2, 6.5)))),
+        num_chunks=next(larger(int(2 ** r.uniform(2, 6.5)))),
         threshold_nbytes=r.choice((4096, 4096, 1024, 300)),
         debug=r.random() < 0.7,
         delay_ns=r.choice((0, 0, 0, 200_000, 1_000_000)),
@@ -394,7 +388,7 @@ def run_in_session(program: Program, expected: Expected, *, verbose: bool = Fals
         ):  # of an op (`BudgetTooSmall`), or of the state of random numbers, read between ops
             if num_chunks > _MAX_CHUNKS:
                 raise
-            num_chunks = next(_larger(num_chunks + 1))
+            num_chunks = next(larger(num_chunks + 1))
             gc.collect()
             continue
         deadline = time.monotonic() + 60
@@ -410,7 +404,7 @@ def make_session(**options: Any) -> ooc.Session:
     return ooc.Session(**options)
 
 
-def _larger(num_chunks: int) -> Iterator[int]:
+def larger(num_chunks: int) -> Iterator[int]:
     """Budgets to try in turn, from `num_chunks` on, the same ones for every program."""
     budgets = [4]
     while budgets[-1] <= 2 * _MAX_CHUNKS:
@@ -418,7 +412,7 @@ def _larger(num_chunks: int) -> Iterator[int]:
     return iter([b for b in budgets if b >= num_chunks])
 
 
-def _run_once_at(program: Program, expected: Expected) -> None:
+def run_once_at(program: Program, expected: Expected) -> None:
     """Run at the program's own budget."""
     _run_once(program, expected, program.num_chunks, verbose=False)
 
@@ -473,79 +467,3 @@ def prepare_process() -> None:
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch's compiler: half a million objects
     gc.collect()
     gc.freeze()  # what torch brought need not be looked at by each collection
-
-
-def fails(program: Program, *, refusal_is_failure: bool = False) -> str:
-    """Run a program in a forked child. The kind of failure, or an empty string."""
-    with tempfile.TemporaryFile("w+") as errors:
-        pid = os.fork()
-        if pid == 0:
-            os.dup2(errors.fileno(), 2)
-            try:
-                prepare_process()
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.alarm(_HANG_S)
-                with store_speed(USUAL):
-                    run = _run_once_at if refusal_is_failure else run_in_session
-                    run(program, run_in_core(program))
-            except BaseException as error:
-                print(f"\nfailed: {type(error).__name__}", file=sys.stderr, flush=True)
-                os._exit(1)
-            os._exit(0)
-        _, status = os.waitpid(pid, 0)
-        if status == 0:
-            return ""
-        if os.WIFSIGNALED(status):
-            return signal.Signals(os.WTERMSIG(status)).name
-        errors.seek(0)
-        return errors.read().rsplit("failed: ", 1)[-1].strip()[:40]
-
-
-def shrink(program: Program) -> Program:
-    """A smaller program that fails in the same way, by deleting what is not needed."""
-    how = fails(program)
-    if not how:
-        return program
-    for num_chunks in _larger(program.num_chunks):  # the budget at which it fails; none is refused from then on
-        if fails(replace(program, num_chunks=num_chunks), refusal_is_failure=True) == how:
-            program = replace(program, num_chunks=num_chunks)
-            break
-    changed = True
-    while changed:
-        changed = False
-        for candidate in _smaller(program):
-            if fails(candidate, refusal_is_failure=True) == how:
-                program, changed = candidate, True
-                break
-    return program
-
-
-def _smaller(program: Program) -> Iterator[Program]:
-    for index, body in enumerate(program.bodies):
-        width = len(body)
-        while width >= 1:
-            for start in range(0, len(body), width):
-                rest = body[:start] + body[start + width :]
-                inside = program.num_inside[index]
-                inside -= min(max(inside - start, 0), width)
-                yield replace(
-                    program,
-                    bodies=program.bodies[:index] + (rest,) + program.bodies[index + 1 :],
-                    num_inside=program.num_inside[:index] + (inside,) + program.num_inside[index + 1 :],
-                )
-            width //= 2
-    for index in range(len(program.steps)):
-        yield replace(program, steps=program.steps[:index] + program.steps[index + 1 :])
-    for name in ("parameters", "modules", "inputs"):
-        for index in range(len(getattr(program, name))):
-            value = getattr(program, name)
-            yield replace(program, **{name: value[:index] + value[index + 1 :]})
-    for index, step in enumerate(program.steps):
-        if step.stop is not None:
-            plain = Step(body=step.body)
-            yield replace(program, steps=program.steps[:index] + (plain,) + program.steps[index + 1 :])
-    for index, body in enumerate(program.bodies):
-        for number, s in enumerate(body):
-            if s.mask != 0xFFFF:
-                whole = body[:number] + (replace(s, mask=0xFFFF),) + body[number + 1 :]
-                yield replace(program, bodies=program.bodies[:index] + (whole,) + program.bodies[index + 1 :])

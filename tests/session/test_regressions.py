@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.session.program_failures import fails
 from tests.session.program_statements import Statement as S
-from tests.session.programs import Program, Step, fails
+from tests.session.programs import Program, Step
 
 _PROGRAM = Program(
     seed=0,
