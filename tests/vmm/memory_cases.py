@@ -241,6 +241,19 @@ def smaps_nbytes(address: int, key: str = "Rss") -> int:
     raise AssertionError(f"no mapping at {address:#x}")
 
 
+def vm_flags(address: int) -> list[str]:
+    """The kernel's flags of the mapping at `address`."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            start, stop = (int(word, 16) for word in head.split("-"))
+            inside = start <= address < stop
+        elif inside and head == "VmFlags:":
+            return line.split()[1:]
+    raise AssertionError(f"no mapping at {address:#x}")
+
+
 def num_open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 

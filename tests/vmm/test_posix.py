@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.vmm.memory_cases import PosixCase, shown, smaps_nbytes, stamp
+from tests.vmm.memory_cases import PosixCase, shown, smaps_nbytes, stamp, vm_flags
 from vmm import machine
 from vmm.driver import Access, MapCountExceeded, MemoryFault
 from vmm.machine import MemoryRoom
@@ -379,19 +379,6 @@ def test_sharing_with_children_is_possible(case: PosixCase) -> None:
             os._exit(0 if case.peek(address) == b"parents." else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert "dc" not in vm_flags(address)
-
-
-def vm_flags(address: int) -> list[str]:
-    """The kernel's flags of the mapping at `address`."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        head = line.split()[0]
-        if "-" in head and not head.endswith(":"):
-            start, stop = (int(word, 16) for word in head.split("-"))
-            inside = start <= address < stop
-        elif inside and head == "VmFlags:":
-            return line.split()[1:]
-    raise AssertionError(f"no mapping at {address:#x}")
 
 
 def test_mapped_chunks_come_with_their_page_tables(case: PosixCase) -> None:
