@@ -176,6 +176,7 @@ class Machine:
         latency_ns: Fixed cost of one transfer.
         remap_ns: What mapping one chunk elsewhere costs the thread that computes; None: as on the CPU, by its bytes. On
             a GPU each is some calls of the driver, and the host must first have seen the end of the last use.
+        rerun_op_ns: What running an op again takes beyond the op's own time.
     """
 
     chunk_nbytes: int
@@ -185,6 +186,7 @@ class Machine:
     shared_bytes_per_s: float | None = None
     latency_ns: int = 50_000
     remap_ns: int | None = None
+    rerun_op_ns: int = 0
 
     def __post_init__(self) -> None:
         if self.chunk_nbytes <= 0 or self.num_chunks < 0:
@@ -193,6 +195,8 @@ class Machine:
             raise ValueError("transfer rates must be positive and latency not negative")
         if self.remap_ns is not None and self.remap_ns < 0:
             raise ValueError(f"remap_ns={self.remap_ns}: must not be negative")
+        if self.rerun_op_ns < 0:
+            raise ValueError(f"rerun_op_ns={self.rerun_op_ns}: must not be negative")
 
     @property
     def budget_nbytes(self) -> int:

@@ -34,7 +34,7 @@ class Rerun:
         ops: In the order of the trace, each once.
         made: Variables that it brings back.
         sources: Variables that it reads from the pool.
-        duration_ns: The ops' own time.
+        duration_ns: The ops' own time, and what running each again takes beside.
         num_scratch_chunks: Chunks for what it allocates and does not keep, at its worst moment.
     """
 
@@ -188,7 +188,7 @@ class ReplayGraph:
             ops=tuple(ops),
             made=tuple(sorted(made)),
             sources=tuple(sorted(sources)),
-            duration_ns=sum(self.trace.ops[op].duration_ns for op in ops),
+            duration_ns=sum(self.trace.ops[op].own_ns + machine.rerun_op_ns for op in ops),
             num_scratch_chunks=self._scratch_chunks(ops, born - made, machine),
         )
 

@@ -48,7 +48,10 @@ class Op:
         stop_tick: One past the op's last event. Events in `[start_tick + 1, stop_tick)` happened
             inside the op; those between one op's `stop_tick` and the next op's `start_tick`
             happened between the two (frees by Python, mostly).
-        duration_ns: Time the op itself took, without waiting for memory or transfers.
+        duration_ns: Time that the op took, without waiting for memory or transfers; what lies between two ops and is
+            no wait counts for the second.
+        host_ns: So much of that came before the op itself: the program's own time, torch's, the executor's. A re-run
+            does not take it. 0 where it was not measured.
         uses: Distinct variables in operand order, then results and temporaries in order of
             allocation (the papers' V_i).
         replayable: Whether the op may be run again later in the same step: from the same operands it
@@ -65,6 +68,12 @@ class Op:
     uses: tuple[Use, ...]
     where: str = ""
     replayable: bool = False
+    host_ns: int = 0
+
+    @property
+    def own_ns(self) -> int:
+        """Time of the op itself."""
+        return self.duration_ns - self.host_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +200,7 @@ class Trace:
                     "duration_ns": o.duration_ns,
                     "uses": [[u.variable, ("r" if u.reads else "") + ("w" if u.writes else "")] for u in o.uses],
                     **({"replayable": True} if o.replayable else {}),
+                    **({"host_ns": o.host_ns} if o.host_ns else {}),
                 }
                 for o in self.ops
             ],
@@ -212,6 +222,7 @@ class Trace:
                         duration_ns=o["duration_ns"],
                         uses=tuple(Use(variable=v, reads="r" in how, writes="w" in how) for v, how in o["uses"]),
                         replayable=o.get("replayable", False),
+                        host_ns=o.get("host_ns", 0),
                     )
                     for o in document["ops"]
                 ),
@@ -253,6 +264,7 @@ def _validate(trace: Trace) -> None:
         check(op.stop_tick > op.start_tick, f"op {i} ({op.name}): stop_tick {op.stop_tick} <= start_tick")
         check(op.stop_tick <= trace.num_ticks, f"op {i} ({op.name}) ends after the step's {trace.num_ticks} ticks")
         check(op.duration_ns >= 0, f"op {i} ({op.name}): negative duration {op.duration_ns}")
+        check(0 <= op.host_ns <= op.duration_ns, f"op {i} ({op.name}): host_ns {op.host_ns} of {op.duration_ns}")
         previous_stop = op.stop_tick
         seen = [use.variable for use in op.uses]
         check(len(seen) == len(set(seen)), f"op {i} ({op.name}) lists a variable twice in {seen}")

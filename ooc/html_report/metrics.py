@@ -89,7 +89,7 @@ def _bound_s(view: StepView) -> float:
     """
     assert view.plan is not None
     times = zip(view.trace.ops, view.op_start_ns, view.op_stop_ns, strict=True)
-    ops = tuple(replace(op, duration_ns=stop - start) for op, start, stop in times)
+    ops = tuple(replace(op, duration_ns=stop - start, host_ns=0) for op, start, stop in times)
     return lower_bounds(replace(view.trace, ops=ops), view.plan.machine)["duration_ns"] / 1e9
 
 

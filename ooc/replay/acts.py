@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 
 from ooc.errors import StoreFailed
@@ -39,6 +40,13 @@ class ResidencyActs:
 
     def __repr__(self) -> str:
         return f"<ResidencyActs, {len(self.writes)} writes and {len(self.loads)} loads noted>"
+
+    def end_wait(self, executable: ExecutablePlan, index: int, started_ns: int) -> int:
+        """Note that transfers were waited for before an op, from then until now; 0: they were not. Returns 0."""
+        if started_ns:
+            self._manager.note_stall(started_ns)
+            executable.between.note_wait(index, time.monotonic_ns() - started_ns)
+        return 0
 
     def may_move(self, record: VariableRecord) -> bool:
         """Whether no collective uses the record (any more: it is waited for). False: the step has left the plan."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ooc.memory.record import VariableRecord
-from ooc.replay.op_timings import OpTimings
+from ooc.replay.op_timings import Between, OpTimings
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
 from ooc.replay.planned_reruns import PlannedRerun, PlannedReruns, PlannedTrials
 from ooc.tracing.recorder import Observed
@@ -123,7 +123,7 @@ class ExecutablePlan:
         self.num_chunks = num_chunks
         self.leaves_room = num_chunks > 0
         self.num_without_room = 0
-        self.timings = OpTimings()
+        self.timings, self.between = OpTimings(), Between()
         self.observed = observed
         self.grad_mode = observed.grad_mode
         self.elastic = elastic

@@ -151,6 +151,7 @@ class Executor:
     def _start_period(self, executable: ExecutablePlan) -> None:
         self.events = []
         self.reruns.begin()
+        executable.between.begin()
         self.bailout_reason = ""
         self._next_death = 0
         self._start_successors = [
@@ -228,9 +229,8 @@ class Executor:
                     self._acts.await_transfer(other)
         started = 0
         for residency in acts.arrivals:
-            variable = residency.variable
-            record = variable.record
-            if record is None or not alive[variable.index]:
+            record = residency.variable.record
+            if record is None or not alive[residency.variable.index]:
                 continue
             if record.state is State.LOADING:
                 started = started or time.monotonic_ns()
@@ -238,8 +238,10 @@ class Executor:
             elif record.state is not State.RESIDENT:
                 self.bail_out("a variable was not where the plan expects it")
                 return False
-        if acts.rerun is not None and not self.reruns.play(executable, acts.rerun):
-            return False
+        if acts.rerun is not None:
+            started = self._acts.end_wait(executable, index, started)
+            if not self.reruns.play(executable, acts.rerun):
+                return False
         for residency in acts.births:
             successor = residency.variable.successor
             if successor is not None and alive[successor.index] and successor.record is residency.variable.record:
@@ -251,8 +253,7 @@ class Executor:
                         started = started or time.monotonic_ns()
                     self._acts.await_transfer(other)  # ended, too: after a failed write nothing may be put there
             self._acts.prepare_birth(residency)
-        if started:
-            self._manager.note_stall(started)
+        self._acts.end_wait(executable, index, started)
         return True
 
     def _check_deaths(self, executable: ExecutablePlan, tick: int) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -252,9 +253,15 @@ class Reruns:
 
     def _play(self, executable: ExecutablePlan, rerun: PlannedRerun) -> None:
         manager = self._manager
-        for other in (*rerun.waits, *(w for residency in rerun.kept.values() for w in residency.waits)):
+        started, op_ns = time.monotonic_ns(), executable.op_stop_ns - executable.op_start_ns
+        before = [*rerun.waits, *(w for residency in rerun.kept.values() for w in residency.waits)]
+        pending = [other for other in before if other.transfer is not None and not other.transfer.done()]
+        for other in before:
             if other.transfer is not None:
                 self._acts.await_transfer(other)
+        if pending:
+            self._acts.end_wait(executable, rerun.before_op, started)
+            started = time.monotonic_ns()
         made: list[VariableRecord] = []
         for index, residency in rerun.kept.items():
             record = residency.variable.record
@@ -280,6 +287,9 @@ class Reruns:
             if isinstance(error, Exception) and not isinstance(error, RerunFailed):
                 raise RerunFailed(f"an op raised when it was run again: {error}") from error
             raise
+        executable.between.note_rerun(
+            rerun.before_op, (op.index for op in rerun.ops), time.monotonic_ns() - started, op_ns
+        )
         counters = manager.counters
         counters.num_reruns += 1
         counters.recomputed_nbytes += sum(residency.variable.nbytes for residency in rerun.kept.values())

@@ -14,6 +14,7 @@ from ooc.replay.background import BackgroundPlanner, PlanRequest
 from ooc.replay.elastic import HEADROOM, Alignment, Envelope, Shape
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.first_sightings import FirstSightings, name_of
+from ooc.replay.op_timings import told_anew
 from ooc.replay.plan_cache import PlanCache
 from ooc.replay.plan_maker import PlanMaker
 from ooc.replay.predictor import SequencePredictor, likeliest
@@ -22,7 +23,6 @@ from ooc.replay.rerun_trials import RerunTrials
 from ooc.replay.stoppable import Stopped
 from ooc.tracing.recorder import Observed, RecordedStep, need_nbytes
 from scheduler.cost.bounds import lower_bounds
-from scheduler.cost.simulate import simulate
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.trace import Trace
 
@@ -33,7 +33,7 @@ _MAX_SEQUENCES = 64
 _MAX_KEYS = 1024
 _REFINE_AFTER, _QUICK_AFTER = (3, 8), 2
 """Steps replayed from a plan after which it is made anew: early, and with a better minimum; a quick one earlier."""
-_COSTS = ("loaded_nbytes", "recompute_ns")
+_COSTS, _LOST = ("loaded_nbytes", "recompute_ns"), ("stall_ns", "recompute_ns")
 _MOST_TWINS = 2
 """Sequences of the same ops that differ in the storages that they use."""
 _MOST_REPLACED = 2
@@ -400,14 +400,12 @@ class Sequences:
         The first plan rests on steps on demand and on an idle store. The better of the two by simulation is returned.
         """
         key, log = self._key_of_plan(executable), executable.timings
-        if key is None:
-            return executable  # another one has just taken its place
         tried = executable.trials is not None and executable.trials.was_installed
-        if not tried and not self._is_timed:
-            return executable
+        if key is None or not (tried or self._is_timed):
+            return executable  # another one has just taken its place, or op times tell nothing
         stands_for, executable.stands_for = executable.stands_for, None
         if not tried:  # else ops have taken more than their own time
-            log.note(executable.op_stop_ns - executable.op_start_ns, store)
+            log.note(executable.op_start_ns, executable.op_stop_ns, executable.between, store)
             after = (_QUICK_AFTER, *_REFINE_AFTER) if executable.is_quick else _REFINE_AFTER
             executable.is_due |= log.num_played in after and any(map(executable.plan.predicted.get, _COSTS))
             if stands_for is None and not executable.is_due:
@@ -417,10 +415,12 @@ class Sequences:
         machine = log.machine(executable.plan.machine, store)
         proves = tried and self._proven.take(key, executable)
         trace = log.timed(stands_for or self._proven.applied(key, executable.trace))
-        old = simulate(replace(executable.plan, machine=machine), trace, with_timeline=False)
-        old_ns = old.duration_ns + executable.plan.predicted.get("remap_ns", 0)
-        must_go, lost_ns = stands_for is not None or executable.leaves_room, old.stall_ns + old.recompute_ns
-        may_gain = lost_ns >= _WORTHWHILE_STALL * old.duration_ns or executable.plan.predicted["num_remapped_chunks"]
+        old, executable.plan = executable.plan, told_anew(executable.plan, trace, machine)
+        if self._last_plan is not None and self._last_plan.residencies is old.residencies:
+            self.last_trace, self._last_plan = trace, executable.plan
+        told, old_ns = executable.plan.predicted, executable.plan.step_ns
+        must_go, lost_ns = stands_for is not None or executable.leaves_room, sum(told.get(key, 0) for key in _LOST)
+        may_gain = lost_ns >= _WORTHWHILE_STALL * told["duration_ns"] or told["num_remapped_chunks"]
         executable.is_due = executable.is_due and bool(may_gain)
         if not must_go and not (proves if tried else may_gain):
             return executable

@@ -215,7 +215,7 @@ def simulated_view(trace: Trace, plan: Plan) -> StepView:
     """View a planned step as simulated. The plan must be coloured, and of this trace."""
     result = simulate(plan, trace)
     starts = result.op_start_ns
-    stops = tuple(start + op.duration_ns for start, op in zip(starts, trace.ops, strict=True))
+    stops = tuple(start + op.own_ns for start, op in zip(starts, trace.ops, strict=True))
     moves = _simulated_moves(trace, plan, result, stops)
     reruns = tuple(
         RerunRow(op=entry.index, start_ns=entry.start_ns, stop_ns=entry.stop_ns)

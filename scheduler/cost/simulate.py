@@ -2,6 +2,7 @@
 
 The simulator plays a coloured plan as an executor does, in virtual nanoseconds:
 
+- before each op come its `host_ns`, in which links work and nothing computes;
 - loads are issued in order right before `before_op`; a load starts once every write that it waits
   for is done: those of the previous occupants of its chunks, and its own eviction's;
 - the in-link serves loads one at a time in order of issue, but a load that still waits for a
@@ -115,6 +116,7 @@ class _Run:
         kept = {r: self.load_of[s] for r, s in self.actions.kept_from.items() if s in self.load_of}
         self.load_of.update(kept)
         for index, op in enumerate(self.trace.ops):
+            self.now_ns += op.host_ns
             for r in self.actions.loads[index]:
                 self._issue_load(r)
             self.links.advance(self.now_ns)
@@ -122,7 +124,7 @@ class _Run:
             start_ns = self._ready_ns(index)
             self.op_stall_ns.append(start_ns - self.now_ns + stall_ns)
             self.op_start_ns.append(start_ns - self.period_start_ns)
-            self.now_ns = start_ns + op.duration_ns
+            self.now_ns = start_ns + op.own_ns
             self.links.advance(self.now_ns)
             for r in self.actions.writes[index]:
                 self._issue_write(r)
@@ -234,7 +236,7 @@ class _Run:
             return 0
         op = self.trace.ops[index]
         inside = min(tick, op.stop_tick) - op.start_tick
-        return self.op_start_ns[index] + op.duration_ns * inside // (op.stop_tick - op.start_tick)
+        return self.op_start_ns[index] + op.own_ns * inside // (op.stop_tick - op.start_tick)
 
     def _timeline(self) -> tuple[TimelineEntry, ...]:
         entries = []
@@ -246,7 +248,7 @@ class _Run:
                 stall_ns = start_ns - rerun[1]
             if stall_ns:
                 entries.append(TimelineEntry(kind="stall", index=index, start_ns=start_ns - stall_ns, stop_ns=start_ns))
-            entries.append(TimelineEntry(kind="op", index=index, start_ns=start_ns, stop_ns=start_ns + op.duration_ns))
+            entries.append(TimelineEntry(kind="op", index=index, start_ns=start_ns, stop_ns=start_ns + op.own_ns))
         for t in self.transfers:
             if t.start_ns is not None and t.stop_ns is not None:
                 kind = "load" if t.is_load else "evict"

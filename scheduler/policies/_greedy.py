@@ -204,7 +204,7 @@ class Walk:
             return v != variable and self.is_available(v)
 
         ops = self.facts.graph.ops_for([variable], op_index, is_there, most_ops=_MOST_OPS_COMPARED)
-        return float("inf") if ops is None else float(sum(self.trace.ops[op].duration_ns for op in ops))
+        return float("inf") if ops is None else float(sum(self.trace.ops[op].own_ns for op in ops))
 
     def triangle_per_s(self, variable: int, op_index: int) -> float:
         """Melon's TPS of discarding the variable now: chunks x time until its next use / time to make it again."""

@@ -151,7 +151,7 @@ class _Exchange:
             for position in range(len(stays) - 1):
                 loads = sum(isinstance(r.start, Loaded) for r in stays[position + 1 :])
                 writes = sum(isinstance(r.stop, Evicted) for r in stays[position:])
-                own_ns = sum(self.trace.ops[op].duration_ns for op in self.graph.writers[v])
+                own_ns = sum(self.trace.ops[op].own_ns for op in self.graph.writers[v])
                 if loads:
                     found.append(
                         _Candidate(

@@ -146,7 +146,7 @@ class RematFacts(Facts):
         graph, ops = self.graph, trace.ops
         for v, made in enumerate(self.made_from):  # results of one op are not made from each other
             self.made_from[v] = [u for u in made if graph.maker[u] != graph.maker[v]]
-        self.own_ns = [sum(ops[op].duration_ns for op in own) for own in graph.writers]
+        self.own_ns = [sum(ops[op].own_ns + machine.rerun_op_ns for op in own) for own in graph.writers]
         parents = [
             {use.variable for op in own for use in ops[op].uses if graph.maker[use.variable] not in (None, op)} - {v}
             for v, own in enumerate(graph.writers)

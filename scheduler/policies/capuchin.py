@@ -174,4 +174,4 @@ class _Choices:
             return start <= tick < stop and not gone
 
         ops = graph.ops_for([variable], need, is_there, most_ops=_MOST_OPS)
-        return 0.0 if ops is None else float(max(sum(trace.ops[op].duration_ns for op in ops), 1))
+        return 0.0 if ops is None else float(max(sum(trace.ops[op].own_ns for op in ops), 1))

@@ -193,7 +193,7 @@ def retimed(trace: Trace, profile: Profile) -> Trace:
             "Options: record it with 'ooc trace --fake'; plan it with the times that it has (--keep-times)."
         )
     ops = tuple(
-        replace(op, duration_ns=profile.op_ns(flops, nbytes))
+        replace(op, duration_ns=profile.op_ns(flops, nbytes), host_ns=0)
         for op, flops, nbytes in zip(trace.ops, *costs, strict=True)
     )
     return replace(trace, ops=ops, metadata={**trace.metadata, "times_of": profile.name})

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ooc.replay.op_timings import OpTimings
-from scheduler.plan import Machine
+from ooc.replay.op_timings import Between, OpTimings, Times, told_anew
+from scheduler.plan import Machine, Plan
 from scheduler.trace import Op, Trace
 
 
@@ -28,26 +29,72 @@ class Odometer:
         return SimpleNamespace(nbytes=self.nbytes, busy_ns=self.busy_ns)
 
 
+def of_ops(num_ops: int) -> Trace:
+    """A step of so many ops of 7 ns."""
+    ops = tuple(Op(name="op", start_tick=i, stop_tick=i + 1, duration_ns=7, uses=()) for i in range(num_ops))
+    return Trace(ops=ops, variables=(), num_ticks=num_ops)
+
+
+def clock(op_ns: list[int], host_ns: int = 0) -> tuple[Times, Times]:
+    """When ops of these durations begin and end, with so much before each but the first."""
+    stop_ns = np.cumsum(np.array(op_ns) + host_ns)
+    return stop_ns - np.array(op_ns), stop_ns
+
+
+def note(timings: OpTimings, op_ns: list[int], store: Any) -> None:
+    """Note a step of these durations, one op right after another."""
+    timings.note(*clock(op_ns), Between(), store)
+
+
 def noted(*op_ns: list[int]) -> list[int]:
     """The op times that are planned with after these steps."""
     timings, store = OpTimings(), Odometer()
     for each in op_ns:
-        timings.note(np.array(each), store)  # type: ignore[arg-type]
-    ops = tuple(Op(name="op", start_tick=i, stop_tick=i + 1, duration_ns=7, uses=()) for i in range(len(op_ns[0])))
-    return [op.duration_ns for op in timings.timed(Trace(ops=ops, variables=(), num_ticks=len(ops))).ops]
+        note(timings, each, store)
+    return [op.duration_ns for op in timings.timed(of_ops(len(op_ns[0]))).ops]
 
 
 def test_median_times_without_the_first_step() -> None:
     assert noted([900, 900]) == [7, 7]
     assert noted([900, 900], [10, 40]) == [10, 40]
-    assert noted([900, 900], [10, 40], [20, 30]) == [10, 30]  # of two the shorter
-    assert noted([900, 900], [10, 40], [20, 30], [500, 20]) == [20, 30]
+    assert noted([900, 900], [10, 30], [20, 40]) == [10, 30]  # of two the shorter
+    assert noted([900, 900], [10, 30], [20, 40], [15, 35]) == [15, 35]
+
+
+def test_ops_add_up_to_the_median_step() -> None:
+    """Each is slow in another step: their medians promise 30, and no step took less than 120."""
+    assert noted([9, 9, 9], [100, 10, 10], [10, 100, 10], [10, 10, 100]) == [40, 40, 40]
+
+
+def test_what_lies_between_ops_comes_with_them() -> None:
+    """Less what was waited for and what was run again there, which the simulator adds."""
+    timings, store = OpTimings(), Odometer()
+    for _ in range(2):
+        between = Between()
+        between.begin()
+        between.note_wait(1, 30)
+        start_ns, stop_ns = clock([10, 20, 30], host_ns=100)
+        between.note_rerun(2, (0, 1), 90, stop_ns - start_ns)
+        timings.note(start_ns, stop_ns, between, store)  # type: ignore[arg-type]
+    ops = timings.timed(of_ops(3)).ops
+    assert [(op.duration_ns, op.host_ns, op.own_ns) for op in ops] == [(10, 0, 10), (90, 70, 20), (40, 10, 30)]
+    machine = timings.machine(Machine(chunk_nbytes=1, num_chunks=1), store)  # type: ignore[arg-type]
+    assert machine.rerun_op_ns == (90 - 10 - 20) // 2
+
+
+def test_a_plan_that_stays_promises_what_was_measured() -> None:
+    """Not what was measured when it was made: a plan made for the ops of cold steps promised 1.4 of its step."""
+    plan = Plan(trace_fingerprint="", policy="", machine=Machine(chunk_nbytes=1, num_chunks=1), residencies=())
+    plan = replace(plan, predicted={"duration_ns": 900, "remap_ns": 5}, bounds={"duration_ns": 800})
+    anew = told_anew(plan, of_ops(3), plan.machine)
+    assert anew.step_ns == 21 + 5
+    assert not anew.bounds
 
 
 def test_rates_are_those_since_the_last_plan() -> None:
     timings, before = OpTimings(), Machine(chunk_nbytes=1, num_chunks=1)
     store: Any = Odometer()
-    timings.note(np.array([1]), store)
+    note(timings, [1], store)
     assert timings.machine(before, store) == before
     store.nbytes, store.busy_ns = 300, 10**9
     burst = timings.machine(before, store)
@@ -62,7 +109,7 @@ def test_rates_grow_by_degrees() -> None:
     timings = OpTimings()
     before = Machine(chunk_nbytes=1, num_chunks=1, load_bytes_per_s=100.0, evict_bytes_per_s=200.0)
     store: Any = Odometer()
-    timings.note(np.array([1]), store)
+    note(timings, [1], store)
     store.nbytes, store.busy_ns = 1000, 10**9
     first = timings.machine(before, store)
     assert (first.load_bytes_per_s, first.evict_bytes_per_s) == (150, 300)
