@@ -119,6 +119,14 @@ def test_the_simulator_charges_time_and_room() -> None:
     assert result.peak_nbytes == 400  # x, b and two chunks of scratch
 
 
+def test_a_rerun_takes_the_ops_own_times_and_what_goes_with_each() -> None:
+    """Not what the program did before they ran first."""
+    trace = chain(op1=replace(chain().ops[1], duration_ns=161, host_ns=60))
+    plan = plan_of(trace, *STAYS, scratch=(ROOM,))
+    plan = replace(plan, machine=replace(MACHINE, rerun_op_ns=7))
+    assert simulate(plan, trace).recompute_ns == 100 + 101 + 102 + 3 * 7
+
+
 def test_a_rerun_waits_for_its_sources_and_for_the_writes_of_its_chunks() -> None:
     trace = chain()
     late = (

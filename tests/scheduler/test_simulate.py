@@ -53,6 +53,19 @@ def test_an_op_waits_for_its_load() -> None:
     )
 
 
+def test_what_comes_before_an_op_keeps_no_link_waiting() -> None:
+    """The load is issued once the host has come to its op; the host's time before the next op is time for it."""
+    carried = Variable(nbytes=100, birth_tick=None, death_tick=None)
+    ops = tuple(replace(each, duration_ns=130, host_ns=30) for each in (op(0), op(1, reads(0))))
+    trace = Trace(ops=ops, variables=(carried,), num_ticks=20, cyclic=False)
+    assert Trace.from_json(trace.to_json()) == trace
+    result = run(trace, Residency(variable=0, start=Loaded(0), stop=Dropped(after_op=1), chunks=((0, 1),)))
+    assert result.op_start_ns == (30, 160)  # the load: from 30 to 140
+    assert result.op_stall_ns == (0, 0)
+    assert (result.duration_ns, result.stall_ns) == (260, 0)
+    assert [(e.start_ns, e.stop_ns) for e in result.timeline if e.kind == "op"] == [(30, 130), (160, 260)]
+
+
 def away_and_back() -> Trace:
     """Variable 0 is made by op 0 and read by op 3; variable 1 is made by op 1 and gone with it."""
     variables = (
