@@ -4,12 +4,17 @@ from __future__ import annotations
 
 
 class Counters:
-    """Totals of what was moved, which only ever grow. Sizes in bytes, times in nanoseconds."""
+    """Totals of what was moved, which only ever grow. Sizes in bytes, times in nanoseconds.
+
+    Attributes:
+        num_crowded: Moves, or re-runs, for want of room; not those that make way for a plan, or give one up.
+    """
 
     __slots__ = (
         "dropped_nbytes",
         "evicted_nbytes",
         "loaded_nbytes",
+        "num_crowded",
         "num_faults",
         "num_reruns",
         "recompute_ns",
@@ -21,6 +26,7 @@ class Counters:
         self.loaded_nbytes = 0
         self.evicted_nbytes = 0
         self.dropped_nbytes = 0
+        self.num_crowded = 0
         self.num_faults = 0
         self.num_reruns = 0
         self.recompute_ns = 0
@@ -28,5 +34,5 @@ class Counters:
         self.stall_ns = 0
 
     def copy(self) -> dict[str, int]:
-        """The totals of now, by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        """The totals of now that are reported, by name."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "num_crowded"}

@@ -260,8 +260,7 @@ class ResidencyManager:
     def end_exports(self) -> None:
         """Take note of the exports that have ended (`ended_exports`, filled on any thread)."""
         while self.ended_exports:
-            record = self.ended_exports.popleft()
-            record.end_export()
+            self.ended_exports.popleft().end_export()
 
     # -- moving
 
@@ -275,6 +274,7 @@ class ResidencyManager:
         missing = num_chunks - self._pool.num_free
         if missing <= 0:
             return
+        self.counters.num_crowded += 1
         self.end_exports()
         victims: list[VariableRecord] = []
         movable = [record for record, _ in self.by_next_use(self.position())]

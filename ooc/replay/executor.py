@@ -222,6 +222,7 @@ class Executor:
         for residency in acts.loads:
             variable = residency.variable
             if alive[variable.index]:
+                self._manager.counters.num_crowded += 1
                 self._acts.start_load(residency)
                 continue
             for other in residency.waits:  # the next residency of these chunks looks no further back than to this one

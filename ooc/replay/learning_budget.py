@@ -12,17 +12,19 @@ LEARNING_FRACTION = 0.05
 """Where nothing has to move, learning takes at most this part of the time so far. A planned op saves about 7 us, and
 learning one takes 50 us (reinforce in benchmarks/scripts: 35 of 51 ms a step were spent on building traces)."""
 _CALM_PERIODS = 4
-"""Periods in a row that moved nothing before everything is taken to fit: an evaluation may move what training does not.
-"""
+"""Periods in a row that had to move nothing before everything is taken to fit: an evaluation may move what training does
+not."""
 _LONGEST_PAUSE = 64
 
 
 class LearningBudget:
     """Decides at each boundary whether to learn from the period that ends, and whether to enter a plan for the next.
 
-    A plan saves waiting for what is moved. Where nothing has been moved for some periods it only saves a few
+    A plan saves waiting for what is moved. Where nothing had to be moved for some periods it only saves a few
     microseconds an op, so learning may take a small part of the time so far. After a step that left its plan there,
-    plans are not entered for a while, which doubles each time. As soon as anything moves, all is learned and entered.
+    plans are not entered for a while, which doubles each time. As soon as anything moves for want of room, all is
+    learned and entered. What plans themselves move says nothing: layers skipped at random left a plan in each step, and
+    each time what had outlived it was evicted, at four times the memory that the step needs.
 
     Args:
         counters: Of what is moved.
@@ -36,7 +38,7 @@ class LearningBudget:
         self._clock = clock
         self._opened = clock()
         self._spent_s = 0.0
-        self._moved_nbytes = 0
+        self._num_crowded = 0
         self._num_calm = 0
         self._pause = 0  # periods without a plan after the last step that left its plan
         self._num_paused = 0
@@ -46,12 +48,12 @@ class LearningBudget:
 
     @property
     def everything_fits(self) -> bool:
-        """Whether nothing was moved for some periods, so that plans are of little use."""
+        """Whether nothing had to be moved for some periods, so that plans are of little use."""
         return self._is_limited and self._num_calm >= _CALM_PERIODS
 
     def end_period(self, *, has_left_plan: bool, has_replayed: bool) -> None:
         """Note that a period ends: whether it left the plan that it began on, or was replayed to its end."""
-        self._num_calm = self._num_calm + 1 if self._all_moved() == self._moved_nbytes else 0
+        self._num_calm = self._num_calm + 1 if self._counters.num_crowded == self._num_crowded else 0
         if has_replayed:
             self._pause = 0
         elif has_left_plan:
@@ -60,7 +62,7 @@ class LearningBudget:
 
     def begin_period(self) -> None:
         """Note that a period begins: what entering its plan has moved was not for want of room."""
-        self._moved_nbytes = self._all_moved()
+        self._num_crowded = self._counters.num_crowded
 
     def may_learn(self) -> bool:
         """Whether to learn from the period that ends."""
@@ -81,6 +83,3 @@ class LearningBudget:
             yield
         finally:
             self._spent_s += self._clock() - started
-
-    def _all_moved(self) -> int:
-        return self._counters.loaded_nbytes + self._counters.evicted_nbytes + self._counters.dropped_nbytes

@@ -292,6 +292,7 @@ class Reruns:
         )
         counters = manager.counters
         counters.num_reruns += 1
+        counters.num_crowded += 1
         counters.recomputed_nbytes += sum(residency.variable.nbytes for residency in rerun.kept.values())
         for index in [v for v in self._holds if executable.reruns.held_until.get(v, -1) <= rerun.before_op]:
             del self._holds[index]

@@ -43,16 +43,26 @@ def test_where_something_was_moved_all_is_learned() -> None:
     with learning.spending():
         clock.now += 1.0
     learning.begin_period()
-    counters.evicted_nbytes += 1
+    counters.num_crowded += 1
     learning.end_period(has_left_plan=True, has_replayed=False)
     assert learning.may_learn()
     assert learning.may_enter()
 
 
+def test_what_plans_move_where_all_fits_is_no_want_of_room() -> None:
+    counters, clock = Counters(), _Clock()
+    learning = _calm(counters, clock)
+    learning.begin_period()
+    counters.evicted_nbytes += 1  # of what outlived its plan
+    counters.loaded_nbytes += 1
+    learning.end_period(has_left_plan=True, has_replayed=False)
+    assert learning.everything_fits
+
+
 def test_what_entering_a_plan_moves_is_no_want_of_room() -> None:
     counters, clock = Counters(), _Clock()
     learning = _calm(counters, clock)
-    counters.evicted_nbytes += 1  # between the periods
+    counters.num_crowded += 1  # between the periods
     learning.begin_period()
     learning.end_period(has_left_plan=False, has_replayed=False)
     assert learning.everything_fits
@@ -112,3 +122,21 @@ def test_steps_that_fit_are_not_planned_and_those_that_no_longer_do_are() -> Non
     assert set(why_roomy[6:]) == {"learning fits"}
     assert set(why_tight[6:12]) == {"learning fits"}
     assert why_tight[-1] == "planned "
+
+
+def test_want_of_room_is_noted_on_demand_and_in_plans() -> None:
+    torch.manual_seed(0)
+    modes = set()
+    with ooc.Session("2MiB", plan_cache=False) as session:
+        counters = session.engine.manager.counters
+        model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.ReLU())))
+        optimizer = torch.optim.Adam(model.parameters())
+        for index in range(8):
+            before = counters.num_crowded
+            with session.step():
+                model(torch.full((32, 256), index / 10)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert counters.num_crowded > before
+            modes.add(session.report()["steps"][-1]["mode"])
+    assert modes >= {"learning", "planned"}
