@@ -220,8 +220,7 @@ class Executor:
             if not self._acts.release(executable, residency):
                 return False
         for residency in acts.loads:
-            variable = residency.variable
-            if alive[variable.index]:
+            if alive[residency.variable.index]:
                 self._manager.counters.num_crowded += 1
                 self._acts.start_load(residency)
                 continue

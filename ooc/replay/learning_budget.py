@@ -12,8 +12,7 @@ LEARNING_FRACTION = 0.05
 """Where nothing has to move, learning takes at most this part of the time so far. A planned op saves about 7 us, and
 learning one takes 50 us (reinforce in benchmarks/scripts: 35 of 51 ms a step were spent on building traces)."""
 _CALM_PERIODS = 4
-"""Periods in a row that had to move nothing before everything is taken to fit: an evaluation may move what training does
-not."""
+"""Periods in a row that had to move nothing before all is taken to fit: an evaluation may move what steps do not."""
 _LONGEST_PAUSE = 64
 
 
