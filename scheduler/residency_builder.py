@@ -6,10 +6,24 @@ dirty, and closes each with the cheapest legal act: a drop if the store's copy i
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
+from dataclasses import replace
 
 from scheduler.budget import Pin
-from scheduler.plan import Born, Dies, Dropped, Evicted, Kept, Loaded, Residency, Start, Stop, occupied_ticks
+from scheduler.plan import (
+    Born,
+    Dies,
+    Discarded,
+    Dropped,
+    Evicted,
+    Kept,
+    Loaded,
+    Residency,
+    Start,
+    Stop,
+    occupied_ticks,
+)
 from scheduler.trace import Trace
 
 
@@ -92,3 +106,33 @@ class ResidencyBuilder:
     def _end(self, variable: int, stop: Stop) -> None:
         self.residencies.append(Residency(variable=variable, start=self.open.pop(variable), stop=stop))
         self.dirty.discard(variable)
+
+
+def with_last_copies(residencies: Iterable[Residency], trace: Trace) -> tuple[Residency, ...]:
+    """The same, with a write where a variable is discarded for good while the program still holds it.
+
+    The program may ask for its bytes if the step leaves its plan, and no re-run to come says how to make them: so an
+    executor writes it out. What is not written here is written at the last moment, and whoever takes its chunks waits.
+    """
+    stays = ordered(residencies, trace)
+    last: dict[int, int] = {}
+    for index, stay in enumerate(stays):
+        dead = trace.variables[stay.variable].death_tick
+        if dead is None or occupied_ticks(stay, trace)[0] < dead:  # else a ghost
+            last[stay.variable] = index
+    found = list(stays)
+    for index in last.values():
+        stay = stays[index]
+        start, stop = occupied_ticks(stay, trace)
+        dead = trace.variables[stay.variable].death_tick
+        if not isinstance(stay.stop, Discarded) or (dead is not None and dead <= stop):
+            continue
+        release_op = stay.stop.after_op + 1
+        first = max(bisect_right(trace.op_starts, start) - 1, 0)
+        writes = (
+            op
+            for op in range(stay.stop.after_op, first - 1, -1)
+            if any(use.writes and use.variable == stay.variable for use in trace.ops[op].uses)
+        )
+        found[index] = replace(stay, stop=Evicted(write_op=next(writes, first), release_op=release_op))
+    return tuple(found)

@@ -20,10 +20,6 @@ Times = npt.NDArray[np.int64]
 _MOST_STEPS = 8
 """So many of the latest steps tell how long ops take."""
 
-_MOST_GROWTH = 1.5
-"""From plan to plan a rate grows by so much at most. Else a plan that hardly moves anything gives way to one that moves
-all, at a rate that is not there: a conv stack at a third of its peak, 100 MB/s, then took 9 times the step's time."""
-
 
 class Between:
     """What was done between the ops of the step that is being replayed, beside the program's own and torch's.
@@ -79,6 +75,7 @@ class OpTimings:
         self._host_ns: deque[Times] = deque(maxlen=_MOST_STEPS)
         self._rerun_op_ns: deque[int] = deque(maxlen=_MOST_STEPS)
         self._start: tuple[int, int, int, int] | None = None
+        self._elapsed_ns = 0  # of the steps noted since
 
     def __repr__(self) -> str:
         return f"<OpTimings of {self.num_played} steps>"
@@ -90,6 +87,7 @@ class OpTimings:
         if self.num_played == 1:
             self._start = _odometer(store)
         else:
+            self._elapsed_ns += int(stop_ns[-1] - start_ns[0])
             self._op_ns.append(stop_ns - start_ns)
             self._host_ns.append(between.host_ns(start_ns, stop_ns))
             if between.num_rerun_ops:
@@ -118,14 +116,17 @@ class OpTimings:
 
         They were had under the load that matters (ops computing, both ways busy), so no further
         contention is assumed. A store that works in bursts (a card with a cache, a throttled disk) is fast while
-        little is asked of it: what was seen under an earlier plan says little of what a new one will see, and a rate
-        grows by half of itself at a time. With it comes what running an op again took beyond the op's own time.
+        little is asked of it: what was seen under a plan that moves little says nothing of one that moves all. So a
+        rate grows to what the store has moved over the whole time of the steps, which no burst can feign: else an
+        encoder's plan that moved 20 MiB a step at 2 GB/s gave way to one that moved 200 at the 100 MB/s that there are,
+        and took 1.6 times as long. With it comes what running an op again took beyond the op's own time.
         """
         if self._rerun_op_ns:
             before = replace(before, rerun_op_ns=max(_middle(self._rerun_op_ns), 0))
         if self._start is None:
             return before
         start, self._start = self._start, _odometer(store)
+        elapsed_ns, self._elapsed_ns = self._elapsed_ns, 0
         read_nbytes, read_ns, written_nbytes, write_ns = (
             now - then for now, then in zip(self._start, start, strict=True)
         )
@@ -133,8 +134,8 @@ class OpTimings:
             return before
         return replace(
             before,
-            load_bytes_per_s=min(read_nbytes * 1e9 / read_ns, _MOST_GROWTH * before.load_bytes_per_s),
-            evict_bytes_per_s=min(written_nbytes * 1e9 / write_ns, _MOST_GROWTH * before.evict_bytes_per_s),
+            load_bytes_per_s=_believed(before.load_bytes_per_s, read_nbytes, read_ns, elapsed_ns),
+            evict_bytes_per_s=_believed(before.evict_bytes_per_s, written_nbytes, write_ns, elapsed_ns),
             shared_bytes_per_s=None,
         )
 
@@ -146,6 +147,12 @@ def told_anew(plan: Plan, trace: Trace, machine: Machine) -> Plan:
     if plan.recomputes:
         told = {**told, "recompute_ns": found.recompute_ns}
     return replace(plan, predicted={**plan.predicted, **told}, bounds={})
+
+
+def _believed(before: float, nbytes: int, busy_ns: int, elapsed_ns: int) -> float:
+    """The rate to plan with, in bytes per second: slower is believed at once."""
+    throughput = nbytes * 1e9 / elapsed_ns if elapsed_ns else 0.0
+    return min(nbytes * 1e9 / busy_ns, max(before, throughput))
 
 
 def _middle(values: Iterable[int]) -> int:

@@ -20,6 +20,7 @@ from scheduler.plan import Machine, Residency
 from scheduler.policies._greedy import Stuck, Victim
 from scheduler.policies._remat_walk import NO_WORTH, FreeingRule, RematFacts, RematWalk
 from scheduler.policies._slack import use_slack
+from scheduler.residency_builder import with_last_copies
 from scheduler.trace import Trace
 
 # Found on recorded steps of a conv stack, MobileNetV2, ResNet-50 and an encoder at a half and a third of their peaks,
@@ -106,7 +107,7 @@ class _Search:
             proposal = MixedWalk(self.facts, rule, weights, price=price).walk_once(wrap=self.wrap)
         except Stuck:
             return
-        proposal = use_slack(proposal, trace, machine)
+        proposal = use_slack(with_last_copies(proposal, trace), trace, machine)
         duration_ns = estimate(proposal, trace, machine).duration_ns
         self.found.append(_Found(rule=rule, price=price, weights=weights, duration_ns=duration_ns, proposal=proposal))
 

@@ -21,7 +21,7 @@ from scheduler.policies._greedy import Facts, Stuck
 from scheduler.policies._mixed_walk import MUCH_STALL, mixed
 from scheduler.policies._remat_search import fewest_reruns
 from scheduler.reruns import ReplayGraph, reruns_of
-from scheduler.residency_builder import ordered
+from scheduler.residency_builder import ordered, with_last_copies
 from scheduler.trace import Trace
 
 # A re-run of more ops than this costs more than the transfers of any one variable.
@@ -57,7 +57,7 @@ def with_reruns(best: Evaluation, trace: Trace, *, wrap: bool) -> Evaluation:
     for other in chain(fewest, both, others):
         if trace.duration_ns + reruns_ns(other, trace, machine) >= best.duration_ns:
             continue
-        outcome = evaluate(other, trace, machine)
+        outcome = evaluate(with_last_copies(other, trace), trace, machine)
         if not isinstance(outcome, Shortage) and outcome.rank < best.rank:
             best = outcome
     return best

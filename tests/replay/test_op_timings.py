@@ -91,28 +91,31 @@ def test_a_plan_that_stays_promises_what_was_measured() -> None:
     assert not anew.bounds
 
 
+def rates(*seen: tuple[int, int, int]) -> list[tuple[float, float]]:
+    """Load and eviction rates, from 100 and 200 on, after each: bytes each way, seconds busy, of the step."""
+    timings, store = OpTimings(), Odometer()
+    machine = Machine(chunk_nbytes=1, num_chunks=1, load_bytes_per_s=100.0, evict_bytes_per_s=200.0)
+    note(timings, [1], store)
+    found = []
+    for nbytes, busy_s, step_s in seen:
+        store.nbytes += nbytes
+        store.busy_ns += busy_s * 10**9
+        if step_s:
+            note(timings, [step_s * 10**9], store)
+        machine = timings.machine(machine, store)  # type: ignore[arg-type]
+        found.append((machine.load_bytes_per_s, machine.evict_bytes_per_s))
+    return found
+
+
 def test_rates_are_those_since_the_last_plan() -> None:
-    timings, before = OpTimings(), Machine(chunk_nbytes=1, num_chunks=1)
-    store: Any = Odometer()
-    note(timings, [1], store)
-    assert timings.machine(before, store) == before
-    store.nbytes, store.busy_ns = 300, 10**9
-    burst = timings.machine(before, store)
-    assert (burst.load_bytes_per_s, burst.evict_bytes_per_s) == (300, 300)
-    store.nbytes, store.busy_ns = 400, 2 * 10**9
-    assert timings.machine(burst, store).load_bytes_per_s == 100
-    assert timings.machine(burst, store) == burst  # nothing was moved meanwhile
+    assert rates((60, 1, 1)) == [(60, 60)]  # slower is believed at once
+    assert rates((60, 1, 1), (50, 1, 1)) == [(60, 60), (50, 50)]
+    assert rates((60, 1, 1), (0, 0, 1)) == [(60, 60), (60, 60)]  # nothing was moved meanwhile
 
 
-def test_rates_grow_by_degrees() -> None:
+def test_a_burst_is_no_rate() -> None:
     """A disk that lets bursts through seems ten times as fast while little is asked of it."""
-    timings = OpTimings()
-    before = Machine(chunk_nbytes=1, num_chunks=1, load_bytes_per_s=100.0, evict_bytes_per_s=200.0)
-    store: Any = Odometer()
-    note(timings, [1], store)
-    store.nbytes, store.busy_ns = 1000, 10**9
-    first = timings.machine(before, store)
-    assert (first.load_bytes_per_s, first.evict_bytes_per_s) == (150, 300)
-    store.nbytes, store.busy_ns = 1050, 2 * 10**9
-    second = timings.machine(first, store)
-    assert (second.load_bytes_per_s, second.evict_bytes_per_s) == (50, 50)  # slower is believed at once
+    assert rates((1000, 1, 100)) == [(100, 200)]
+    assert rates((1000, 1, 0)) == [(100, 200)]  # in a step that was not timed, as for trials
+    assert rates((1000, 1, 4)) == [(250, 250)]  # so much goes through, whatever the bursts
+    assert rates((1000, 1, 1)) == [(1000, 1000)]

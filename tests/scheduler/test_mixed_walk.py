@@ -14,6 +14,7 @@ from scheduler.plan import Discarded, Evicted, Machine, Recomputed
 from scheduler.planning import make_plan
 from scheduler.policies import _recompute
 from scheduler.policies._mixed_walk import mixed
+from scheduler.residency_builder import with_last_copies
 from scheduler.trace import Trace
 from scheduler.verify import verify
 from tests.scheduler.model_traces import transformer
@@ -37,6 +38,7 @@ def test_random_steps(seed: int) -> None:
     least = smallest_num_chunks(trace, machine)
     machine = random_machine(seed, least + seed % 5)
     for proposal in mixed(trace, machine, wrap=seed % 3 != 0):
+        assert with_last_copies(proposal, trace) == proposal  # what the executor would write is written in the plan
         found = evaluate(proposal, trace, machine)
         if not isinstance(found, Shortage):
             verify(replace(found.plan, trace_fingerprint=trace.fingerprint()), trace)

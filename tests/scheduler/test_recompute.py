@@ -24,7 +24,7 @@ from scheduler.plan import (
     occupied_ticks,
 )
 from scheduler.reruns import ReplayGraph, reruns_of
-from scheduler.residency_builder import ordered
+from scheduler.residency_builder import ordered, with_last_copies
 from scheduler.trace import Op, Trace, TraceError, Use, Variable
 from scheduler.verify import IllegalPlan, verify
 
@@ -125,6 +125,19 @@ def test_a_rerun_takes_the_ops_own_times_and_what_goes_with_each() -> None:
     plan = plan_of(trace, *STAYS, scratch=(ROOM,))
     plan = replace(plan, machine=replace(MACHINE, rerun_op_ns=7))
     assert simulate(plan, trace).recompute_ns == 100 + 101 + 102 + 3 * 7
+
+
+def test_what_is_discarded_for_good_and_still_held_is_written() -> None:
+    """Right after its last write. What comes back, what is freed right then, and a ghost are discarded as they were."""
+    trace = chain()
+    first, again = STAYS[3], stay(B, Recomputed(4, (0, 1, 2)), Discarded(after_op=4), 3)
+    assert with_last_copies((first, again), trace) == (first, again)  # freed right after op 4
+    only = with_last_copies((first,), trace)
+    assert only == (replace(first, stop=Evicted(write_op=2, release_op=3)),)
+    verify(plan_of(chain(op4=op(4)), *STAYS[:3], *only), chain(op4=op(4)))
+    assert with_last_copies(STAYS, trace) == ordered(STAYS, trace)
+    ghost = stay(A, Recomputed(4, (0,)), Discarded(after_op=4), 2)
+    assert with_last_copies((STAYS[2], ghost), trace) == (STAYS[2], ghost)
 
 
 def test_a_rerun_waits_for_its_sources_and_for_the_writes_of_its_chunks() -> None:
