@@ -1,7 +1,7 @@
 """Overhead of recomputation on the logs that are published with the simulator of dynamic tensor rematerialisation.
 
-    python -m benchmarks.recomputation LOG [LOG ...] [--shares .9,.8,.7,.6,.5,.4,.3] [--chunks 20000] [--auto]
-        [--remap-ns N]
+    python -m benchmarks.recomputation LOG [LOG ...] [--shares .9,.8,.7,.6,.5,.4,.3] [--chunks 20000]
+        [--threshold NBYTES] [--auto] [--remap-ns N]
 
 A log (`*.log`, lines of JSON) is a step of a real network on a GPU: calls with their times, results with their sizes,
 releases. It becomes a trace by the simulator's rules: a constant stays from where it appears and counts, an in-place op
@@ -18,6 +18,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,13 @@ def main() -> None:
     parser.add_argument("logs", nargs="+", type=Path)
     parser.add_argument("--shares", default=".9,.8,.7,.6,.5,.4,.3")
     parser.add_argument("--chunks", type=int, default=20_000, help="of so many the peak is made; more round less")
+    parser.add_argument(
+        "--threshold",
+        type=int,
+        default=0,
+        metavar="NBYTES",
+        help="smaller results are not planned, as in a session; all of them are taken off the budget (default: 0)",
+    )
     parser.add_argument("--auto", action="store_true", help="plan by auto, too")
     parser.add_argument(
         "--remap-ns", type=int, default=0, help="what a chunk that is mapped elsewhere costs (default: 0)"
@@ -196,23 +204,41 @@ def main() -> None:
         with log.open() as lines:
             trace = _Log(lines).read()
         for share in map(float, arguments.shares.split(",")):
-            machine = _machine(trace, share, arguments.chunks, arguments.remap_ns)
-            rows.append(_row(log.stem.partition("-")[0], trace, share, machine, auto=arguments.auto))
+            machine = _machine(trace, share, arguments)
+            planned = _of_at_least(trace, arguments.threshold)
+            rows.append(_row(log.stem.partition("-")[0], planned, share, machine, auto=arguments.auto))
             print("\n".join(markdown(_HEAD, rows[-1:]).splitlines()[-1:]), flush=True)
 
 
 _HEAD = ("step", "ops", "of the peak", "dtr's rule", "fewest re-runs", "CPU s", "auto", "CPU s of auto")
 
 
-def _machine(trace: Trace, share: float, num_chunks: int, remap_ns: int) -> Machine:
-    """A budget of this share of the trace's peak, which `num_chunks` chunks make."""
-    chunk_nbytes = max(trace.peak_nbytes() // num_chunks, 1)
+def _machine(trace: Trace, share: float, arguments: argparse.Namespace) -> Machine:
+    """A budget of this share of the trace's peak, which `chunks` chunks make, less what is below the threshold."""
+    peak_nbytes = trace.peak_nbytes()
+    chunk_nbytes = max(peak_nbytes // arguments.chunks, 1)
+    small_nbytes = sum(v.nbytes for v in trace.variables if v.nbytes < arguments.threshold)
     return Machine(
         chunk_nbytes=chunk_nbytes,
-        num_chunks=int(trace.peak_nbytes() * share) // chunk_nbytes,
+        num_chunks=int(peak_nbytes * share - small_nbytes) // chunk_nbytes,
         load_bytes_per_s=_NO_STORE_BYTES_PER_S,
         evict_bytes_per_s=_NO_STORE_BYTES_PER_S,
-        remap_ns=remap_ns,
+        remap_ns=arguments.remap_ns,
+    )
+
+
+def _of_at_least(trace: Trace, nbytes: int) -> Trace:
+    """The trace without smaller variables: they are there whenever an op wants them."""
+    kept = [v for v, variable in enumerate(trace.variables) if variable.nbytes >= nbytes]
+    place = {v: position for position, v in enumerate(kept)}
+    variables = (trace.variables[v] for v in kept)
+    return replace(
+        trace,
+        variables=tuple(v if v.becomes is None else replace(v, becomes=place[v.becomes]) for v in variables),
+        ops=tuple(
+            replace(op, uses=tuple(replace(u, variable=place[u.variable]) for u in op.uses if u.variable in place))
+            for op in trace.ops
+        ),
     )
 
 

@@ -50,7 +50,7 @@ from scheduler.policies import (
 )
 from scheduler.policies._mixed_walk import MUCH_STALL, mixed
 from scheduler.policies._placement import Placement
-from scheduler.policies._recompute import exchanged, with_reruns
+from scheduler.policies._recompute import exchanged, with_reruns, with_slack
 from scheduler.policies._remat_search import fewest_reruns
 from scheduler.selection import Selection
 from scheduler.trace import Trace
@@ -321,7 +321,8 @@ class _Search:
         coloured = []
         if len(self.trace.ops) <= _MOST_OPS_FOR_FEWEST and not self.is_perfect:
             fewest = fewest_reruns(self.trace, self.machine, wrap=parameters["wrap"])
-            coloured = [proposal for proposal in fewest if self.consider(proposal) is not None]
+            coloured = [own for own in map(self.consider, fewest) if own is not None]
+            self.considered.extend(with_slack(coloured, self.trace, wrap=parameters["wrap"]))
         in_haste = coloured and not parameters["exact"]
         self.try_others([own for own in _RECOMPUTING if not in_haste or own not in _SLOW_OR_LIKE_FEWEST], parameters)
 
