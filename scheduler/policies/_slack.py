@@ -50,7 +50,7 @@ class _Slack:
         for rerun in reruns_of(stays, trace, machine):
             rerun_ns[rerun.before_op] = rerun.duration_ns
             held[self.starts[rerun.before_op]] += rerun.num_scratch_chunks
-        self.held: list[int] = np.maximum.reduceat(held, np.array(self.starts)).tolist()
+        self.held: IntArray = np.maximum.reduceat(held, np.array(self.starts))
         self.start_ns: list[int] = []  # of each op, or of the re-run before it
         self.stop_ns: list[int] = []
         now = 0
@@ -89,11 +89,12 @@ class _Slack:
             limit = self.trace.lifetime(stay.variable)[1]
             if after is not None:
                 limit = min(limit, occupied_ticks(self.stays[after], self.trace)[0])
-            while release_op < wish and self.starts[release_op + 1] <= limit:
-                if self.held[release_op] + num_chunks > self.machine.num_chunks:
-                    break
-                self.held[release_op] += num_chunks
-                release_op += 1
+            last = min(wish, bisect_right(self.starts, limit) - 1)
+            if last > release_op:
+                full = np.flatnonzero(self.held[release_op:last] > self.machine.num_chunks - num_chunks)
+                last = release_op + int(full[0]) if len(full) else last
+                self.held[release_op:last] += num_chunks
+                release_op = last
             self.stays[index] = replace(stay, stop=Evicted(write_op=write_op, release_op=release_op))
 
     def issue_loads_ahead(self) -> None:
@@ -109,11 +110,12 @@ class _Slack:
             wish = max(bisect_right(self.start_ns, limit_ns) - 1, 0)
             before = self.neighbours[index][0]
             earliest = 0 if before is None else occupied_ticks(self.stays[before], self.trace)[1]
-            while before_op > wish and self.starts[before_op - 1] >= earliest:
-                if self.held[before_op - 1] + num_chunks > self.machine.num_chunks:
-                    break
-                before_op -= 1
-                self.held[before_op] += num_chunks
+            first = max(wish, bisect_left(self.starts, earliest))
+            if first < before_op:
+                full = np.flatnonzero(self.held[first:before_op] > self.machine.num_chunks - num_chunks)
+                first += int(full[-1]) + 1 if len(full) else 0
+                self.held[first:before_op] += num_chunks
+                before_op = first
             self.stays[index] = replace(stay, start=Loaded(before_op))
 
     def _need(self, stay: Residency) -> int:
