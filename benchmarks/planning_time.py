@@ -5,9 +5,9 @@
 The steps are made up (see `SHAPES`), of about so many ops each, in the shape of real ones. Budgets are shares of what
 a step needs in core, and never below the least that works. Every plan is checked by `scheduler.verify`.
 
-The table has, for each shape and budget: the chunks; processor seconds of `make_plan` with `auto`, without bounds; the time of the
-planned step over its bound; its remaps; and processor seconds of `window` with a given length, its schedule alone.
-With `--searched` also those of `make_plan` with `window`, which searches for the length.
+The table has, for each shape and budget: the chunks; processor seconds of `make_plan` with `auto`, without bounds; the
+time of the planned step over its bound; its remaps; and processor seconds of `window` with a given length, its schedule
+alone. With `--searched` also those of `make_plan` with `window`, which searches for the length.
 """
 
 from __future__ import annotations
