@@ -146,7 +146,7 @@ class Engine:
             planning=self.progress.planning,
             is_elastic=self.memory.is_host,  # a device's addresses cannot be given up in part
             in_background=options.background_planning,
-            trials=self.runner.trials if options.recompute_if_slow else None,
+            trials=self.runner.trials if options.recompute or options.recompute_if_slow else None,
             is_timed=self.memory.is_host,
         )
         if self.sequences.background is not None:

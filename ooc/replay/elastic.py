@@ -214,7 +214,7 @@ class Shape:
             if variables[index].death_tick is None:
                 becomes[index] = index
         ops = self.observed.trace.ops
-        if varying:  # what re-runs allocate is served in order and by size: with sizes that differ, it would not be
+        if varying:  # ops that were tried had other sizes: they are tried within the plan (`ProvenOps`)
             ops = tuple(replace(op, replayable=False) for op in ops)
         trace = replace(
             self.observed.trace,

@@ -49,14 +49,18 @@ class ProvenOps:
     def have_tried(self, key: str, executable: ExecutablePlan, step_ns: int) -> Machine | None:
         """Have a plan's ops tried in its next step, if it waits for the store so long that re-runs may pay.
 
+        Where re-runs were asked for, ops are tried while they are learned. Then only plans for steps of any size need
+        it: what was tried had other sizes.
+
         Returns:
             The machine for a plan with room for all of the trials, which may be had instead; None: there is no need.
         """
-        if (
-            self._trials is None
-            or key in self._proven
-            or not waits_much(step_ns, executable.trace, is_elastic=executable.is_elastic)
-        ):
+        if self._trials is None or key in self._proven:
+            return None
+        is_asked, is_elastic = self._trials.is_on, executable.is_elastic
+        if is_asked and not is_elastic:
+            return None
+        if not waits_much(step_ns, executable.trace, is_elastic=is_elastic and not is_asked):
             return None
         executable.trials = trials_for(executable, self._trials.may_be_tried)
         return _machine_with_room(executable, executable.trials.ops) if executable.trials is not None else None

@@ -56,7 +56,7 @@ class Sequences:
         planning: Told the number of ops, is entered while a plan is made.
         is_elastic: Whether steps that differ in sizes share a plan.
         in_background: Make plans in another process where training would be held up by them.
-        trials: Who knows which ops repeat their bits, where a plan that waits for the store is to have its ops tried.
+        trials: Who knows which ops repeat their bits; a plan that waits for the store is to have its ops tried.
         is_timed: Whether a planned step tells how long ops take. Not on a device: there it tells how long launches
             take, and a plan made anew for those would take computation to be free.
     """
@@ -81,7 +81,7 @@ class Sequences:
             cache=cache,
             planning=planning,
             in_background=in_background,
-            moves_first=trials is not None or not parameters.get("recompute"),
+            moves_first=not parameters.get("recompute") or (trials is not None and not trials.is_on),
         )
         self._is_timed = is_timed
         self._proven = ProvenOps(trials)
