@@ -104,6 +104,29 @@ def test_a_better_plan_pays_for_its_remaps(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(made) == 3  # the first, and one for each of `_REFINE_AFTER`
 
 
+def test_a_plan_that_stays_says_what_was_measured_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told anew at each of `_REFINE_AFTER`; the session says what was told last, beside bounds of the same times."""
+    told: list[Plan] = []
+
+    def tell(plan: Plan, _trace: Trace, _machine: Machine) -> Plan:
+        told.append(plan)
+        return replace(plan, predicted={**plan.predicted, "duration_ns": 10**12 + len(told)}, bounds={})
+
+    monkeypatch.setattr("ooc.replay.sequences.told_anew", tell)
+    monkeypatch.setattr("ooc.replay.sequences._WORTHWHILE", 0.0)  # no plan is good enough to take its place
+    with ooc.Session(BUDGET, plan_cache=False) as session:
+        trainer = Trainer()
+        for index in range(14):
+            with session.step():
+                trainer.step(index)
+        found = session.plan()
+    assert len(told) == 2
+    assert told[0].residencies is told[1].residencies
+    assert found is not None
+    assert found.predicted["duration_ns"] == 10**12 + 2
+    assert found.bounds["duration_ns"] < 10**12
+
+
 def _steps_with_small_ops(session: ooc.Session | None, num_steps: int, small_ops: Callable[[int], bool]) -> list[float]:
     """Losses of a training loop in which some steps load their batch op by op, in tensors too small to be variables."""
     torch.manual_seed(4)
