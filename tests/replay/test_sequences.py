@@ -105,7 +105,7 @@ def test_a_better_plan_pays_for_its_remaps(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_plan_that_stays_says_what_was_measured_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told anew at each of `_REFINE_AFTER`; the session says what was told last, beside bounds of the same times."""
+    """Told anew at each of `_REFINE_AFTER`; the session says what was told last, with bounds of the same times."""
     told: list[Plan] = []
 
     def tell(plan: Plan, _trace: Trace, _machine: Machine) -> Plan:
