@@ -26,6 +26,7 @@ from ooc.dispatch.op_runner import OpRunner
 from ooc.interop.exports import Exports
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.first_sightings import name_of
 from ooc.replay.learning_budget import LearningBudget
 from ooc.replay.segmentation import Segmentation
 from ooc.replay.sequences import Sequences
@@ -34,7 +35,7 @@ from ooc.telemetry.steps import StepLog
 from ooc.telemetry.timeline import Timeline
 from ooc.telemetry.why import Reason, UnplannedSteps
 from ooc.tracing.pieces import cuts, split
-from ooc.tracing.recorder import RecordedStep, StepRecorder
+from ooc.tracing.recorder import RecordedStep
 from scheduler.plan import Machine
 from vmm.nvtx_ranges import NamedRange
 
@@ -420,31 +421,38 @@ class StepCycle:
         if recorder.is_cut:
             self._sequences.note_end(None)
             return None
-        if not self._learning.may_learn():
+        may_learn = self._learning.may_learn()
+        if not may_learn and self._learning.everything_fits:
             self._why.note_all_fits()
             key = self._sequences.key_of(recorder.signature())
             self._sequences.note_end(key)
             return key
-        with self._learning.spending():
-            return self._learn_from(recorder)
-
-    def _learn_from(self, recorder: StepRecorder) -> str | None:
         recording = recorder.finish(self._manager.records)
         recording.note_origins(self._manager.records)
         self._steps.note_recording(recording)
         if self._manager.counters.evicted_nbytes:
             self._manager.foresight.remember(recording.uses)
         entered = self._sequences.active_key if recorder.num_replayed else None
+        if may_learn:
+            with self._learning.spending():
+                key = self._learn_from(recording)
+        else:  # too much of the time went by with that
+            key = self._sequences.key_of(recording.signature) or name_of(recording)
+            self._was_new = self._was_new or self._sequences.is_new(key)
+            self._sequences.note_end(key)
+        if self._segmentation.is_on:
+            bailout = self._executor.bailout_reason if recorder.num_replayed else ""
+            self._why.note_segment(recording, num_ops=recorder.num_ops - recorder.num_replayed, bailout=bailout)
+        self._was_new = self._was_new or entered not in (None, key)
+        return key
+
+    def _learn_from(self, recording: RecordedStep) -> str | None:
         key = None
         for piece in self._pieces(recording):
             key = self._sequences.note(piece, self._machine)
             self._was_new = self._was_new or self._sequences.is_new(key)
             self._sequences.note_end(key)
             self._why.note_period(piece, key)
-        if self._segmentation.is_on:
-            bailout = self._executor.bailout_reason if recorder.num_replayed else ""
-            self._why.note_segment(recording, num_ops=recorder.num_ops - recorder.num_replayed, bailout=bailout)
-        self._was_new = self._was_new or entered not in (None, key)
         return key
 
     def _pieces(self, recording: RecordedStep) -> list[RecordedStep]:

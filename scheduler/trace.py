@@ -125,6 +125,7 @@ class Trace:
     cyclic: bool = True
     metadata: Mapping[str, Any] = field(default_factory=dict)
     op_starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _fingerprint: list[str] = field(init=False, repr=False, compare=False, default_factory=list)  # once asked for
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "op_starts", tuple(op.start_tick for op in self.ops))
@@ -169,6 +170,8 @@ class Trace:
 
     def fingerprint(self) -> str:
         """Identity of the *sequence*: ops, operands, sizes, lifetimes; not durations or labels."""
+        if self._fingerprint:
+            return self._fingerprint[0]
         body = (
             _BASE_SCHEMA_VERSION,
             self.num_ticks,
@@ -179,7 +182,8 @@ class Trace:
             ),
             tuple((v.nbytes, v.birth_tick, v.death_tick, v.becomes, v.evictable) for v in self.variables),
         )
-        return hashlib.sha256(repr(body).encode()).hexdigest()[:32]
+        self._fingerprint.append(hashlib.sha256(repr(body).encode()).hexdigest()[:32])
+        return self._fingerprint[0]
 
     def to_json(self) -> str:
         """The trace as JSON text with a schema version; `from_json` reads it back equal."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ooc.tracing.recorder import Observed, close_cycle
 from scheduler.trace import Trace, Variable
@@ -22,6 +22,8 @@ from vmm.table import between_ops, inside_op
 
 if TYPE_CHECKING:
     from ooc.replay.executable_plan import ExecutablePlan
+
+_Found = TypeVar("_Found")
 
 HEADROOM = 1.25
 """The envelope holds so much more than the largest step seen (of what grows slowest with the step's size). Not tuned: a
@@ -342,15 +344,24 @@ def align(first: Observed, second: Observed) -> Alignment | None:
         return None
     if first.trace.fingerprint() == second.trace.fingerprint():
         return {index: index for index in range(len(first.trace.variables))}
-    places, others = _births(first), _births(second)
+    places, others = _known(_births, first), _known(_births, second)
     if places is None or others is None:
         return None
     found = {index: others[place] for place, index in places.items() if place in others}
     for kind in (_by_identity, _by_turn):  # what exists when the step starts and was not born in the one before
         there, also = kind(first, found.keys()), kind(second, found.values())
         found.update({index: also[place] for place, index in there.items() if place in also})
-    lives, other_lives = _lives(first), _lives(second)
+    lives, other_lives = _known(_lives, first), _known(_lives, second)
     return found if all(lives[a] == other_lives[b] for a, b in found.items()) else None
+
+
+def _known(find: Callable[[Observed], _Found], observed: Observed) -> _Found:
+    """What `find` says of an observation. It is asked once: each new one is compared with all shapes."""
+    name = find.__name__
+    if name not in observed.known:
+        observed.known[name] = find(observed)
+    found: _Found = observed.known[name]
+    return found
 
 
 _Place = tuple[object, ...]
@@ -376,14 +387,14 @@ def _births(observed: Observed) -> dict[_Place, int] | None:
 def _by_identity(observed: Observed, besides: Collection[int]) -> dict[_Place, int]:
     """What exists when the step starts, by its storage and the op that first uses it."""
     serials = observed.start_serials
-    return {(serials[index], first): index for index, first in _first_uses(observed) if index not in besides}
+    return {(serials[index], first): index for index, first in _known(_first_uses, observed) if index not in besides}
 
 
 def _by_turn(observed: Observed, besides: Collection[int]) -> dict[_Place, int]:
     """The same, by the op that first uses it, and which of several it is."""
     found: dict[_Place, int] = {}
     turns: dict[int, int] = {}
-    for index, first in _first_uses(observed):
+    for index, first in _known(_first_uses, observed):
         if index not in besides:
             turns[first] = turns.get(first, -1) + 1
             found[first, turns[first]] = index
@@ -404,14 +415,20 @@ def _first_uses(observed: Observed) -> list[tuple[int, int]]:
     return list(found.items())
 
 
-def _lives(observed: Observed) -> list[tuple[object, ...]]:
-    """Per variable what must be equal in two observations: its uses, where it is freed, whether it can be away."""
+def _lives(observed: Observed) -> list[int]:
+    """Per variable what must be equal in two observations: its uses, where it is freed, whether it can be away.
+
+    As hashes, since they are kept: the uses themselves would take as much memory as the trace. Two that are equal by
+    chance would make a plan that is left where the step differs, as any wrong one.
+    """
     uses = observed.trace.uses_by_variable()
     return [
-        (
-            tuple((op, use.reads, use.writes) for op, use in uses[index]),
-            _death_position(observed.trace, v.death_tick),
-            v.evictable,
+        hash(
+            (
+                tuple((op, use.reads, use.writes) for op, use in uses[index]),
+                _death_position(observed.trace, v.death_tick),
+                v.evictable,
+            )
         )
         for index, v in enumerate(observed.trace.variables)
     ]

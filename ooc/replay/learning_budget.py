@@ -11,6 +11,10 @@ from ooc.memory.counters import Counters
 LEARNING_FRACTION = 0.05
 """Where nothing has to move, learning takes at most this part of the time so far. A planned op saves about 7 us, and
 learning one takes 50 us (reinforce in benchmarks/scripts: 35 of 51 ms a step were spent on building traces)."""
+MOST_FRACTION = 0.15
+"""Where things have to move, so much of the time so far, once `FREE_SEQUENCES` were learned. A mixture of experts whose
+sizes lay about the threshold was never alike twice, and learning took half of each step."""
+FREE_SEQUENCES = 64
 _CALM_PERIODS = 4
 """Periods in a row that had to move nothing before all is taken to fit: an evaluation may move what steps do not."""
 _LONGEST_PAUSE = 64
@@ -21,9 +25,10 @@ class LearningBudget:
 
     A plan saves waiting for what is moved. Where nothing had to be moved for some periods it only saves a few
     microseconds an op, so learning may take a small part of the time so far. After a step that left its plan there,
-    plans are not entered for a while, which doubles each time. As soon as anything moves for want of room, all is
-    learned and entered. What plans themselves move says nothing: layers skipped at random left a plan in each step, and
-    each time what had outlived it was evicted, at four times the memory that the step needs.
+    plans are not entered for a while, which doubles each time. As soon as anything moves for want of room, all plans
+    are entered, and learning may take a larger part of the time, and any at first. What plans themselves move says
+    nothing: layers skipped at random left a plan in each step, and each time what had outlived it was evicted, at four
+    times the memory that the step needs.
 
     Args:
         counters: Of what is moved.
@@ -37,6 +42,7 @@ class LearningBudget:
         self._clock = clock
         self._opened = clock()
         self._spent_s = 0.0
+        self._num_learned = 0
         self._num_crowded = 0
         self._num_calm = 0
         self._pause = 0  # periods without a plan after the last step that left its plan
@@ -65,7 +71,12 @@ class LearningBudget:
 
     def may_learn(self) -> bool:
         """Whether to learn from the period that ends."""
-        return not self.everything_fits or self._spent_s <= LEARNING_FRACTION * (self._clock() - self._opened)
+        if self.everything_fits:
+            return self._is_within(LEARNING_FRACTION)
+        return not self._is_limited or self._num_learned < FREE_SEQUENCES or self._is_within(MOST_FRACTION)
+
+    def _is_within(self, fraction: float) -> bool:
+        return self._spent_s <= fraction * (self._clock() - self._opened)
 
     def may_enter(self) -> bool:
         """Whether to enter a plan for the period that begins, if there is one."""
@@ -78,6 +89,7 @@ class LearningBudget:
     def spending(self) -> Iterator[None]:
         """Count the time in this block as spent on learning."""
         started = self._clock()
+        self._num_learned += 1
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ooc.memory.foresight import Allocation, StepUses
@@ -68,6 +68,7 @@ class Observed:
         origins: Per variable, where it was born (`VariableRecord.origin`); None where that is not known.
         grad_mode: Whether gradients were enabled when its first op ran.
         num_alive: Variables that existed at the step's start, used or not.
+        known: What follows from the rest, once it was asked for; no part of what equals what.
     """
 
     trace: Trace
@@ -81,6 +82,7 @@ class Observed:
     origins: tuple[Origin | None, ...] = ()
     grad_mode: bool = True
     num_alive: int = 0
+    known: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
 
 NEED = "largest_need_nbytes"
@@ -533,18 +535,6 @@ def close_cycle(first: Observed, second: Observed) -> Trace:
         for (_, successor), (_, index) in zip(sorted(entering, reverse=True), leaving, strict=False):
             becomes[index] = successor
     variables = tuple(
-        v if index not in becomes else _with_successor(v, becomes[index]) for index, v in enumerate(trace.variables)
+        v if index not in becomes else replace(v, becomes=becomes[index]) for index, v in enumerate(trace.variables)
     )
     return Trace(ops=trace.ops, variables=variables, num_ticks=trace.num_ticks, cyclic=True, metadata=trace.metadata)
-
-
-def _with_successor(variable: Variable, successor: int) -> Variable:
-    return Variable(
-        nbytes=variable.nbytes,
-        birth_tick=variable.birth_tick,
-        death_tick=variable.death_tick,
-        becomes=successor,
-        evictable=variable.evictable,
-        kind=variable.kind,
-        label=variable.label,
-    )

@@ -7,7 +7,7 @@ from torch import nn
 
 import ooc
 from ooc.memory.counters import Counters
-from ooc.replay.learning_budget import LEARNING_FRACTION, LearningBudget
+from ooc.replay.learning_budget import FREE_SEQUENCES, LEARNING_FRACTION, MOST_FRACTION, LearningBudget
 
 
 class _Clock:
@@ -47,6 +47,18 @@ def test_where_something_was_moved_all_is_learned() -> None:
     learning.end_period(has_left_plan=True, has_replayed=False)
     assert learning.may_learn()
     assert learning.may_enter()
+
+
+def test_where_something_moves_learning_takes_its_share_after_so_many_sequences() -> None:
+    clock = _Clock()
+    learning = LearningBudget(Counters(), is_limited=True, clock=clock)
+    for _ in range(FREE_SEQUENCES):
+        assert learning.may_learn()
+        with learning.spending():
+            clock.now += 1.0
+    assert not learning.may_learn()
+    clock.now = FREE_SEQUENCES / MOST_FRACTION
+    assert learning.may_learn()
 
 
 def test_what_plans_move_where_all_fits_is_no_want_of_room() -> None:
@@ -92,11 +104,12 @@ def test_without_limits_the_clock_decides_nothing() -> None:
     assert learning.may_enter()
 
 
-def _train(num_steps: int, shrink_at: int | None) -> tuple[list[float], list[str]]:
+def _train(num_steps: int, shrink_at: int | None, num_learned: int = 0) -> tuple[list[float], list[str]]:
     """Losses, and why each step was not planned. Where everything fits, nothing at all may be learned."""
     torch.manual_seed(0)
     with ooc.Session("16MiB", step_boundary="optimizer", plan_cache=False, background_planning=True) as session:
         session.engine.cycle._learning._spent_s = 1e9
+        session.engine.cycle._learning._num_learned = num_learned
         model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.ReLU())))
         optimizer = torch.optim.Adam(model.parameters())
         losses = []
@@ -122,6 +135,13 @@ def test_steps_that_fit_are_not_planned_and_those_that_no_longer_do_are() -> Non
     assert set(why_roomy[6:]) == {"learning fits"}
     assert set(why_tight[6:12]) == {"learning fits"}
     assert why_tight[-1] == "planned "
+
+
+def test_steps_that_nobody_may_learn_from_run_on_demand_in_little_memory() -> None:
+    roomy, _ = _train(16, None)
+    tight, why = _train(16, 0, num_learned=FREE_SEQUENCES)
+    assert roomy == tight
+    assert not any(cause.startswith("planned") for cause in why)
 
 
 def test_want_of_room_is_noted_on_demand_and_in_plans() -> None:
