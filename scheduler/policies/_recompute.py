@@ -70,7 +70,7 @@ def with_reruns(best: Evaluation, trace: Trace, *, wrap: bool) -> Evaluation:
     return best
 
 
-def with_slack(found: Sequence[Evaluation], trace: Trace, *, wrap: bool) -> list[Evaluation]:
+def with_slack(found: Sequence[Evaluation], trace: Trace, *, wrap: bool) -> Evaluation | None:
     """The fewest re-runs for somewhat less memory, where remaps cost what some more re-runs may save.
 
     In memory that is full at many moments there is hardly a choice of chunks, so what comes back lies elsewhere. A
@@ -81,11 +81,11 @@ def with_slack(found: Sequence[Evaluation], trace: Trace, *, wrap: bool) -> list
         trace, wrap: As of `fewest_reruns`.
 
     Returns:
-        `found` and others, coloured as the finished plan will be; nothing if `found` hardly remaps.
+        The fastest of `found` and others, coloured as the finished plan will be; None if `found` hardly remaps.
     """
     best = min(found, key=lambda own: own.rank, default=None)
     if best is None or _hardly_remaps(best, trace):
-        return []
+        return None
     machine = best.plan.machine
     finals = [own for one in found for own in _finals([one.proposal], trace, machine)]
     for share in _SLACK if len(trace.ops) <= _MOST_OPS_FOR_SLACK else _SLACK_OF_LONG:
@@ -95,7 +95,7 @@ def with_slack(found: Sequence[Evaluation], trace: Trace, *, wrap: bool) -> list
         smaller = replace(machine, num_chunks=int(machine.num_chunks * share))
         fewest = fewest_reruns(trace, smaller, wrap=wrap, limit_ns=best.duration_ns - trace.duration_ns)
         finals.extend(_finals(fewest[:1], trace, machine))
-    return finals
+    return min(finals, key=lambda own: own.rank, default=None)
 
 
 def _finals(proposals: Sequence[tuple[Residency, ...]], trace: Trace, machine: Machine) -> Iterator[Evaluation]:

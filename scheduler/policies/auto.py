@@ -322,7 +322,9 @@ class _Search:
         if len(self.trace.ops) <= _MOST_OPS_FOR_FEWEST and not self.is_perfect:
             fewest = fewest_reruns(self.trace, self.machine, wrap=parameters["wrap"])
             coloured = [own for own in map(self.consider, fewest) if own is not None]
-            self.considered.extend(with_slack(coloured, self.trace, wrap=parameters["wrap"]))
+            # One alone: the fastest are chosen from among so many, and those with slack must not crowd out others.
+            if (best := with_slack(coloured, self.trace, wrap=parameters["wrap"])) is not None:
+                self.considered.append(best)
         in_haste = coloured and not parameters["exact"]
         self.try_others([own for own in _RECOMPUTING if not in_haste or own not in _SLOW_OR_LIKE_FEWEST], parameters)
 
