@@ -35,7 +35,7 @@ _MOST_TRIED = 24
 _NO_STALL = 0.00002
 
 # Shares of the memory that the fewest re-runs are looked for in, one after another, while remaps take more than this
-# share of the step. On the recorded Inception-v4 and the shapes of tests/scheduler/recompute_traces.py each helped.
+# share of the step. Tried on the recorded Inception-v4 and on the shapes of tests/scheduler/recompute_traces.py.
 _HARDLY_REMAPPED = 0.001
 _SLACK = (0.99, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9)
 _SLACK_OF_LONG = (0.97,)
