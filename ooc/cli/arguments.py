@@ -7,6 +7,7 @@ import gzip
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from ooc.output_files import write_output
 from ooc.units import KIB, MIB, TIB, format_nbytes, parse_nbytes
@@ -26,6 +27,23 @@ _TIME_UNITS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9,
 
 class UsageError(ValueError):
     """Raised for a wrong argument, or a wrong file."""
+
+
+def add_script_arguments(command: argparse.ArgumentParser, *, metavar: str, what: str) -> None:
+    """Add the script, as `target`, and all that follows it, as `arguments`: the script gets it as it was typed."""
+    text = f"{what}; all that follows is the script's own"
+    command.add_argument("target", metavar=metavar, nargs=argparse.PARSER, action=_ScriptAction, help=text)
+
+
+class _ScriptAction(argparse.Action):
+    """One positional for both: of two, argparse takes a `--` that stands right behind the first for its own."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: Any, option_string: object = None
+    ) -> None:
+        del parser, option_string
+        words = values[1:] if values[0] == "--" else values  # ours, where this argparse leaves it
+        namespace.target, namespace.arguments = words[0], words[1:]
 
 
 def add_machine_arguments(command: argparse.ArgumentParser) -> None:

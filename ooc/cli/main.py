@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ooc.cli import plan as planning_cli
+from ooc.cli.arguments import add_script_arguments
 from ooc.fragmentation import cli as fragmentation
 from ooc.html_report import cli as html_report
 from ooc.settings import SETTINGS, BadSetting, Resolved, check, check_environment, resolve
@@ -163,8 +164,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="no budget: record the allocations of a few steps and say where memory goes (--report FILE: as JSON)",
     )
     run.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name, as for python -m")
-    run.add_argument("target", metavar="SCRIPT", help="the script, or with -m the module")
-    run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
+    add_script_arguments(run, metavar="SCRIPT", what="the script, or with -m the module")
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -16,6 +16,7 @@ from ooc.cli.arguments import (
     DEFAULT_PROFILE,
     UsageError,
     add_machine_arguments,
+    add_script_arguments,
     budget_of,
     deadline_ns,
     known_profiles,
@@ -97,8 +98,7 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     trace.add_argument("--store", metavar="DIR", help="directory for the file of evicted bytes (without --fake)")
     trace.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name, as for python -m")
-    trace.add_argument("target", metavar="SCRIPT", help="the script, or with -m the module")
-    trace.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
+    add_script_arguments(trace, metavar="SCRIPT", what="the script, or with -m the module")
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -153,8 +153,7 @@ def _add_fit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     fit.add_argument("--most", type=int, default=65536, metavar="N", help="largest batch to try (default: 65536)")
     fit.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_machine_arguments(fit)
-    fit.add_argument("target", metavar="TRACE|SCRIPT", help="a recorded step, or a script")
-    fit.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
+    add_script_arguments(fit, metavar="TRACE|SCRIPT", what="a recorded step, or a script")
 
 
 def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

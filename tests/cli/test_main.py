@@ -98,9 +98,12 @@ def test_the_flags_are_frozen() -> None:
     assert found == FLAGS
 
 
-def test_everything_after_the_script_is_the_scripts_own() -> None:
-    own = ["--budget", "3", "-m", "--help", "--", "-x", "--store=here"]
-    parsed = parser().parse_args(["run", "--budget", "1GiB", "--policy", "window", "train.py", *own])
+@pytest.mark.parametrize("first", [[], ["--"], ["--", "--"]])
+@pytest.mark.parametrize("before", [[], ["--"]])
+def test_everything_after_the_script_is_the_scripts_own(before: list[str], first: list[str]) -> None:
+    """Also a `--` right behind it, which argparse takes for its own where the rest is another positional."""
+    own = [*first, "--budget", "3", "-m", "--help", "--", "-x", "--store=here"]
+    parsed = parser().parse_args(["run", "--budget", "1GiB", "--policy", "window", *before, "train.py", *own])
     assert (parsed.target, parsed.arguments) == ("train.py", own)
     assert (parsed.budget, parsed.policy, parsed.store, parsed.is_module) == ("1GiB", "window", None, False)
 
