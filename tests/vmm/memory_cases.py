@@ -228,30 +228,27 @@ def shown(case: DriverCase, driver: Driver, address: int, num_chunks: int) -> li
     return found
 
 
-def smaps_nbytes(address: int, key: str = "Rss") -> int:
-    """A line of what the kernel says of the mapping at `address`."""
+def _smaps_words(address: int, key: str) -> list[str]:
+    """A line of what the kernel says of the mapping at `address`, without its key."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        head = line.split()[0]
+        head, *words = line.split()
         if "-" in head and not head.endswith(":"):
             start, stop = (int(word, 16) for word in head.split("-"))
             inside = start <= address < stop
         elif inside and head == f"{key}:":
-            return int(line.split()[1]) * 1024
+            return words
     raise AssertionError(f"no mapping at {address:#x}")
+
+
+def smaps_nbytes(address: int, key: str = "Rss") -> int:
+    """A size that the kernel tells of the mapping at `address`."""
+    return int(_smaps_words(address, key)[0]) * 1024
 
 
 def vm_flags(address: int) -> list[str]:
     """The kernel's flags of the mapping at `address`."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        head = line.split()[0]
-        if "-" in head and not head.endswith(":"):
-            start, stop = (int(word, 16) for word in head.split("-"))
-            inside = start <= address < stop
-        elif inside and head == "VmFlags:":
-            return line.split()[1:]
-    raise AssertionError(f"no mapping at {address:#x}")
+    return _smaps_words(address, "VmFlags")
 
 
 def num_open_files() -> int:
