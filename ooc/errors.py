@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import TracebackType
 
 import torch
 
@@ -29,6 +30,9 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):  # to mypy all of torch 
         operands: `(label, nbytes)` of what must be in memory together.
         largest_needed_nbytes: The largest need refused so far in this session, this one included.
         expected_nbytes: What the rest of the step is guessed to need at once; 0: nobody can say.
+
+    Where the op is within a module's call, that guess is worked out when somebody first asks for it or for the message:
+    `look_ahead` then finds that call in the traceback, and runs it to its end on tensors without data.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):  # to mypy all of torch 
         expected_nbytes: int = 0,
         expected_for: str = "",
         advice: str = "",
+        look_ahead: Callable[[TracebackType], tuple[int, str] | None] | None = None,
     ) -> None:
         self.op_index = op_index
         self.op_name = op_name
@@ -52,27 +57,54 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):  # to mypy all of torch 
         self.budget_nbytes = budget_nbytes
         self.operands = tuple(operands)
         self.largest_needed_nbytes = max(needed_nbytes, earlier_needed_nbytes)
-        self.expected_nbytes = expected_nbytes
+        self._look_ahead = look_ahead
+        self._expected = (expected_nbytes, expected_for)
+        place = f"{op_name}, {where}" if where else op_name
+        self._head = f"op {op_index} ({place})" if op_index is not None else place
+        self._advice = advice
+        super().__init__(self._text())
+
+    @property
+    def expected_nbytes(self) -> int:
+        """What the rest of the step is guessed to need at once; 0: nobody can say."""
+        self._look()
+        return self._expected[0]
+
+    def __str__(self) -> str:
+        self._look()
+        return self._text()
+
+    def _look(self) -> None:
+        """Look ahead, once it has been raised."""
+        if self._look_ahead is None or self.__traceback__ is None:
+            return
+        look_ahead, self._look_ahead = self._look_ahead, None
+        found = look_ahead(self.__traceback__)
+        if found is not None and found[0] > self._expected[0]:
+            self._expected = found
+
+    def _text(self) -> str:
+        expected_nbytes, expected_for = self._expected
         more = ""
         if expected_nbytes > self.largest_needed_nbytes:
             more = f" About {math.ceil(expected_nbytes / MIB)}MiB for {expected_for}.\n"
-        place = f"{op_name}, {where}" if where else op_name
-        head = f"op {op_index} ({place})" if op_index is not None else place
         shown = [f"{label} {format_nbytes(nbytes)}" for label, nbytes in self.operands[:_NUM_OPERANDS_SHOWN]]
         if len(self.operands) > len(shown):
             shown.append(f"and {len(self.operands) - len(shown)} more")
         listed = ", ".join(shown)
-        needed, budget = format_nbytes(needed_nbytes), format_nbytes(budget_nbytes)
-        if needed == budget and needed_nbytes > budget_nbytes:  # the same to a tenth
-            needed = f"{needed} ({format_nbytes(needed_nbytes - budget_nbytes)} more than there is)"
-        reach = "for this op" if self.largest_needed_nbytes == needed_nbytes else "for the largest need seen so far"
-        super().__init__(
-            f"{head} needs {needed} at once; the budget is {budget}.\n"
+        needed, budget = format_nbytes(self.needed_nbytes), format_nbytes(self.budget_nbytes)
+        if needed == budget and self.needed_nbytes > self.budget_nbytes:  # the same to a tenth
+            needed = f"{needed} ({format_nbytes(self.needed_nbytes - self.budget_nbytes)} more than there is)"
+        reach = (
+            "for this op" if self.largest_needed_nbytes == self.needed_nbytes else "for the largest need seen so far"
+        )
+        return (
+            f"{self._head} needs {needed} at once; the budget is {budget}.\n"
             + (f"  in memory together: {listed}\n" if listed else "")
             + f"  Options: budget >= {math.ceil(self.largest_needed_nbytes / MIB)}MiB ({reach}; a later one may need "
             "more); a smaller batch (operands grow with it).\n"
             + (f" {more}" if more else "")
-            + (f"  {advice}\n" if advice else "")
+            + (f"  {self._advice}\n" if self._advice else "")
             + "  To know the smallest budget at once: ooc fit SCRIPT ARGS (runs a few steps in what memory there "
             "is); ooc fit --fake SCRIPT ARGS (without the memory, and without what ops take for themselves)."
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ooc.tracing.own_memory import RNN_WORKSPACE_OUTPUTS
 from scheduler.trace import Op, Trace
 
 _RECURRENT = "aten.mkldnn_rnn_layer."
@@ -21,12 +22,16 @@ _PACKED_COPIES = 2
 (their gradients, in both layouts). Found on four shapes of 20 to 100 steps, widths of 64 to 512, one and two
 directions: 0.4 to 1.7 and 1.3 to 2.0 copies were held."""
 
-_WORKSPACE_OUTPUTS = 18
-"""What that layer keeps for its backward op, in sizes of its output: 15.8 to 17 there."""
-
 _CONVOLUTION = "aten.convolution.default"
 """oneDNN copies operands and result of a convolution to layouts of its own: twice as much in all, and a little more
-where three channels are padded to sixteen."""
+where three channels are padded to sixteen. The derivative is made in such a layout, too, beside the result's copy or
+the derivative itself."""
+
+_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
+"""In the backward pass of a product of matrices each op has two of three: the operands and the result's gradient."""
+
+_BATCH_NORM = "aten.native_batch_norm.default"
+"""Its backward op makes a copy of its operand for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,21 +75,29 @@ def expected_need(
     for trace in earlier:
         if len(trace.ops) > index and [op.name for op in trace.ops[:index]] == names:
             return _as_before(so_far, needed_nbytes, trace)
-    forward = [op for op in so_far.ops if not op.where.startswith("backward")]
-    needs = [_backward_need(op, so_far) for op in forward] if may_go_back or is_going_back else []
+    needs = backward_needs(so_far) if may_go_back or is_going_back else []
     if failed == _CONVOLUTION:
-        together = 2 * (sum(operands) + sum(results)) + max(results, default=0) // 4
-        needed_nbytes = max(needed_nbytes, together)
-    if may_go_back and failed.startswith(_RECURRENT):
-        made = sum(operands) + sum(results) + _WORKSPACE_OUTPUTS * max(results, default=0)
+        made = sum(operands) + sum(results)
+        needed_nbytes = max(needed_nbytes, 2 * made + max(results, default=0) // 4)
+        if may_go_back:
+            needs += [needed_nbytes, made + _derivative_nbytes(operands, max(results, default=0))]
+    elif may_go_back and failed.startswith(_RECURRENT):
+        made = sum(operands) + sum(results) + RNN_WORKSPACE_OUTPUTS * max(results, default=0)
         needs.append(max(needed_nbytes, made) + 2 * _PACKED_COPIES * sum(operands))
+    elif may_go_back and failed.startswith(_PRODUCTS):
+        needs.append(needed_nbytes)
     elif may_go_back:
         needs.append(needed_nbytes + max(operands, default=0))
-    elif failed == _CONVOLUTION:
+    if failed == _CONVOLUTION and not may_go_back:
         return ExpectedNeed(nbytes=needed_nbytes, reason="this op's own copies of its operands and result (a guess)")
     if not needs:
         return None
     return ExpectedNeed(nbytes=max(needs), reason="the backward pass of the ops so far (a guess)")
+
+
+def backward_needs(trace: Trace) -> list[int]:
+    """What the backward pass of each op of a forward pass needs."""
+    return [_backward_need(op, trace) for op in trace.ops if not op.where.startswith("backward")]
 
 
 def _as_before(so_far: Trace, needed_nbytes: int, trace: Trace) -> ExpectedNeed:
@@ -106,9 +119,25 @@ def _need(op: Op, trace: Trace) -> int:
 
 
 def _backward_need(op: Op, trace: Trace) -> int:
+    operands = _operands(op, trace)
     if op.name.startswith(_RECURRENT):
-        return _need(op, trace) + _PACKED_COPIES * sum(_operands(op, trace))
-    return _need(op, trace) + max(_operands(op, trace), default=0)
+        return _need(op, trace) + _PACKED_COPIES * sum(operands)
+    if op.name == _CONVOLUTION:
+        made = [trace.variables[use.variable] for use in op.uses if not use.reads]
+        results = [v.nbytes for v in made if v.death_tick is None or v.death_tick > op.stop_tick]
+        copies = sum(v.nbytes for v in made) - sum(results)
+        derivative = _derivative_nbytes(operands, max(results, default=0)) if copies else max(operands, default=0)
+        return sum(operands) + sum(results) + derivative
+    if op.name.startswith(_PRODUCTS):
+        return _need(op, trace)
+    num_more = 2 if op.name == _BATCH_NORM else 1
+    return _need(op, trace) + num_more * max(operands, default=0)
+
+
+def _derivative_nbytes(operands: Sequence[int], result_nbytes: int) -> int:
+    """A convolution's derivative, and the copies that are there while it is made."""
+    x_nbytes = max(operands, default=0)
+    return x_nbytes + max(x_nbytes, result_nbytes)
 
 
 def _operands(op: Op, trace: Trace) -> list[int]:

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ooc.dispatch.dry_run import DryRun
 from ooc.dispatch.expected_need import ExpectedNeed
 from ooc.errors import BudgetTooSmall
 from ooc.memory.no_room import NoRoom
@@ -94,6 +96,31 @@ def budget_too_small(
         expected_nbytes=expected.nbytes if expected is not None else 0,
         expected_for=expected.reason if expected is not None else "",
         advice=_advice(str(func)),
+        look_ahead=_dry_run(manager, address_of, threshold_nbytes, 0 if operands else needed_nbytes).look_ahead,
+    )
+
+
+def _dry_run(
+    manager: ResidencyManager, address_of: Callable[[Any], int], threshold_nbytes: int, created_nbytes: int
+) -> DryRun:
+    objects = (o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer))
+    is_autocast = torch.is_autocast_enabled("cpu")
+    return DryRun(
+        budget_nbytes=manager.pool.num_chunks * manager.chunk_nbytes,
+        chunk_nbytes=manager.chunk_nbytes,
+        threshold_nbytes=threshold_nbytes,
+        has_gradients=torch.is_grad_enabled() or torch._C._current_autograd_node() is not None,
+        autocast_dtype=torch.get_autocast_dtype("cpu") if is_autocast else None,
+        optimizers=tuple(
+            weakref.ref(found)
+            for found in objects
+            if any(
+                address_of(parameter) in manager.records
+                for group in found.param_groups
+                for parameter in group["params"]
+            )
+        ),
+        created_nbytes=created_nbytes,
     )
 
 

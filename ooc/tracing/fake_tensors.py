@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from ooc.tracing import op_semantics as ops
 from ooc.tracing.call_sites import CallSites
 from ooc.tracing.gradients import raw_gradient
+from ooc.tracing.own_memory import OwnMemory
 from ooc.tracing.recorder import NEED, Observed, OpRecord, StepRecorder, close_cycle, need_nbytes
 from scheduler.profiles import Profile
 from scheduler.trace import Trace
@@ -59,6 +60,10 @@ class _Storage:
         return self.address
 
 
+class RecordingTooLong(RuntimeError):
+    """Raised by the op that is one too many."""
+
+
 class FakeRecording:
     """Records steps of fake tensors until two in a row agree.
 
@@ -68,6 +73,9 @@ class FakeRecording:
         profile: Whose op times the trace gets.
         budget_nbytes: Split list ops and convolution_backward as a session of this budget would; None: never.
         threshold_nbytes: Smaller storages are left out, as in a session.
+        own_nbytes: Estimates what an op allocates for itself, from the op and its arguments; None: nothing.
+        allow_fallbacks: Whether an op that torch does not know without data may be run on real zeros, in real memory.
+        most_ops: `RecordingTooLong` is raised at the next one; None: no limit.
 
     Attributes:
         trace: None until two successive steps agreed.
@@ -76,15 +84,23 @@ class FakeRecording:
     """
 
     def __init__(
-        self, profile: Profile, *, budget_nbytes: int | None = None, threshold_nbytes: int = GRANULE_NBYTES
+        self,
+        profile: Profile,
+        *,
+        budget_nbytes: int | None = None,
+        threshold_nbytes: int = GRANULE_NBYTES,
+        own_nbytes: Callable[[Any, Sequence[Any]], OwnMemory] | None = None,
+        most_ops: int | None = None,
+        allow_fallbacks: bool = True,
     ) -> None:
         self.profile = profile
+        self._own_nbytes, self._most_ops = own_nbytes, most_ops
         self.threshold_nbytes = threshold_nbytes
         self.split_nbytes = _NEVER_SPLIT if budget_nbytes is None else budget_nbytes // _SPLIT_FRACTION
         self.trace: Trace | None = None
         self.num_steps = 0
         self.num_made_up = 0
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=allow_fallbacks)
         self._mode = _Mode(self)
         self._known: dict[int, tuple[weakref.ref[Any], _Storage]] = {}  # by id() of the live storage object
         self._next_address = 1
@@ -94,6 +110,7 @@ class FakeRecording:
         self._small: list[tuple[frozenset[int], frozenset[int]]] = []  # per op: untracked storages read, and written
         self._call_sites = CallSites()
         self._is_in_op = False
+        self._num_ops = 0
         self._before: Observed | None = None
 
     def __repr__(self) -> str:
@@ -129,6 +146,22 @@ class FakeRecording:
         self._costs, self._small = [], []
         return self.trace is not None
 
+    def faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same geometry without data, a leaf where it is a leaf; it is there from the start."""
+        made: torch.Tensor = self._fake.from_tensor(tensor)
+        storage = made.untyped_storage()
+        if storage.nbytes() >= self.threshold_nbytes and id(storage) not in self._known and self._recorder is not None:
+            known = self._know(storage, _Storage(self._next_address, storage.nbytes()))
+            self._next_address += 1
+            self._recorder.start_records[known.address] = known  # type: ignore[assignment]
+        return made
+
+    def so_far(self) -> Trace:
+        """The ops since the last boundary, without what a step's repetition would tell."""
+        if self._recorder is None:
+            raise ValueError("nothing has been recorded")
+        return self._recorder.build(self._by_address()).trace
+
     def _note_need(self, trace: Trace) -> None:
         self._need_nbytes = max(self._need_nbytes, need_nbytes(trace))
 
@@ -136,10 +169,14 @@ class FakeRecording:
         """Run one op on fake tensors, and record its operands, results and work."""
         recorder = self._recorder
         occurrences = self._addresses((args, kwargs))
+        self._count(func)
+        own = self._own_nbytes(func, args) if self._own_nbytes is not None else OwnMemory()
         changed = ops.written_values(func, args, dict(kwargs))
         where = self._call_sites.of_this_op() if recorder is not None else ""
         written = self._addresses(changed)
         self._is_in_op = True
+        self._free(self._allocate(own.before_nbytes))
+        held = self._allocate(own.with_results_nbytes)
         try:
             result = func(*args, **kwargs)
         except DataDependentOutputException:
@@ -155,6 +192,7 @@ class FakeRecording:
         flops, nbytes = _work(func, args, kwargs, result)
         self._is_in_op = True
         results = self._addresses(result)
+        self._free(held)
         self._is_in_op = False
         if not occurrences and not results:  # as in a session, which never sees it
             if self._small:
@@ -178,6 +216,13 @@ class FakeRecording:
         self._costs.append((flops, nbytes))
         self._small.append((self._small_storages((args, kwargs)), self._small_storages(changed)))
         return result
+
+    def _count(self, func: Any) -> None:
+        if func.namespace == "prim":  # asked for by C++ code that no exception may pass
+            return
+        self._num_ops += 1
+        if self._most_ops is not None and self._num_ops > self._most_ops:
+            raise RecordingTooLong(f"more than {self._most_ops} ops")
 
     def _finish(self, trace: Trace) -> Trace:
         flops, nbytes = zip(*self._costs, strict=True)
@@ -231,11 +276,21 @@ class FakeRecording:
         known = self._known.get(key)
         if known is not None and known[0]() is storage:
             return known[1].address
-        made = _Storage(self._next_address, storage.nbytes())
-        self._next_address += 1
+        return self._know(storage, self._allocate(storage.nbytes())).address
+
+    def _know(self, storage: torch.UntypedStorage, made: _Storage) -> _Storage:
+        key = id(storage)
         self._known[key] = (weakref.ref(storage, lambda _: self._freed(key, made)), made)
+        return made
+
+    def _allocate(self, nbytes: int) -> _Storage:
+        made = _Storage(self._next_address, nbytes)
+        self._next_address += 1
         self._note(made, ALLOC)
-        return made.address
+        return made
+
+    def _free(self, storage: _Storage) -> None:
+        self._note(storage, FREE)
 
     def _freed(self, key: int, storage: _Storage) -> None:
         if key in self._known and self._known[key][1] is storage:
@@ -244,7 +299,7 @@ class FakeRecording:
 
     def _note(self, storage: _Storage, kind: int) -> None:
         recorder = self._recorder
-        if recorder is not None:
+        if recorder is not None and storage.nbytes >= self.threshold_nbytes:
             index = len(recorder.ops)
             position = inside_op(index) if self._is_in_op else between_ops(index)
             recorder.events.append(Event(storage.address, storage.nbytes, kind, position))
