@@ -24,7 +24,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,12 +32,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ooc.dispatch.expected_need import ExpectedNeed, backward_needs
-from ooc.tracing.fake_tensors import FakeRecording
 from ooc.tracing.own_memory import own_memory
 from scheduler.budget import smallest_num_chunks
 from scheduler.plan import Machine
 from scheduler.profiles import load_profile
 from scheduler.trace import Trace
+
+if TYPE_CHECKING:
+    from ooc.tracing.fake_tensors import FakeRecording
 
 _MOST_OPS = 20_000
 """A dry run ends after so many ops (a loop whose end depends on values may never): 5 to 15 s of them."""
@@ -134,6 +136,8 @@ class DryRun:
         return self._need_of(recording.so_far())
 
     def _recording(self) -> FakeRecording:
+        from ooc.tracing.fake_tensors import FakeRecording  # takes a second, and most sessions have no such error
+
         return FakeRecording(
             load_profile("desktop"),
             budget_nbytes=self.budget_nbytes,

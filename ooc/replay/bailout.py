@@ -72,24 +72,30 @@ def recorder_so_far(
     recorder = StepRecorder(start)
     recorder.grad_mode, recorder.num_replayed = executable.grad_mode, num_ops
     recorder.is_begun = num_ops > executable.num_idle
-    address = executable.variable_address
-    for index in range(num_ops):
-        op = executable.trace.ops[index]
-        written = {u.variable for u in op.uses if u.writes and u.reads}
+    address = executable.variable_address.tolist()
+    durations_ns = (executable.op_stop_ns[:num_ops] - executable.op_start_ns[:num_ops]).tolist()
+    variables, ops = executable.variables, recorder.ops
+    for index, op in enumerate(executable.trace.ops[:num_ops]):
+        written, births = [], []
+        for use in op.uses:
+            if not use.reads:
+                if variables[use.variable].evictable:
+                    births.append(address[use.variable])
+            elif use.writes:
+                written.append(address[use.variable])
         launched, is_held, landed = executable.flights[index] or ((), False, ())
-        births = [u.variable for u in op.uses if not u.reads and executable.variables[u.variable].evictable]
-        recorder.ops.append(
+        ops.append(
             OpRecord(
                 func=executable.funcs[index],
                 where=op.where,
-                occurrences=[int(address[r]) for r in executable.occurrences[index]],
-                written=[int(address[r]) for r in written],
-                results=[int(address[r]) for r in births],
-                duration_ns=int(executable.op_stop_ns[index] - executable.op_start_ns[index]),
-                in_flight=[int(address[r]) for r in launched],
+                occurrences=[address[r] for r in executable.occurrences[index]],
+                written=written,
+                results=births,
+                duration_ns=durations_ns[index],
+                in_flight=[address[r] for r in launched],
                 is_held=is_held,
                 replayable=op.replayable,
-                landed=[int(address[r]) for r in landed],
+                landed=[address[r] for r in landed],
             )
         )
     recorder.events = events
