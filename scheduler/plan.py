@@ -22,9 +22,10 @@ from typing import Any, TypeAlias
 
 from scheduler.trace import Trace
 
-PLAN_SCHEMA_VERSION = 2
+PLAN_SCHEMA_VERSION = 3
 
-# What a plan without re-runs is written as, so that an older ooc reads it.
+# What a plan without writes over the border is written as, with re-runs and without, so that an older ooc reads it.
+_RERUN_SCHEMA_VERSION = 2
 _BASE_SCHEMA_VERSION = 1
 
 
@@ -90,6 +91,11 @@ class Evicted:
     `release_op`'s `start_tick` (`release_op == len(ops)`: until the end of the step), and
     whoever takes them waits for the write. A variable allocated after the last op has
     `write_op == len(ops) - 1`; its write starts at the end of the step.
+
+    **Over the border**: a negative `write_op` counts from the step's end, and means the step before. The residency
+    starts `Kept`, and nothing writes the variable between that write and the release. So what an update has changed is
+    written while the link is idle, stays in memory over the step's border, and goes in the next step without a wait.
+    Only a variable that becomes itself may do so: the same storage in each step.
     """
 
     write_op: int
@@ -240,6 +246,11 @@ class Plan:
         return any(isinstance(r.start, Recomputed) or isinstance(r.stop, Discarded) for r in self.residencies)
 
     @property
+    def writes_over_border(self) -> bool:
+        """Whether something is written in one step and released in the next."""
+        return any(isinstance(r.stop, Evicted) and r.stop.write_op < 0 for r in self.residencies)
+
+    @property
     def step_ns(self) -> int:
         """The step's predicted time, with that of its remaps."""
         return self.predicted["duration_ns"] + self.predicted.get("remap_ns", 0)
@@ -248,7 +259,7 @@ class Plan:
         """The plan as JSON text with a schema version; `from_json` reads it back equal."""
         document = {
             "schema": "ooc.plan",
-            "schema_version": PLAN_SCHEMA_VERSION if self.recomputes else _BASE_SCHEMA_VERSION,
+            "schema_version": self._schema_version(),
             "trace_fingerprint": self.trace_fingerprint,
             "policy": self.policy,
             "parameters": dict(self.parameters),
@@ -268,6 +279,11 @@ class Plan:
             **({"notes": list(self.notes)} if self.notes else {}),
         }
         return json.dumps(document, separators=(",", ":"))
+
+    def _schema_version(self) -> int:
+        if self.writes_over_border:
+            return PLAN_SCHEMA_VERSION
+        return _RERUN_SCHEMA_VERSION if self.recomputes else _BASE_SCHEMA_VERSION
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

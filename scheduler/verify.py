@@ -126,8 +126,10 @@ class _Checker:
                 if v.death_tick is None:
                     self.fail(f"{who} dies in the plan, but is alive at the end of the step")
             case Evicted(write_op=write, release_op=release):
-                if not 0 <= write < release <= num_ops:
+                if not -num_ops <= write < release <= num_ops:
                     self.fail(f"{who} is written after op {write} and released at op {release} of {num_ops}")
+                elif write < 0 and residency.start != Kept():
+                    self.fail(f"{who} is written in the step before, after op {write}, but does not start kept")
             case Dropped(after_op=op):
                 if not 0 <= op < num_ops:
                     self.fail(f"{who} is dropped after op {op}; the trace has {num_ops} ops")
@@ -214,12 +216,31 @@ class _Checker:
             if not isinstance(residency.stop, Evicted):
                 continue
             who, write = self.name(residency.variable), residency.stop.write_op
+            if write < 0:
+                self.check_write_before(residency, write + len(self.trace.ops))
+                continue
             late = [op for op in self.write_ops(residency) if op > write]
             if late:
                 self.fail(f"{who} is written out after op {write}, but op {late[0]} changes it later")
             at_end = write == len(self.trace.ops) - 1  # what is allocated after the last op is written at the end
             if self.trace.ops[write].stop_tick <= self.ticks(residency)[0] and not at_end:
                 self.fail(f"{who} is written out after op {write}, before it is in the pool")
+
+    def check_write_before(self, residency: Residency, write: int) -> None:
+        """Check a write right after op `write` of the step before, of what is released in this one."""
+        who = self.name(residency.variable)
+        if self.trace.variables[residency.variable].becomes != residency.variable:
+            self.fail(f"{who} is written in the step before it is released, but is another variable there")
+            return
+        held = self.by_variable[residency.variable][-1]  # up to the end: `check_boundary` says so if not
+        if self.trace.ops[write].stop_tick <= self.ticks(held)[0]:
+            self.fail(f"{who} is written after op {write} of the step before, when it is not in the pool")
+        late = [op for op in self.write_ops(held) if op > write]
+        if late:
+            self.fail(f"{who} is written after op {write} of the step before, but op {late[0]} changes it later there")
+        changed = self.write_ops(residency)
+        if changed:
+            self.fail(f"{who} is written in the step before, but op {changed[0]} changes it before it is released")
 
     # -- clean or dirty ----------------------------------------------------------------------
 

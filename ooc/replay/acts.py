@@ -167,6 +167,17 @@ class ResidencyActs:
         residency.transfer, residency.moved = self._manager.start_write(record, segments), record
         self.writes.append(residency)
 
+    def write_late(self, executable: ExecutablePlan, residency: ExecutableResidency) -> None:
+        """Write what is about to be released and was to be written in the step before, or at the end of this one.
+
+        A plan's first step finds it as it was left, and code between two steps may have changed it.
+        """
+        record = residency.variable.record if executable.variable_alive[residency.variable.index] else None
+        if record is None or record.state is not State.RESIDENT or record.stored or record.exports:
+            return
+        if self.may_move(record):
+            self.start_write(executable, residency, record)  # after one that is under way: the store sees to that
+
     def movable(self, executable: ExecutablePlan, residency: ExecutableResidency) -> VariableRecord | None:
         """The record of a residency that is to end, if it may move; None also if the step has left the plan."""
         record = residency.variable.record

@@ -301,7 +301,7 @@ class ExecutablePlan:
                     self._after(writer).dirties.append(residency.variable)
             match planned.stop:
                 case Evicted(write_op=write, release_op=release):
-                    self._after(write).writes.append(residency)
+                    self._after(write % self.num_ops).writes.append(residency)
                     if release < self.num_ops:
                         self._before(release).releases.append(residency)
                     else:

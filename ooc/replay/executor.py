@@ -179,11 +179,8 @@ class Executor:
             self.bail_out(f"not over at the step's end: {', '.join(self._manager.flights.names())}")
             return False
         for residency in executable.last_releases:
-            record = residency.variable.record if executable.variable_alive[residency.variable.index] else None
-            if record is not None and record.state is State.RESIDENT and not record.stored and not record.exports:
-                # Allocated after the last op: no op's end was there to start the write.
-                self._acts.start_write(executable, residency, record)
-            if not self._acts.release(executable, residency):
+            self._acts.write_late(executable, residency)  # if allocated after the last op: no op's end was there
+            if self.active is None or not self._acts.release(executable, residency):
                 return False
         self.absorb_events()
         if not self._bindings.can_pass_on(executable):
@@ -217,7 +214,9 @@ class Executor:
         if not self._check_deaths(executable, executable.trace.ops[index].start_tick):
             return False
         for residency in acts.releases:
-            if not self._acts.release(executable, residency):
+            if residency.is_written_before:
+                self._acts.write_late(executable, residency)
+            if self.active is None or not self._acts.release(executable, residency):
                 return False
         for residency in acts.loads:
             if alive[residency.variable.index]:

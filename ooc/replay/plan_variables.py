@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ooc.memory.record import Runs, VariableRecord
-from scheduler.plan import Residency
+from scheduler.plan import Evicted, Residency
 from scheduler.trace import Trace
 from vmm.store import Transfer
 
@@ -82,7 +82,7 @@ class ExecutableResidency:
 
     Attributes:
         runs: Its chunks.
-        start_op: The op before which it is loaded, or None.
+        is_written_before: Its bytes are written in the step before, and stay in memory over the border.
         waits: Earlier holders of its chunks whose transfer must be complete first.
         dead: Indices of variables freed inside the op that it is born in, from which it takes chunks over.
         transfer: Its latest load or write.
@@ -90,11 +90,12 @@ class ExecutableResidency:
         segments: Its bytes as ranges of the linear view.
     """
 
-    __slots__ = ("dead", "moved", "planned", "variable", "runs", "segments", "transfer", "waits")
+    __slots__ = ("dead", "is_written_before", "moved", "planned", "variable", "runs", "segments", "transfer", "waits")
 
     def __init__(self, *, variable: PlanVariable, planned: Residency, segments: list[tuple[int, int]]) -> None:
         self.variable = variable
         self.planned = planned
+        self.is_written_before = isinstance(planned.stop, Evicted) and planned.stop.write_op < 0
         self.runs: Runs = planned.chunks
         self.segments = segments
         self.waits: tuple[ExecutableResidency, ...] = ()

@@ -161,6 +161,9 @@ def _stop(stop: Stop, trace: Trace) -> str:
             return "then freed"
         case Evicted(write_op=write, release_op=release):
             until = "the end of the step" if release >= len(trace.ops) else _op(release, trace)
+            if write < 0:
+                write += len(trace.ops)
+                return f"written out in the step before, after {_op(write, trace)}, gone from {until} on"
             return f"written out after {_op(write, trace)}, gone from {until} on"
         case Dropped(after_op=op):
             return f"dropped after {_op(op, trace)}: the store's copy is current"

@@ -287,7 +287,7 @@ class _ResidencyIndex:
             if isinstance(residency.start, Loaded):
                 self._loads[residency.variable, residency.start.before_op] = index
             if isinstance(residency.stop, Evicted):
-                self._writes[residency.variable, residency.stop.write_op] = index
+                self._writes[residency.variable, residency.stop.write_op % self._num_ops] = index
 
     def find(self, move: Move, starts: Sequence[int], stops: Sequence[int]) -> int | None:
         if move.kind == "load":
@@ -305,7 +305,7 @@ def _simulated_moves(trace: Trace, plan: Plan, result: Simulation, stops: Sequen
             op = residency.start.before_op  # issued when the op before it has ended
             pending.setdefault(("load", residency.variable), []).append((stops[op - 1] if op else 0, index))
         if isinstance(residency.stop, Evicted):
-            op = residency.stop.write_op
+            op = residency.stop.write_op  # negative: one of the next step's evictions, written in this one
             pending.setdefault(("evict", residency.variable), []).append((stops[op], index))
     for waiting in pending.values():
         waiting.sort(reverse=True)

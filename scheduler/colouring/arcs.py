@@ -52,7 +52,8 @@ def written_ticks(residencies: tuple[Residency, ...], trace: Trace, machine: Mac
     for step in (-1, 0) if trace.cyclic else (0,):  # the backlog of the step before delays this one's writes
         for write_op, _, index in sorted(evicted):
             nbytes = trace.variables[residencies[index].variable].nbytes
-            free_ns = max(free_ns, stops_ns[write_op] + step * stops_ns[-1])
+            earlier, write_op = divmod(write_op, len(trace.ops))  # over the border: -1, else 0
+            free_ns = max(free_ns, stops_ns[write_op] + (step + earlier) * stops_ns[-1])
             free_ns += machine.latency_ns + nbytes / machine.evict_bytes_per_s * 1e9
             later, inside_ns = divmod(free_ns, max(stops_ns[-1], 1))
             position = min(bisect_left(stops_ns, inside_ns), len(trace.ops) - 1)

@@ -85,8 +85,9 @@ def step_actions(plan: Plan, trace: Trace) -> StepActions:
         elif isinstance(stay.start, Born) and num_ops:
             births[first_op_to_end_after(trace, occupied_ticks(stay, trace)[0])].append(index)
         if isinstance(stay.stop, Evicted):
-            writes[stay.stop.write_op].append(index)
-            released[index] = stay.stop.release_op
+            over_border = stay.stop.write_op < 0  # in the step before: after the same op of this one for the next
+            writes[stay.stop.write_op % num_ops].append(index)
+            released[index] = stay.stop.release_op + over_border * num_ops
     return StepActions(
         loads=tuple(tuple(sorted(own, key=lambda r: (first_use.get(r, num_ops), r))) for own in loads),
         births=tuple(tuple(own) for own in births),

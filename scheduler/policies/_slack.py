@@ -74,7 +74,7 @@ class _Slack:
 
     def put_off_releases(self) -> None:
         """In order of writing: until the write is done, as far as memory and the next stay allow."""
-        free_ns, num_ops = 0.0, len(self.trace.ops)
+        free_ns, num_ops = float("-inf"), len(self.trace.ops)
         evicted = [
             (s.stop.write_op, s.stop.release_op, i) for i, s in enumerate(self.stays) if isinstance(s.stop, Evicted)
         ]
@@ -82,7 +82,8 @@ class _Slack:
             stay = self.stays[index]
             num_chunks = self.chunks[stay.variable]
             nbytes = self.trace.variables[stay.variable].nbytes
-            free_ns = max(free_ns, self.stop_ns[write_op])
+            step, op = divmod(write_op, len(self.stop_ns))  # over the border: -1, else 0
+            free_ns = max(free_ns, self.stop_ns[op] + step * self.stop_ns[-1])
             free_ns += self.machine.latency_ns + nbytes / self.machine.evict_bytes_per_s * 1e9
             wish = min(bisect_left(self.start_ns, free_ns), num_ops - 1)
             after = self.neighbours[index][1]

@@ -22,6 +22,7 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from types import ModuleType
 from typing import Any
@@ -48,6 +49,7 @@ from scheduler.policies import (
     vdnn,
     window,
 )
+from scheduler.policies._border import better_over_border
 from scheduler.policies._mixed_walk import MUCH_STALL, mixed
 from scheduler.policies._placement import Placement
 from scheduler.policies._recompute import exchanged, with_reruns, with_slack
@@ -162,21 +164,14 @@ def schedule(
     if not trace.ops:
         return residencies_of(chains, (), trace)
     search = _Search(trace, machine, chains, pinned_chunks(trace, machine, pins))
-    search.in_haste = not thorough and len(trace.ops) > _MOST_OPS_WITH_CARE
+    recompute = recompute and any(op.replayable for op in trace.ops)
+    if not thorough:
+        found = _found_quickly(search, wrap=wrap, recompute=recompute)
+        return search.returned(_over_border(found, search, wrap=wrap, recompute=recompute), evaluations)
     if search.is_long:
         search.try_few_choices()
     else:
         search.try_choices()
-    recompute = recompute and any(op.replayable for op in trace.ops)
-    if not thorough:
-        if not search.is_good:
-            # A third of our own choices' time; ahead by up to 15 % where links are the limit, by 1 % where remaps are.
-            search.try_others((capuchin,), {"wrap": wrap, "recompute": False})
-        few = min(_MOST_FINALS, max(_MOST_OPS_COLOURED // len(trace.ops), 2))
-        best = search.fastest(most_finals=few) if search.is_long else _best_with_slack(search)
-        if recompute and best is not None:
-            best = with_reruns(best, trace, wrap=wrap)
-        return search.returned(best, evaluations)
     if recompute:
         search.try_reruns({"wrap": wrap, "exact": exact})
     if not search.beats_all_that_move:
@@ -192,7 +187,50 @@ def schedule(
     if recompute:
         search.exchange()
         search.try_mixed(wrap=wrap)
-    return search.returned(search.fastest(most_finals=_MOST_FINALS), evaluations)
+    best = search.fastest(most_finals=_MOST_FINALS)
+    if best is not None and best.simulation.stall_ns > _NO_STALL * trace.duration_ns:
+        quick = _Search(trace, machine, chains, search.pinned)
+        found = _found_quickly(quick, wrap=wrap, recompute=recompute)
+        kept = _over_border(found, quick, wrap=wrap, recompute=recompute)
+        best = min((best, kept), key=lambda own: own.rank) if kept is not None else best
+    return search.returned(best, evaluations)
+
+
+def _found_quickly(search: _Search, *, wrap: bool, recompute: bool) -> list[Evaluation]:
+    """The best plan while training waits, without re-runs and, if they may be, with them. Empty if nothing colours."""
+    trace = search.trace
+    search.in_haste = len(trace.ops) > _MOST_OPS_WITH_CARE
+    if search.is_long:
+        search.try_few_choices()
+    else:
+        search.try_choices()
+    if not search.is_good:
+        # A third of our own choices' time; ahead by up to 15 % where links are the limit, by 1 % where remaps are.
+        search.try_others((capuchin,), {"wrap": wrap, "recompute": False})
+    few = min(_MOST_FINALS, max(_MOST_OPS_COLOURED // len(trace.ops), 2))
+    best = search.fastest(most_finals=few) if search.is_long else _best_with_slack(search)
+    if best is None:
+        return []
+    return [best, with_reruns(best, trace, wrap=wrap)] if recompute else [best]
+
+
+def _over_border(found: Sequence[Evaluation], search: _Search, *, wrap: bool, recompute: bool) -> Evaluation | None:
+    """The best of what `_found_quickly` found, with what is dirty at the step's border written before it and kept."""
+    if not found or not wrap:
+        return found[-1] if found else None
+    smaller: list[Evaluation] = []
+
+    def schedule_for(machine: Machine, index: int) -> tuple[Residency, ...] | None:
+        if machine.num_chunks < search.pinned.max(initial=0):
+            return None
+        if not smaller:
+            other = _Search(search.trace, machine, search.chains, search.pinned)
+            smaller.extend(_found_quickly(other, wrap=wrap, recompute=recompute))
+        return smaller[index].proposal if smaller else None
+
+    distinct = {id(own): (own, index) for index, own in reversed(list(enumerate(found)))}.values()
+    outcomes = [better_over_border(own, search.trace, partial(schedule_for, index=index)) for own, index in distinct]
+    return min(outcomes, key=lambda outcome: outcome.rank)
 
 
 def _best_with_slack(search: _Search) -> Evaluation | None:
