@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ooc import _current
 from ooc.devices.resize import refill_pool, resize_pool, yield_pool
+from ooc.dispatch.native_acts import act_natively
 from ooc.dispatch.op_runner import OpRunner
 from ooc.dispatch.signals import HeldSignals, SignalGate
 from ooc.errors import SessionError, StoreFailed
@@ -132,6 +133,7 @@ class Engine:
             watch=self.memory.watch(self.manager),
             recompute=options.recompute,
         )
+        act_natively(self.runner.dispatcher, manager=self.manager, lock=self.runner.lock)
         self.collectives = self.runner.collectives
         self.executor = self.runner.executor
         self.lock = self.runner.lock

@@ -10,6 +10,7 @@ from ooc.errors import StoreFailed
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.bailout import has_landed
+from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.plan_variables import ExecutableResidency
 from ooc.replay.present_sizes import fitting, note_present_nbytes
@@ -23,6 +24,7 @@ class ResidencyActs:
 
     Args:
         manager: Whose records they are.
+        dispatcher: Native code, which does some of this itself.
         bail_out: Leaves the plan, for the reason given.
 
     Attributes:
@@ -30,13 +32,19 @@ class ResidencyActs:
         guards_releases: Whether code that no op tells us of may touch variables now: between steps.
     """
 
-    def __init__(self, manager: ResidencyManager, *, bail_out: Callable[[str], None]) -> None:
+    def __init__(self, manager: ResidencyManager, dispatcher: Dispatcher, *, bail_out: Callable[[str], None]) -> None:
         self._manager = manager
         self._space = manager.space
+        self._dispatcher = dispatcher
         self._bail_out = bail_out
         self.writes: list[ExecutableResidency] = []
         self.loads: list[ExecutableResidency] = []
         self.guards_releases = False
+
+    def guard_releases(self, is_on: bool) -> None:
+        """Say whether code that no op tells us of may touch variables from now on."""
+        self.guards_releases = is_on
+        self._dispatcher.allow_releases(not (is_on or self._manager.debug))
 
     def __repr__(self) -> str:
         return f"<ResidencyActs, {len(self.writes)} writes and {len(self.loads)} loads noted>"

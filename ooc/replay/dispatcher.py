@@ -27,6 +27,10 @@ class Dispatcher(Protocol):
     def num_boxed(self) -> int:
         """Planned ops that were played without Python so far (native/boxed.cpp)."""
 
+    @property
+    def num_acts(self) -> int:
+        """Planned ops, so far, before which something was to be done, and Python had no part in it (native/acts.h)."""
+
     def install(self, *arguments: Any) -> None:
         """Take a plan's tables (`ExecutablePlan.install_arguments`)."""
 
@@ -35,6 +39,12 @@ class Dispatcher(Protocol):
 
     def prepare_demand(self, *arguments: Any) -> None:
         """Say what ops on demand need (`ooc.dispatch.op_runner`)."""
+
+    def prepare_acts(self, *arguments: Any) -> None:
+        """Say what goes before planned ops, and where that is noted (`ooc.dispatch.native_acts`)."""
+
+    def allow_releases(self, whether: bool, /) -> None:
+        """Whether releases are done without Python from now on: not while stray touches are to be served."""
 
     def new_log(self) -> OpLog:
         """An empty log."""

@@ -367,6 +367,9 @@ class ExecutablePlan:
         self._uses = np.array(uses or [0], dtype=np.uint32)
         self._allocs = np.array(allocs or [(0, 0, 0, 0, 0)], dtype=PLANNED_ALLOC_DTYPE)
         self._must_be_dead = np.array(must_be_dead or [0], dtype=np.uint32)
+        self._deaths = np.array([index for _, index in self.deaths] or [0], dtype=np.uint32)
+        starts = [op.start_tick for op in self.trace.ops]
+        self._num_deaths = np.searchsorted([tick for tick, _ in self.deaths], starts, side="right").astype(np.uint32)
         self.tables = PlanTables(
             allocs=self._allocs.ctypes.data,
             must_be_dead=self._must_be_dead.ctypes.data,
@@ -410,6 +413,7 @@ class ExecutablePlan:
             self.op_start_ns.ctypes.data,
             self.op_stop_ns.ctypes.data,
             self.num_ops,
+            (self.before, self.variable_alive.ctypes.data, self._deaths.ctypes.data, self._num_deaths.ctypes.data),
         )
 
     def births_between(self, op: int, nbytes: int, ordinal: int) -> list[ExecutableResidency]:

@@ -72,7 +72,7 @@ class Executor:
         self._thread = threading.get_ident()
         self._start_successors: list[tuple[PlanVariable, VariableRecord]] = []
         self._start_foreign: dict[int, VariableRecord] = {}
-        self._acts = ResidencyActs(manager, bail_out=self.bail_out)
+        self._acts = ResidencyActs(manager, dispatcher, bail_out=self.bail_out)
         self._trials = new_trials(self.bail_out)
         self.reruns = Reruns(
             manager, allocator, dispatcher, self._acts, rerun_device, self._trials, bail_out=self.bail_out
@@ -523,7 +523,7 @@ class Executor:
 
     def guard_away(self) -> None:
         """Guard what is away at the step's end, or goes away until `step_begins`: stray touches of it are served."""
-        self._acts.guards_releases = True
+        self._acts.guard_releases(True)
         executable = self.active
         if executable is None:
             return
@@ -534,7 +534,7 @@ class Executor:
 
     def step_begins(self) -> None:
         """From now on nothing but ops touches variables."""
-        self._acts.guards_releases = False
+        self._acts.guard_releases(False)
 
     def unserve(self) -> None:
         """At the start of a step in debug mode: what was served between steps shows nothing again."""

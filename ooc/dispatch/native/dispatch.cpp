@@ -159,19 +159,20 @@ PyObject* dispatcher_occurrences(PyObject* object, PyObject* positional) {
   return result;
 }
 
-// install(funcs, calls, buffers, ops, uses, variable_address, start_ns, stop_ns, num_ops): the tables
-// of a plan, as addresses; `buffers` owns them.
+// install(funcs, calls, buffers, ops, uses, variable_address, start_ns, stop_ns, num_ops, (before, variable_alive,
+// deaths, num_deaths)): the tables of a plan, as addresses; `buffers` owns them. The last four: see `PlanActs`.
 PyObject* dispatcher_install(PyObject* object, PyObject* positional) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
-  PyObject *funcs, *calls, *buffers;
-  unsigned long long ops, uses, variable_address, start_ns, stop_ns;
+  PyObject *funcs, *calls, *buffers, *before;
+  unsigned long long ops, uses, variable_address, start_ns, stop_ns, alive, deaths, num_deaths;
   unsigned int num_ops;
-  if (!PyArg_ParseTuple(positional, "O!O!OKKKKKI", &PyList_Type, &funcs, &PyList_Type, &calls, &buffers, &ops,
-                        &uses, &variable_address, &start_ns, &stop_ns, &num_ops)) {
+  if (!PyArg_ParseTuple(positional, "O!O!OKKKKKI(O!KKK)", &PyList_Type, &funcs, &PyList_Type, &calls, &buffers, &ops,
+                        &uses, &variable_address, &start_ns, &stop_ns, &num_ops, &PyList_Type, &before, &alive,
+                        &deaths, &num_deaths)) {
     return nullptr;
   }
-  if (PyList_GET_SIZE(funcs) != num_ops || PyList_GET_SIZE(calls) != num_ops) {
-    PyErr_SetString(PyExc_ValueError, "install: one function and one callable per op, please");
+  if (PyList_GET_SIZE(funcs) != num_ops || PyList_GET_SIZE(calls) != num_ops || PyList_GET_SIZE(before) != num_ops) {
+    PyErr_SetString(PyExc_ValueError, "install: one function, one callable and one list of acts per op, please");
     return nullptr;
   }
   PyObject* schemas = self->schemas_of != nullptr ? self->schemas_of(funcs, calls) : PyBytes_FromString("");
@@ -188,6 +189,12 @@ PyObject* dispatcher_install(PyObject* object, PyObject* positional) {
   self->num_ops = num_ops;
   self->cursor = 0;
   self->planned = 0;
+  if (self->acts != nullptr) {
+    Py_XSETREF(self->acts->plan.before, Py_NewRef(before));
+    self->acts->plan.alive = reinterpret_cast<const uint8_t*>(alive);
+    self->acts->plan.deaths = reinterpret_cast<const uint32_t*>(deaths);
+    self->acts->plan.num_deaths = reinterpret_cast<const uint32_t*>(num_deaths);
+  }
   const auto* all = reinterpret_cast<const void* const*>(PyBytes_AS_STRING(schemas));
   self->schemas = self->schemas_of != nullptr ? all : nullptr;
   Py_RETURN_NONE;
@@ -203,6 +210,7 @@ PyObject* dispatcher_start(PyObject* object, PyObject* number) {
     return nullptr;
   }
   self->cursor = static_cast<uint32_t>(cursor);
+  if (self->acts != nullptr) self->acts->num_dead = 0;
   self->state->owner_thread.store(self->this_thread(), std::memory_order_relaxed);
   self->planned = 1;
   Py_RETURN_NONE;
@@ -211,7 +219,7 @@ PyObject* dispatcher_start(PyObject* object, PyObject* number) {
 // Where a slot of a Python class lies in its instances; -1 with an error.
 Py_ssize_t slot_offset(PyObject* descriptor) {
   if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) {
-    PyErr_SetString(PyExc_TypeError, "prepare_demand: the descriptor of a slot, please");
+    PyErr_SetString(PyExc_TypeError, "the descriptor of a slot, please");
     return -1;
   }
   return reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member->offset;
@@ -240,6 +248,47 @@ PyObject* dispatcher_prepare_demand(PyObject* object, PyObject* positional) {
   demand->own();
   delete self->demand;
   self->demand = demand;
+  Py_RETURN_NONE;
+}
+
+// prepare_acts(acquire, release, resident, loading, away, empty, transfer_type, ring, ring_length, no_guard, slots):
+// see `Acts`.
+PyObject* dispatcher_prepare_acts(PyObject* object, PyObject* positional) {
+  auto* self = reinterpret_cast<Dispatcher*>(object);
+  auto* acts = new (std::nothrow) ooc::Acts();
+  if (acts == nullptr) return PyErr_NoMemory();
+  unsigned long long ring = 0;
+  long long length = 0;
+  PyObject* slots = nullptr;
+  bool is_right = PyArg_ParseTuple(positional, "OOOOOO!OKLlO!", &acts->acquire, &acts->release, &acts->resident,
+                                   &acts->loading, &acts->away, &PyTuple_Type, &acts->empty, &acts->transfer_type,
+                                   &ring, &length, &acts->no_guard, &PyTuple_Type, &slots);
+  if (is_right && (PyTuple_GET_SIZE(slots) != ooc::kNumSlots || length <= 0)) {
+    PyErr_Format(PyExc_ValueError, "prepare_acts: %zd slots, please, and a ring", Py_ssize_t{ooc::kNumSlots});
+    is_right = false;
+  }
+  for (int i = 0; is_right && i < ooc::kNumSlots; ++i) {
+    acts->slots[static_cast<size_t>(i)] = slot_offset(PyTuple_GET_ITEM(slots, i));
+    is_right = acts->slots[static_cast<size_t>(i)] >= 0;
+  }
+  if (!is_right) {
+    acts->disown();
+    delete acts;
+    return nullptr;
+  }
+  acts->ring = reinterpret_cast<const std::atomic<int64_t>*>(ring);
+  acts->ring_length = length;
+  acts->own();
+  delete std::exchange(self->acts, acts);
+  Py_RETURN_NONE;
+}
+
+// allow_releases(whether): whether what is in the store may be let go of without Python.
+PyObject* dispatcher_allow_releases(PyObject* object, PyObject* value) {
+  auto* self = reinterpret_cast<Dispatcher*>(object);
+  const int is_allowed = PyObject_IsTrue(value);
+  if (is_allowed < 0) return nullptr;
+  if (self->acts != nullptr) self->acts->may_release = is_allowed != 0;
   Py_RETURN_NONE;
 }
 
@@ -338,6 +387,10 @@ PyObject* get_cursor(PyObject* object, void*) {
 PyObject* get_num_boxed(PyObject* object, void*) {
   return PyLong_FromUnsignedLongLong(reinterpret_cast<Dispatcher*>(object)->num_boxed);
 }
+PyObject* get_num_acts(PyObject* object, void*) {
+  const ooc::Acts* acts = reinterpret_cast<Dispatcher*>(object)->acts;
+  return PyLong_FromUnsignedLongLong(acts != nullptr ? acts->num_done : 0);
+}
 PyObject* get_planned(PyObject* object, void*) {
   return PyBool_FromLong(reinterpret_cast<Dispatcher*>(object)->planned);
 }
@@ -394,6 +447,7 @@ int dispatcher_clear(PyObject* object) {
   self->num_ops = 0;
   self->schemas = nullptr;
   delete std::exchange(self->demand, nullptr);
+  delete std::exchange(self->acts, nullptr);
   Py_CLEAR(self->awaited_func);
   Py_CLEAR(self->owner);
   Py_CLEAR(self->slow);
@@ -412,6 +466,10 @@ int dispatcher_traverse(PyObject* object, visitproc visit, void* arg) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   if (self->demand != nullptr) {
     for (PyObject* owned : self->demand->objects()) Py_VISIT(owned);
+  }
+  if (self->acts != nullptr) {
+    for (PyObject* owned : self->acts->objects()) Py_VISIT(owned);
+    Py_VISIT(self->acts->plan.before);
   }
   Py_VISIT(self->awaited_func);
   Py_VISIT(self->owner);
@@ -443,6 +501,8 @@ PyMethodDef dispatcher_methods[] = {
     {"install", dispatcher_install, METH_VARARGS, "Set the tables of a plan."},
     {"start", dispatcher_start, METH_O, "Compare ops with the plan from this op on."},
     {"prepare_demand", dispatcher_prepare_demand, METH_VARARGS, "Say what ops on demand need."},
+    {"prepare_acts", dispatcher_prepare_acts, METH_VARARGS, "Say what goes before planned ops, and where it is noted."},
+    {"allow_releases", dispatcher_allow_releases, METH_O, "Whether releases are done without Python from now on."},
     {"kind", dispatcher_kind, METH_VARARGS, "What an op has in common with those tried once for all."},
     {"trial", dispatcher_trial, METH_O, "What is known of a kind of op."},
     {"set_trial", dispatcher_set_trial, METH_VARARGS, "Note what is known of a kind of op."},
@@ -474,6 +534,7 @@ PyGetSetDef dispatcher_getset[] = {
     {"cursor", get_cursor, nullptr, "Index of the next planned op.", nullptr},
     {"depth", get_depth, nullptr, "Critical sections entered on the session's thread.", nullptr},
     {"num_boxed", get_num_boxed, nullptr, "Planned ops that were played without Python so far.", nullptr},
+    {"num_acts", get_num_acts, nullptr, "Planned ops before which Python had nothing to do, though something was.", nullptr},
     {"planned", get_planned, nullptr, "Whether ops are compared with a plan.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 

@@ -12,6 +12,7 @@
 #include <ctime>
 
 #include "../../../vmm/native/allocator.h"
+#include "acts.h"
 #include "demand.h"
 #include "sparse.h"
 #include "trials.h"
@@ -74,6 +75,7 @@ struct Dispatcher {
   int watched_grad_mode;   // ops on demand in the other grad mode are Python's; -1: it does not matter
   PyObject* awaited_func;  // this one, too; null: none
   ooc::Demand* demand;  // ops that run on demand; null until the session says how
+  ooc::Acts* acts;      // what goes before planned ops; null: all of it is Python's
   ooc::Trials* trials;  // which kinds of op may run again
   // Set by boxed.cpp.
   Rare* rare;  // what the next call is for; null: an op to run

@@ -49,7 +49,12 @@ enum class Start { kError, kLeft, kRuns };
 // Waits, loads and remaps before an op, and its window of planned allocations. kLeft: the step is off its plan.
 Start start_planned(Dispatcher* self, uint32_t index) {
   const PlanOp op = self->ops[index];
-  if (op.flags & kBefore) {
+  const auto is_expected = [&] { return self->planned && self->cursor == index; };
+  using Outcome = ooc::Acts::Outcome;
+  const bool has_acts = (op.flags & kBefore) != 0;
+  const Outcome acts = has_acts && self->acts != nullptr ? self->acts->play(index, is_expected) : Outcome::kPythons;
+  if (acts == Outcome::kError) return Start::kError;
+  if (has_acts && acts == Outcome::kPythons) {
     PyObject* stays = call_with_index(self->before, index);
     if (stays == nullptr) return Start::kError;
     const bool left = stays == Py_False;

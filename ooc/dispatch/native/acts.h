@@ -1,0 +1,215 @@
+// What goes before a planned op where nothing is to be moved or waited for: variables that should be dead are, what is
+// released is in the store, what was loaded has arrived, and what is born finds its chunks mapped. What
+// `Executor.before` does for such an op, under the session's lock like there. Any doubt, and all of it is Python's:
+// nothing is changed before everything has been looked at.
+//
+// Residencies, variables, records, reservations and transfers are Python objects with slots, read and written in
+// place. So there is one truth, whoever looks.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+#include "demand.h"
+
+namespace ooc {
+
+// The slots that are used, in the order of `_SLOTS` in ooc/dispatch/native_acts.py.
+enum Slot : int {
+  kReleases, kLoads, kArrivals, kRerun, kBirths,                    // Before
+  kVariable, kPlannedRuns, kTransfer, kWaits,                       // ExecutableResidency
+  kRecord, kSuccessor, kIndex, kPlannedNbytes, kEvictable,          // PlanVariable
+  kState, kRuns, kStored, kRecordTransfer, kExports, kSeen, kGuard, kNbytes, kReservation,  // VariableRecord
+  kGiven, kIsProtected,                                             // Reservation
+  kTicket,                                                          // Transfer
+  kNumSlots
+};
+
+// The tables of a plan that its acts need; the plan owns them.
+struct PlanActs {
+  PyObject* before = nullptr;            // owned: a list, per op a Before or None
+  const uint8_t* alive = nullptr;        // per variable
+  const uint32_t* deaths = nullptr;      // variables that are freed in the step, in that order
+  const uint32_t* num_deaths = nullptr;  // per op: how many of them are freed before it
+};
+
+class Acts {
+ public:
+  enum class Outcome { kDone, kPythons, kError };
+
+  // All of these are owned. `empty`: lists that hold something while collectives are under way.
+  PyObject *acquire = nullptr, *release = nullptr, *resident = nullptr, *loading = nullptr, *away = nullptr;
+  PyObject *empty = nullptr, *transfer_type = nullptr;
+  const std::atomic<int64_t>* ring = nullptr;  // TransferEngine.finished_ring
+  int64_t ring_length = 0;
+  long no_guard = 0;
+  bool may_release = false;  // not while code that no op tells of may touch what is away
+  std::array<Py_ssize_t, kNumSlots> slots{};
+  PlanActs plan;
+  uint32_t num_dead = 0;   // deaths seen in this step
+  uint64_t num_done = 0;
+
+  Acts() = default;
+  Acts(const Acts&) = delete;
+  Acts& operator=(const Acts&) = delete;
+  ~Acts() {
+    for (PyObject* object : objects()) Py_XDECREF(object);
+    Py_XDECREF(plan.before);
+  }
+
+  std::array<PyObject*, 7> objects() const {
+    return {acquire, release, resident, loading, away, empty, transfer_type};
+  }
+  // What was parsed is borrowed until `own`; `disown` forgets it.
+  void own() const {
+    for (PyObject* object : objects()) Py_XINCREF(object);
+  }
+  void disown() { acquire = release = resident = loading = away = empty = transfer_type = nullptr; }
+
+  // Do what goes before op `index`. `is_expected()`: whether the plan is still at this op, once the lock is held.
+  template <class IsExpected>
+  Outcome play(uint32_t index, IsExpected&& is_expected) {
+    if (plan.before == nullptr) return Outcome::kPythons;
+    PyObject* acts = PyList_GET_ITEM(plan.before, index);
+    if (acts == Py_None || at(acts, kRerun) != Py_None || size(acts, kLoads) != 0) return Outcome::kPythons;
+    PyObject* locked = PyObject_CallNoArgs(acquire);
+    if (locked == nullptr) return Outcome::kError;
+    Py_DECREF(locked);
+    const bool is_done = is_expected() && is_quiet() && are_dead(index) && may_play(acts);
+    if (is_done) {
+      each(acts, kReleases, [&](PyObject* residency) { let_go(residency); return true; });
+      each(acts, kArrivals, [&](PyObject* residency) { arrive(residency); return true; });
+      each(acts, kBirths, [&](PyObject* residency) { bear(residency); return true; });
+      ++num_done;
+    }
+    PyObject* unlocked = PyObject_CallNoArgs(release);
+    if (unlocked == nullptr) return Outcome::kError;
+    Py_DECREF(unlocked);
+    return is_done ? Outcome::kDone : Outcome::kPythons;
+  }
+
+ private:
+  enum class Ended { kWell, kNot, kUnknown };  // unknown: it failed, or that was long ago
+
+  PyObject* at(PyObject* object, Slot slot) const { return Demand::get(object, slots[slot]); }
+  void set(PyObject* object, Slot slot, PyObject* value) const { Demand::set(object, slots[slot], Py_NewRef(value)); }
+  bool is_true(PyObject* object, Slot slot) const { return at(object, slot) == Py_True; }
+  bool is_zero(PyObject* object, Slot slot) const { return PyLong_AsLong(at(object, slot)) == 0; }
+  Py_ssize_t size(PyObject* acts, Slot list) const { return PyList_GET_SIZE(at(acts, list)); }
+
+  template <class Visit>
+  bool each(PyObject* acts, Slot list, Visit&& visit) const {
+    for (Py_ssize_t i = 0; i < size(acts, list); ++i) {
+      if (!visit(PyList_GET_ITEM(at(acts, list), i))) return false;
+    }
+    return true;
+  }
+
+  bool is_quiet() const {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(empty); ++i) {
+      if (PyList_GET_SIZE(PyTuple_GET_ITEM(empty, i)) != 0) return false;
+    }
+    return true;
+  }
+
+  // Whether all that should have been freed before the op was.
+  bool are_dead(uint32_t index) {
+    for (; num_dead < plan.num_deaths[index]; ++num_dead) {
+      if (plan.alive[plan.deaths[num_dead]]) return false;
+    }
+    return true;
+  }
+
+  bool may_play(PyObject* acts) const {
+    if (size(acts, kReleases) != 0 && !may_release) return false;
+    return each(acts, kReleases, [&](PyObject* residency) { return may_let_go(residency); }) &&
+           each(acts, kArrivals, [&](PyObject* residency) { return may_arrive(residency); }) &&
+           each(acts, kBirths, [&](PyObject* residency) { return may_bear(residency); });
+  }
+
+  // The record of a residency whose variable is alive, borrowed, or null.
+  PyObject* live(PyObject* residency) const {
+    PyObject* variable = at(residency, kVariable);
+    PyObject* record = at(variable, kRecord);
+    return record == Py_None || !is_alive(variable) ? nullptr : record;
+  }
+  bool is_alive(PyObject* variable) const { return plan.alive[PyLong_AsSize_t(at(variable, kIndex))] != 0; }
+
+  // How a transfer has ended, if it has; none at all has ended well.
+  Ended ended(PyObject* transfer) const {
+    if (transfer == Py_None) return Ended::kWell;
+    if (reinterpret_cast<PyObject*>(Py_TYPE(transfer)) != transfer_type) return Ended::kUnknown;
+    const int64_t ticket = PyLong_AsLongLong(at(transfer, kTicket));
+    const int64_t last = ring[ticket % ring_length].load(std::memory_order_acquire);
+    if (last == ticket) return Ended::kWell;
+    return (last < 0 ? -last : last) < ticket ? Ended::kNot : Ended::kUnknown;
+  }
+
+  // Whether its addresses show these chunks, and nothing guards them.
+  bool shows(PyObject* record, PyObject* runs) const {
+    PyObject* reservation = at(record, kReservation);
+    return PyLong_AsLong(at(record, kGuard)) == no_guard && at(reservation, kGiven) == runs &&
+           at(reservation, kIsProtected) == Py_False;
+  }
+
+  bool may_let_go(PyObject* residency) const {
+    PyObject* record = live(residency);
+    if (record == nullptr) return true;
+    if (at(record, kState) != resident) return at(record, kState) != loading;
+    return is_zero(record, kExports) && is_true(record, kStored) &&
+           (is_true(record, kSeen) || is_true(at(residency, kVariable), kEvictable)) &&
+           ended(at(residency, kTransfer)) != Ended::kUnknown;
+  }
+  void let_go(PyObject* residency) const {  // ResidencyActs.release
+    PyObject* record = live(residency);
+    if (record == nullptr || at(record, kState) != resident) return;
+    if (ended(at(residency, kTransfer)) == Ended::kWell) set(residency, kTransfer, Py_None);
+    set(record, kState, away);
+    Demand::set(record, slots[kRuns], PyTuple_New(0));  // the one empty tuple
+    set(record, kRecordTransfer, at(residency, kTransfer));
+  }
+
+  bool may_arrive(PyObject* residency) const {
+    PyObject* record = live(residency);
+    if (record == nullptr || at(record, kState) == resident) return true;
+    return at(record, kState) == loading && at(record, kRecordTransfer) != Py_None &&
+           ended(at(record, kRecordTransfer)) == Ended::kWell && shows(record, at(record, kRuns));
+  }
+  void arrive(PyObject* residency) const {  // ResidencyActs.arrive
+    PyObject* record = live(residency);
+    if (record == nullptr || at(record, kState) == resident) return;
+    set(record, kState, resident);
+    set(record, kRecordTransfer, Py_None);
+  }
+
+  bool may_bear(PyObject* residency) const {
+    PyObject* variable = at(residency, kVariable);
+    PyObject* record = at(variable, kRecord);
+    PyObject* successor = at(variable, kSuccessor);
+    if (record == Py_None) return false;
+    if (successor != Py_None && is_alive(successor) && at(successor, kRecord) == record) return false;
+    PyObject* own = at(residency, kTransfer);  // of the step before: however it has ended
+    if (own != Py_None && ended(own) != Ended::kWell) return false;
+    PyObject* waits = at(residency, kWaits);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(waits); ++i) {
+      if (ended(at(PyTuple_GET_ITEM(waits, i), kTransfer)) != Ended::kWell) return false;
+    }
+    return shows(record, at(residency, kPlannedRuns));
+  }
+  void bear(PyObject* residency) const {  // ResidencyActs.prepare_birth
+    PyObject* record = at(at(residency, kVariable), kRecord);
+    PyObject* waits = at(residency, kWaits);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(waits); ++i) set(PyTuple_GET_ITEM(waits, i), kTransfer, Py_None);
+    set(record, kNbytes, at(at(residency, kVariable), kPlannedNbytes));
+    set(record, kState, resident);
+    set(record, kRuns, at(residency, kPlannedRuns));
+    set(record, kStored, Py_False);
+    set(record, kRecordTransfer, Py_None);
+  }
+};
+
+}  // namespace ooc
