@@ -499,8 +499,7 @@ class OpRunner:
                 executor = self._executor
                 if executor.active is not None:
                     executor.absorb_events()
-                    between = not self._allocator.state.is_inside_op
-                    if between and threading.get_ident() == self._thread:
+                    if not self._allocator.state.is_inside_op and threading.get_ident() == self._thread:
                         address = executor.serve_between(nbytes)
                         if address:
                             return self._served(address, nbytes)
@@ -508,8 +507,9 @@ class OpRunner:
                         self.bail_out("an allocation that the plan does not have")
                 self.absorb()
                 record = self._manager.allocate(nbytes)
-                inside = self._allocator.state.is_inside_op
-                record.is_workspace = inside and threading.get_ident() == self._thread
+                record.is_workspace = self._allocator.state.is_inside_op and threading.get_ident() == self._thread
+                if record.is_workspace and executor.active is not None and not executor.active.reruns.by_op:
+                    self._dispatcher.meet(record.address, record)
                 return self._served(record.address, nbytes)
         except BaseException as error:  # noqa: BLE001 - nothing may be raised into C++; the op's caller raises it
             if threading.get_ident() == self._thread and self._dispatcher.depth > 1:  # one for this call, one for an op

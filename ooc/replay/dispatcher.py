@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from ooc.memory.record import VariableRecord
 from ooc.tracing.op_log import OpLog
 
 
@@ -42,6 +43,9 @@ class Dispatcher(Protocol):
 
     def prepare_acts(self, *arguments: Any) -> None:
         """Say what goes before planned ops, and where that is noted (`ooc.dispatch.native_acts`)."""
+
+    def meet(self, address: int, record: VariableRecord, /) -> None:
+        """Let planned ops of this step use what was allocated there, beside the plan; it stays where it is."""
 
     def allow_releases(self, whether: bool, /) -> None:
         """Whether releases are done without Python from now on: not while stray touches are to be served."""

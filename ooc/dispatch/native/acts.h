@@ -44,6 +44,7 @@ class Acts {
   // All of these are owned. `empty`: lists that hold something while collectives are under way.
   PyObject *acquire = nullptr, *release = nullptr, *resident = nullptr, *loading = nullptr, *away = nullptr;
   PyObject *empty = nullptr, *transfer_type = nullptr;
+  PyObject* strangers = nullptr;  // a dict: the record of what was allocated beside the plan in this step, by address
   const std::atomic<int64_t>* ring = nullptr;  // TransferEngine.finished_ring
   int64_t ring_length = 0;
   long no_guard = 0;
@@ -61,14 +62,34 @@ class Acts {
     Py_XDECREF(plan.before);
   }
 
-  std::array<PyObject*, 7> objects() const {
-    return {acquire, release, resident, loading, away, empty, transfer_type};
+  std::array<PyObject*, 8> objects() const {
+    return {acquire, release, resident, loading, away, empty, transfer_type, strangers};
   }
   // What was parsed is borrowed until `own`; `disown` forgets it.
-  void own() const {
+  void own() const {  // before there are strangers
     for (PyObject* object : objects()) Py_XINCREF(object);
   }
-  void disown() { acquire = release = resident = loading = away = empty = transfer_type = nullptr; }
+  void disown() { acquire = release = resident = loading = away = empty = transfer_type = strangers = nullptr; }
+
+  // Op `cursor` comes next; with 0 a step begins.
+  void start(uint32_t cursor) {
+    num_dead = 0;
+    if (cursor == 0) PyDict_Clear(strangers);
+  }
+
+  // Whether a planned op may use what is at this address, which the plan does not have. It counts as seen, and as
+  // written: of what goes beside the plan nobody notes who writes it. Sets no Python error.
+  bool meets_stranger(uint64_t address) const {
+    if (PyDict_GET_SIZE(strangers) == 0) return false;
+    PyObject* number = PyLong_FromUnsignedLongLong(address);
+    PyObject* record = number != nullptr ? PyDict_GetItemWithError(strangers, number) : nullptr;
+    Py_XDECREF(number);
+    PyErr_Clear();
+    if (record == nullptr || at(record, kState) != resident) return false;
+    set(record, kSeen, Py_True);
+    set(record, kStored, Py_False);
+    return true;
+  }
 
   // Do what goes before op `index`. `is_expected()`: whether the plan is still at this op, once the lock is held.
   template <class IsExpected>

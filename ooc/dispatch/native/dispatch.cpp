@@ -210,7 +210,7 @@ PyObject* dispatcher_start(PyObject* object, PyObject* number) {
     return nullptr;
   }
   self->cursor = static_cast<uint32_t>(cursor);
-  if (self->acts != nullptr) self->acts->num_dead = 0;
+  if (self->acts != nullptr) self->acts->start(self->cursor);
   self->state->owner_thread.store(self->this_thread(), std::memory_order_relaxed);
   self->planned = 1;
   Py_RETURN_NONE;
@@ -279,6 +279,11 @@ PyObject* dispatcher_prepare_acts(PyObject* object, PyObject* positional) {
   acts->ring = reinterpret_cast<const std::atomic<int64_t>*>(ring);
   acts->ring_length = length;
   acts->own();
+  acts->strangers = PyDict_New();
+  if (acts->strangers == nullptr) {
+    delete acts;
+    return nullptr;
+  }
   delete std::exchange(self->acts, acts);
   Py_RETURN_NONE;
 }
@@ -289,6 +294,15 @@ PyObject* dispatcher_allow_releases(PyObject* object, PyObject* value) {
   const int is_allowed = PyObject_IsTrue(value);
   if (is_allowed < 0) return nullptr;
   if (self->acts != nullptr) self->acts->may_release = is_allowed != 0;
+  Py_RETURN_NONE;
+}
+
+// meet(address, record): ops of this step's plan may use what was allocated there, beside the plan.
+PyObject* dispatcher_meet(PyObject* object, PyObject* positional) {
+  const auto* self = reinterpret_cast<Dispatcher*>(object);
+  PyObject *address, *record;
+  if (!PyArg_UnpackTuple(positional, "meet", 2, 2, &address, &record)) return nullptr;
+  if (self->acts != nullptr && PyDict_SetItem(self->acts->strangers, address, record) < 0) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -503,6 +517,7 @@ PyMethodDef dispatcher_methods[] = {
     {"prepare_demand", dispatcher_prepare_demand, METH_VARARGS, "Say what ops on demand need."},
     {"prepare_acts", dispatcher_prepare_acts, METH_VARARGS, "Say what goes before planned ops, and where it is noted."},
     {"allow_releases", dispatcher_allow_releases, METH_O, "Whether releases are done without Python from now on."},
+    {"meet", dispatcher_meet, METH_VARARGS, "Planned ops may use what was allocated beside the plan in this step."},
     {"kind", dispatcher_kind, METH_VARARGS, "What an op has in common with those tried once for all."},
     {"trial", dispatcher_trial, METH_O, "What is known of a kind of op."},
     {"set_trial", dispatcher_set_trial, METH_VARARGS, "Note what is known of a kind of op."},

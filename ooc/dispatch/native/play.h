@@ -7,15 +7,17 @@
 namespace {
 
 // Compares the storages of an op's operands with those that the plan expects, in the plan's order. One that the plan
-// expects and that is not in the arena (it fell below the threshold this time) is harmless.
+// expects and that is not in the arena (it fell below the threshold this time) is harmless, and so is a stranger: one
+// that was allocated beside the plan in this step, and stays where it is.
 class Expected {
  public:
   Expected(const Dispatcher* self, const PlanOp& op) : self_(self), next_(op.uses_start), stop_(op.uses_stop) {}
 
   bool operator()(uint64_t address) {
-    while (next_ < stop_ && self_->variable_address[self_->uses[next_]] != address) ++next_;
-    if (next_ == stop_) return false;
-    ++next_;
+    uint32_t next = next_;
+    while (next < stop_ && self_->variable_address[self_->uses[next]] != address) ++next;
+    if (next == stop_) return self_->acts != nullptr && self_->acts->meets_stranger(address);
+    next_ = next + 1;
     return true;
   }
 
