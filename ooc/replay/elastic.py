@@ -4,21 +4,21 @@ Steps whose batches differ in size run the same ops, whose operands come from th
 variables differ, and of small ones a session sees nothing (below the threshold). So two observations of such steps are
 *aligned*: a variable that is born in the step is told by the position at which it is allocated and by which of the
 allocations there it is, small ones counted. One observation gives the *shape*, that in which the most variables are
-large enough to be seen; the *envelope* is the shape with each variable's largest size so far, and headroom for those
-that differ, so that the number of plans grows with the logarithm of the largest size.
+large enough to be seen, and those that only others have are merged into it; the *envelope* is the shape with each
+variable's largest size so far, and headroom for those that differ, so that the number of plans grows with the logarithm
+of the largest size.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
+from ooc.replay.merging import merged, strangers
 from ooc.tracing.recorder import Observed, close_cycle
-from scheduler.plan import Machine
 from scheduler.trace import Trace, Variable
 from vmm.table import between_ops, inside_op
 
@@ -34,10 +34,6 @@ _MOST_EXPONENT = 64
 """Where the slowest growth is next to none, another is any power of it; the headroom has its limit long before."""
 _MOST_HEADROOM = 2.0
 """Of what grows fastest, attention's scores for one."""
-
-_MOST_STRANGE = 0.125
-"""Of what a step needs at once, so much may be variables that its shape does not have: room is left for them. Not
-tuned."""
 
 _MOST_LABELS = 0.8
 """Of the labels, so many come in each repetition of a step equally often; the others are what comes once."""
@@ -55,13 +51,11 @@ class Envelope:
         elastic: Variables whose sizes differ from step to step.
         standing: Variables that exist throughout and are other storages each time: in the optimizer's part of a step,
             the gradients. They are taken to be where the segment before left them.
-        spare_nbytes: Room beside the plan for strangers: variables that some of its steps have, and the shape has not.
     """
 
     trace: Trace
     elastic: frozenset[int]
     standing: frozenset[int] = frozenset()
-    spare_nbytes: int = 0
 
     @classmethod
     def of(cls, executable: ExecutablePlan, trace: Trace) -> Envelope:
@@ -97,8 +91,6 @@ class Shape:
         self._serials: list[set[int]] = [set() if s is None else {s} for s in observed.start_serials]
         self._persistent: set[int] = set()
         self._becomes: dict[int, int] = {}
-        self._strangers: list[_Stretch] = []
-        self._chunk_nbytes = 1
         self._find_becomes(observed, {i: i for i in range(len(self._largest))})
 
     def __repr__(self) -> str:
@@ -112,8 +104,7 @@ class Shape:
     def align(self, observed: Observed, *, exactly: bool = False) -> Alignment | None:
         """The variables that an observation has in common with this shape; None: it is of another shape.
 
-        One of the two has all variables of the other, or the observation has few more: routed at random, or near the
-        threshold, each step may see others. With `exactly`, the two differ in nothing.
+        What only one of them has can be merged into the other; with `exactly`, they differ in nothing.
         """
         if exactly and observed.trace.fingerprint() != self.observed.trace.fingerprint():
             return None
@@ -122,11 +113,8 @@ class Shape:
             return None
         if len(forth) == len(observed.trace.variables) or len(forth) == len(self._largest):
             return forth
-        strangers = _strangers(observed, forth)
-        if strangers is None or _strangers(self.observed, {ours: theirs for theirs, ours in forth.items()}) is None:
-            return None
-        everything = _stretches(observed, range(len(observed.trace.variables)))
-        return forth if _at_once(strangers) <= _MOST_STRANGE * _at_once(everything) else None
+        can_merge = strangers(observed, forth) is not None and strangers(self.observed, forth.values()) is not None
+        return forth if can_merge else None
 
     def has_new(self, alignment: Alignment, observed: Observed) -> bool:
         """Whether the observation has variables that this shape does not have."""
@@ -143,8 +131,8 @@ class Shape:
         elif len(alignment) < len(self._largest):  # what was not seen this time was below the threshold
             unseen = set(range(len(self._largest))).difference(alignment.values())
             self._smallest = [0 if i in unseen else nbytes for i, nbytes in enumerate(self._smallest)]
-            strangers = _strangers(observed, alignment) or []
-            self._strangers = max(self._strangers, strangers, key=_at_once)
+            if self.has_new(alignment, observed):
+                alignment = self._merge(observed, alignment)
         if is_same and not self.is_elastic:
             self.observed = observed  # its serials are those that a plan is made for
         seen = [set(serials) for serials in self._serials]
@@ -176,6 +164,19 @@ class Shape:
         self._largest, self._smallest, self._serials = largest, smallest, serials
         self.observed = observed
 
+    def _merge(self, observed: Observed, alignment: Alignment) -> Alignment:
+        """Take over the variables that only the observation has. Returns the alignment with these."""
+        new = strangers(observed, alignment)
+        assert new is not None
+        self.observed = merged(self.observed, observed, alignment)
+        found = dict(alignment) | {theirs: len(self._largest) + n for n, theirs in enumerate(new)}
+        self._largest += [observed.trace.variables[theirs].nbytes for theirs in new]
+        self._smallest += [0] * len(new)
+        self._serials += [
+            {serial} if (serial := observed.start_serials[theirs]) is not None else set() for theirs in new
+        ]
+        return found
+
     def _find_becomes(self, observed: Observed, alignment: Alignment) -> None:
         """Which variables at a step's end are which at the next one's start, as far as this observation shows."""
         born = {
@@ -195,9 +196,7 @@ class Shape:
         """Whether a plan for the envelope, of this shape, could have played the observed step."""
         if not envelope.is_of(self.observed.trace):  # the shape has grown since: other indices
             return False
-        strangers = _strangers(observed, alignment)
-        has_room = strangers is not None and _at_once(strangers, self._chunk_nbytes) <= envelope.spare_nbytes
-        return has_room and all(
+        return not self.has_new(alignment, observed) and all(
             _has_room(envelope, ours, observed.trace.variables[theirs].nbytes) for theirs, ours in alignment.items()
         )
 
@@ -209,7 +208,6 @@ class Shape:
             headroom: The envelope holds so much more than the largest seen.
             is_segment: Of a part of a step: other parts come before and after it.
         """
-        self._chunk_nbytes = chunk_nbytes
         if not self.is_elastic and self._earlier is not None:
             trace = close_cycle(self._earlier, self._latest)
             return _standing(trace, trace.variables) if is_segment else Envelope(trace=trace, elastic=frozenset())
@@ -247,17 +245,7 @@ class Shape:
             ),
         )
         found = Envelope(trace=trace, elastic=frozenset(varying))
-        found = _standing(trace, trace.variables, found.elastic) if is_segment else found
-        return replace(found, spare_nbytes=self.spare_nbytes(chunk_nbytes))
-
-    def spare_nbytes(self, chunk_nbytes: int) -> int:
-        """Room for strangers, in whole chunks: as much as they took in any step so far, with headroom."""
-        return -(-int(_at_once(self._strangers, chunk_nbytes) * HEADROOM) // chunk_nbytes) * chunk_nbytes
-
-    def machine(self, machine: Machine) -> Machine:
-        """What a plan is to be made for: the room for strangers is not the plan's."""
-        spare = self.spare_nbytes(machine.chunk_nbytes) // machine.chunk_nbytes
-        return replace(machine, num_chunks=max(machine.num_chunks - spare, 0)) if spare else machine
+        return _standing(trace, trace.variables, found.elastic) if is_segment else found
 
     def _becomes_by_age(self, known: Mapping[int, int], varying: set[int]) -> dict[int, int]:
         """Of those whose size never differs, which is which in the next step: matched by size, in order of age."""
@@ -362,32 +350,6 @@ def _alike(observed: Observed) -> list[list[int]]:
         if num_repetitions > 1 and rest == 0:
             groups += [found[start::num_apart] for start in range(num_apart)]
     return groups
-
-
-_Stretch = tuple[int, int, int]
-"""A variable's first tick, the one after its last, and its bytes."""
-
-
-def _stretches(observed: Observed, indices: Iterable[int]) -> list[_Stretch]:
-    return [(*observed.trace.lifetime(i), observed.trace.variables[i].nbytes) for i in indices]
-
-
-def _strangers(observed: Observed, alignment: Alignment) -> list[_Stretch] | None:
-    """What the observation has and the shape has not. None: some of it is not born and freed within the step."""
-    new = [i for i in range(len(observed.trace.variables)) if i not in alignment]
-    variables = [observed.trace.variables[i] for i in new]
-    if any(v.birth_tick is None or v.death_tick is None for v in variables):
-        return None
-    return _stretches(observed, new)
-
-
-def _at_once(stretches: Iterable[_Stretch], chunk_nbytes: int = 1) -> int:
-    """The most bytes of these that exist at once, each in whole chunks."""
-    changes = []
-    for start, stop, nbytes in stretches:
-        held = -(-nbytes // chunk_nbytes) * chunk_nbytes
-        changes += [(start, held), (stop, -held)]
-    return max(itertools.accumulate((held for _, held in sorted(changes)), initial=0))
 
 
 def _has_room(envelope: Envelope, index: int, nbytes: int) -> bool:

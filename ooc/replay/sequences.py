@@ -213,7 +213,7 @@ class Sequences:
             # If parameters were replaced between the two observations, a third one is needed to know them from batches,
             # or the gradients that an optimizer's step begins with, that are new in each step.
             return key
-        self._plan_shape(key, shape, shape.machine(machine))
+        self._plan_shape(key, shape, machine)
         return key
 
     def _find(self, observed: Observed) -> tuple[str, Alignment] | None:
