@@ -1,0 +1,140 @@
+"""What goes before planned ops and needs no Python (native/acts.h): done like Python does it, or left to it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ooc
+import ooc.engine
+from ooc.errors import StoreFailed
+from ooc.replay.executor import Executor
+from tests.dispatch.test_boxed import train
+from tests.store_speed import USUAL, store_speed
+
+BUDGET = "900KiB"
+NUM_STEPS = 9
+
+
+@contextlib.contextmanager
+def open_session(*, debug: bool = False) -> Iterator[ooc.Session]:
+    with (
+        store_speed(USUAL),
+        ooc.Session(
+            BUDGET,
+            chunk_nbytes="64KiB",
+            threshold_nbytes="64KiB",
+            policy="capuchin",
+            recompute=False,
+            debug=debug,
+            plan_cache=False,
+        ) as session,
+    ):
+        yield session
+
+
+def compare(within: Callable[[int, Tensor], Tensor] | None = None, *, debug: bool = False) -> ooc.Session:
+    expected = train(contextlib.nullcontext, num_steps=NUM_STEPS, within=within)
+    with open_session(debug=debug) as session:
+        assert train(session.step, num_steps=NUM_STEPS, within=within) == expected
+    return session
+
+
+def befores(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ops, from here on, before which Python was asked."""
+    asked: list[int] = []
+    before = Executor.before
+
+    def note(executor: Executor, index: int) -> bool:
+        asked.append(index)
+        return before(executor, index)
+
+    monkeypatch.setattr(Executor, "before", note)
+    return asked
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_python_is_asked_less(debug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same plans, bits and bytes moved; and what Python did before ops, native code does now."""
+    asked = befores(monkeypatch)
+    session = compare(debug=debug)
+    num_done, natively = session.engine.runner.dispatcher.num_acts, list(asked)
+    asked.clear()
+    monkeypatch.setattr(ooc.engine, "act_natively", lambda *_, **__: None)
+    other = compare(debug=debug)
+    assert other.engine.runner.dispatcher.num_acts == 0
+    assert num_done > 0
+    assert len(natively) + num_done == len(asked)
+    rows, other_rows = session.steps.rows, other.steps.rows
+    assert [row.mode for row in rows] == [row.mode for row in other_rows]
+    assert rows[-1].mode == "planned"
+    for name in ("loaded_nbytes", "evicted_nbytes", "dropped_nbytes", "num_remapped_chunks"):
+        assert [getattr(row, name) for row in rows] == [getattr(row, name) for row in other_rows], name
+    assert rows[-1].loaded_nbytes > 0
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_what_is_still_on_its_way_is_waited_for(debug: bool) -> None:
+    """Reads and writes that take long: no op begins before its operands are there."""
+    expected = train(contextlib.nullcontext, num_steps=NUM_STEPS)
+
+    with open_session(debug=debug) as session:
+
+        def within(index: int, x: Tensor) -> Tensor:
+            session.engine.manager.store.engine.inject_faults(delay_ns=3_000_000 if index > 4 else 0)
+            return x
+
+        assert train(session.step, num_steps=NUM_STEPS, within=within) == expected
+        assert session.steps.rows[-1].mode == "planned"
+        assert session.steps.rows[-1].stall_s > 0
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_transfer_that_fails_is_not_taken_for_ended(direction: Any) -> None:
+    """The step fails by name, and the next run of the same loop is right."""
+    with open_session() as session:
+
+        def within(index: int, x: Tensor) -> Tensor:
+            if index == 6:
+                session.engine.manager.store.engine.inject_faults(fail_call=2, direction=direction, num_failures=4)
+            return x
+
+        with pytest.raises(StoreFailed):
+            train(session.step, num_steps=NUM_STEPS, within=within)
+        session.engine.manager.store.engine.inject_faults()
+        assert train(session.step) == train(contextlib.nullcontext)
+
+
+def test_what_is_held_too_long_is_not_written_over() -> None:
+    """A variable that should be dead is moved out of the way of what is born in its chunks."""
+    held: list[Tensor] = []
+
+    def within(index: int, x: Tensor) -> Tensor:
+        if index == 6:
+            held.append(x.detach())
+        if index == 8:
+            x = x + held.pop()
+        return x
+
+    session = compare(within)
+    assert [row.mode for row in session.steps.rows][5] == "planned"
+
+
+def test_what_is_given_out_is_not_let_go() -> None:
+    """A numpy array over an activation that the plan evicts: its bytes are there when it is read."""
+
+    def within(index: int, x: Tensor) -> Tensor:
+        if index >= 6:
+            array = x.detach().numpy()
+            copy = array.copy()
+            y = torch.relu(x * 1.25 + torch.ones_like(x)).exp().log()
+            assert (array == copy).all()
+            return y
+        return torch.relu(x * 1.25 + torch.ones_like(x)).exp().log()
+
+    compare(within)
