@@ -13,6 +13,8 @@ from torch import Tensor
 import ooc
 import ooc.engine
 from ooc.errors import StoreFailed
+from ooc.memory.record import State, VariableRecord
+from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.executor import Executor
 from tests.dispatch.test_boxed import train
 from tests.store_speed import USUAL, store_speed
@@ -138,3 +140,48 @@ def test_what_is_given_out_is_not_let_go() -> None:
         return torch.relu(x * 1.25 + torch.ones_like(x)).exp().log()
 
     compare(within)
+
+
+def _exported(record: VariableRecord) -> None:
+    record.export()
+
+
+def _written(record: VariableRecord) -> None:
+    record.written()
+
+
+@pytest.mark.parametrize("change", [_exported, _written])
+def test_what_may_not_be_let_go_is_pythons(
+    change: Callable[[VariableRecord], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the store does not have, or somebody outside may write, leaves its plan instead of its chunks."""
+    asked = befores(monkeypatch)
+    expected = train(contextlib.nullcontext, num_steps=NUM_STEPS)
+    found: list[tuple[int, VariableRecord]] = []
+
+    with open_session() as session:
+
+        def within(index: int, x: Tensor) -> Tensor:
+            executor = session.engine.runner.executor
+            if index == 6 and executor.active is not None:
+                found.append(_next_release(executor.active, session.engine.runner.dispatcher.cursor))
+                change(found[0][1])
+                asked.clear()
+            return x
+
+        assert train(session.step, num_steps=NUM_STEPS, within=within) == expected
+        op, record = found[0]
+        assert op in asked
+        if record.exports:
+            record.end_export()
+
+
+def _next_release(executable: ExecutablePlan, cursor: int) -> tuple[int, VariableRecord]:
+    """The next op that lets go of something which the store has by now, and its record."""
+    for op in range(cursor, executable.num_ops):
+        acts = executable.before[op]
+        for residency in acts.releases if acts is not None and not acts.loads else ():
+            record = residency.variable.record
+            if record is not None and record.state is State.RESIDENT and record.stored:
+                return op, record
+    raise AssertionError("nothing is let go of")
