@@ -139,6 +139,10 @@ def format_mib(nbytes: int, *, up: bool | None = None) -> str:
 
 def pins_of(trace: Trace) -> tuple[tuple[Pin, ...], ...]:
     """For each variable its pins, in order and disjoint, at most one an op."""
+    return trace.once("pins", lambda: _pins_of(trace))
+
+
+def _pins_of(trace: Trace) -> tuple[tuple[Pin, ...], ...]:
     if not trace.ops:
         return tuple(() for _ in trace.variables)
     starts = [op.start_tick for op in trace.ops] + [trace.num_ticks]

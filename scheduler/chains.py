@@ -117,6 +117,10 @@ class PositionTicks:
 
 def chains_of(trace: Trace, machine: Machine, *, wrap: bool = True) -> tuple[Chain, ...]:
     """The chains of a trace. With `wrap` false, everything movable is away at the step boundary."""
+    return trace.once(("chains", machine.chunk_nbytes, wrap), lambda: _chains_of(trace, machine, wrap))
+
+
+def _chains_of(trace: Trace, machine: Machine, wrap: bool) -> tuple[Chain, ...]:
     pins = pins_of(trace)
     heirs = {v.becomes for i, v in enumerate(trace.variables) if v.becomes is not None and _wraps(trace, i, wrap)}
     chains: list[Chain] = []

@@ -45,7 +45,7 @@ def make_plan(
         ValueError: Unknown policy.
     """
     # A third of `window`'s time for a step of 10,000 ops went into them.
-    with without_collections():
+    with without_collections(), trace.remembering():
         plan = _plan(trace, machine, policy, parameters)
         if with_bounds:
             plan = replace(plan, bounds=lower_bounds(trace, machine, recompute=plan.recomputes))

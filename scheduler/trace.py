@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 TRACE_SCHEMA_VERSION = 2
 
 # What a trace without replayable ops is written as, so that an older ooc reads it; also a part of every fingerprint.
 _BASE_SCHEMA_VERSION = 1
+
+
+_Made = TypeVar("_Made")
 
 
 class TraceError(ValueError):
@@ -126,6 +130,7 @@ class Trace:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     op_starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _fingerprint: list[str] = field(init=False, repr=False, compare=False, default_factory=list)  # once asked for
+    _known: list[dict[Hashable, Any]] = field(init=False, repr=False, compare=False, default_factory=list)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "op_starts", tuple(op.start_tick for op in self.ops))
@@ -184,6 +189,28 @@ class Trace:
         )
         self._fingerprint.append(hashlib.sha256(repr(body).encode()).hexdigest()[:32])
         return self._fingerprint[0]
+
+    @contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Within it, what follows from the trace is worked out once (see `once`); afterwards it is forgotten."""
+        if self._known:
+            yield
+            return
+        self._known.append({})
+        try:
+            yield
+        finally:
+            self._known.clear()
+
+    def once(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
+        """What `make` returns, which must follow from the trace and `key` alone, and which nobody may change."""
+        known = next(iter(self._known), None)
+        if known is None:
+            return make()
+        if key not in known:
+            known[key] = make()
+        found: _Made = known[key]
+        return found
 
     def to_json(self) -> str:
         """The trace as JSON text with a schema version; `from_json` reads it back equal."""

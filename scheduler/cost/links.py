@@ -7,7 +7,7 @@ machine states a shared rate, both rates shrink in proportion while both ways mo
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, floor
 
 from scheduler.plan import Machine
@@ -31,6 +31,15 @@ def slowdown(machine: Machine) -> float:
     if machine.shared_bytes_per_s is None:
         return 1.0
     return min(1.0, machine.shared_bytes_per_s / (machine.load_bytes_per_s + machine.evict_bytes_per_s))
+
+
+def while_both_busy(machine: Machine) -> Machine:
+    """The machine with each way's rate as it is while both are busy; the same one where they share nothing."""
+    scale = slowdown(machine)
+    if scale == 1.0:
+        return machine
+    rates = machine.load_bytes_per_s * scale, machine.evict_bytes_per_s * scale
+    return replace(machine, load_bytes_per_s=rates[0], evict_bytes_per_s=rates[1])
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterable
 
 import numpy as np
@@ -109,16 +108,18 @@ def best_fit(problem: Problem) -> Placement:
     4.2 compares with; no caching and no splitting limits, which only make it worse.
     """
     sizes = problem.occupied_nbytes()
-    alive: list[tuple[int, int, int]] = []  # offset, end, stop, in order of offset
+    lows = highs = stops = np.empty(0, dtype=np.int64)  # of those alive, in order of offset
     offsets = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: (problem.buffers[i].start, i)):
         buffer, nbytes = problem.buffers[index], sizes[index]
-        alive = [entry for entry in alive if entry[2] > buffer.start]
-        floor, best = 0, None
-        for low, high, _ in alive:
-            if low - floor >= nbytes and (best is None or low - floor < best[0]):
-                best = (low - floor, floor)
-            floor = high
-        offsets[index] = floor if best is None else best[1]
-        insort(alive, (offsets[index], offsets[index] + nbytes, buffer.stop))
+        lives = stops > buffer.start
+        if not lives.all():
+            lows, highs, stops = lows[lives], highs[lives], stops[lives]
+        floors = np.concatenate(([0], highs))
+        gaps = lows - floors[:-1]
+        large = np.flatnonzero(gaps >= nbytes)
+        at = int(large[gaps[large].argmin()]) if len(large) else len(lows)
+        offset = offsets[index] = int(floors[at])
+        lows, highs = np.insert(lows, at, offset), np.insert(highs, at, offset + nbytes)
+        stops = np.insert(stops, at, buffer.stop)
     return placement_of(problem, offsets, planner="best_fit")

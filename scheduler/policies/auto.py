@@ -19,7 +19,6 @@ exchanged for re-runs (`_recompute`).
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,12 +28,12 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.budget import BudgetTooSmall, IntArray, pinned_chunks, pins_of, require_budget, smallest_num_chunks
+from scheduler.budget import BudgetTooSmall, IntArray, pinned_chunks, pins_of, require_budget
 from scheduler.chains import Chain, chains_of, residencies_of
 from scheduler.colouring.colouring import Shortage
-from scheduler.colouring.scratch import schedule_that_colours
 from scheduler.cost.bounds import lower_bounds
 from scheduler.cost.evaluate import Evaluation, estimate, evaluate
+from scheduler.cost.links import while_both_busy
 from scheduler.plan import Machine, Residency
 from scheduler.policies import (
     capuchin,
@@ -50,10 +49,12 @@ from scheduler.policies import (
     window,
 )
 from scheduler.policies._border import better_over_border
+from scheduler.policies._candidates import fastest_of, planned_for_less, smaller_budgets
 from scheduler.policies._mixed_walk import MUCH_STALL, mixed
 from scheduler.policies._placement import Placement
 from scheduler.policies._recompute import exchanged, with_reruns, with_slack
 from scheduler.policies._remat_search import fewest_reruns
+from scheduler.policies._slack import retimed
 from scheduler.selection import Selection
 from scheduler.trace import Trace
 
@@ -63,11 +64,8 @@ from scheduler.trace import Trace
 # to be moved was tried and stalls more: it prefers short stays of parameters, whose loads then crowd together.
 _CANDIDATES = ((0.0, False), (0.25, False), (0.1, False), (0.0, True), (0.45, False))
 
-# Placements per choice, each with the times that the one before it was simulated to have.
-_ROUNDS = 3
-
-# Choices in a row without improvement after which the search ends.
-_MOST_IN_VAIN = 2
+_ROUNDS = 3  # placements per choice, each with the times that the one before it was simulated to have
+_MOST_IN_VAIN = 2  # choices in a row without improvement after which the search ends
 
 # A bound on the search, in ops simulated: a few seconds on one core of 2026.
 _MOST_OPS_SIMULATED = 40_000
@@ -96,11 +94,11 @@ _RECOMPUTING = (poet, capuchin, melon, dtr, sublinear, checkmate)
 # tests/scheduler/model_traces.py at 40 and 70 % of their peaks, with stores of 0.1 and 1 GB/s).
 _SLOW_OR_LIKE_FEWEST = (poet, melon, dtr, sublinear, checkmate)
 
-# The most ops of a step for which the fewest re-runs are looked for: about ten seconds of a core for 8,000.
-_MOST_OPS_FOR_FEWEST = 10_000
-
-# Of so many of the fastest candidates the choice of gaps is taken over, and placed in time by our own rules.
+_MOST_OPS_FOR_FEWEST = 10_000  # for which the fewest re-runs are looked for: about ten seconds of a core for 8,000
+# Of so many of the fastest candidates the gaps are placed by our own rules, and the transfers timed anew. Of short
+# steps more: so many ops together.
 _MOST_ADOPTED = 6
+_OPS_AT_LEAST = 2_000
 
 # With more ops, training waits for so many choices only, and for no placement to be coloured before the next: estimates
 # say when ops start.
@@ -118,15 +116,10 @@ _MOST_OPS_COLOURED = 8_000
 # Recorded steps of ResNet-50 and GPT need no remaps when planned for this share of the pool, and hardly stall for it.
 _SLACK = 0.92
 
-# Budgets for which plans are made beside the real one: the least that works times powers of 2 ** _GRID, the next
-# _NUM_GRID below the real one. They depend on the step alone, so that a budget profits from what a smaller one found.
-_GRID = 0.125
-_NUM_GRID = 2
-
 # A step with more ops is long: only two choices are looked at, since each takes seconds.
 _MOST_OPS_SEARCHED = 4_000
 
-# The share of the in-core peak from which on a long step is planned for the whole budget first: on a transformer of
+# The share of the in-core peak from which a long step is planned for the whole budget first: on a transformer of
 # 10,000 ops a plan for less has fewer remaps below it, and more above.
 _MUCH_OF_PEAK = 3 / 8
 
@@ -175,7 +168,7 @@ def schedule(
     if recompute:
         search.try_reruns({"wrap": wrap, "exact": exact})
     if not search.beats_all_that_move:
-        for num_chunks in _smaller_budgets(trace, machine):
+        for num_chunks in () if search.is_long else smaller_budgets(trace, machine, _SLACK):
             if search.is_perfect:
                 break
             smaller = _Search(trace, replace(machine, num_chunks=num_chunks), chains, search.pinned)
@@ -184,10 +177,11 @@ def schedule(
                 search.consider(smaller.best.proposal)
         search.try_others(_OTHERS, {"wrap": wrap, "recompute": False})
     search.adopt_choices()
+    search.retime()
     if recompute:
         search.exchange()
         search.try_mixed(wrap=wrap)
-    best = search.fastest(most_finals=_MOST_FINALS)
+    best = search.fastest()
     if best is not None and best.simulation.stall_ns > _NO_STALL * trace.duration_ns:
         quick = _Search(trace, machine, chains, search.pinned)
         found = _found_quickly(quick, wrap=wrap, recompute=recompute)
@@ -207,6 +201,7 @@ def _found_quickly(search: _Search, *, wrap: bool, recompute: bool) -> list[Eval
     if not search.is_good:
         # A third of our own choices' time; ahead by up to 15 % where links are the limit, by 1 % where remaps are.
         search.try_others((capuchin,), {"wrap": wrap, "recompute": False})
+        search.retime_one()
     few = min(_MOST_FINALS, max(_MOST_OPS_COLOURED // len(trace.ops), 2))
     best = search.fastest(most_finals=few) if search.is_long else _best_with_slack(search)
     if best is None:
@@ -239,7 +234,7 @@ def _best_with_slack(search: _Search) -> Evaluation | None:
     if best is None or not best.num_remapped_chunks:
         return best
     if search.best is None:
-        return search.fastest(most_finals=_MOST_FINALS)
+        return search.fastest()
     machine = search.machine
     slack = _Search(
         search.trace, replace(machine, num_chunks=int(machine.num_chunks * _SLACK)), search.chains, search.pinned
@@ -259,16 +254,6 @@ def _best_with_slack(search: _Search) -> Evaluation | None:
     return fastest or best
 
 
-def _smaller_budgets(trace: Trace, machine: Machine) -> list[int]:
-    """Somewhat less than the budget, and the next grid points below it, in chunks."""
-    least = max(smallest_num_chunks(trace, machine), 1)
-    if machine.num_chunks <= least or len(trace.ops) > _MOST_OPS_SEARCHED:
-        return []
-    top = math.ceil(math.log2(machine.num_chunks / least) / _GRID) - 1
-    grid = [math.ceil(least * 2 ** (step * _GRID)) for step in range(top, max(top - _NUM_GRID, -1), -1)]
-    return [max(int(machine.num_chunks * _SLACK), least), *grid]
-
-
 class _Search:
     """Candidates, and the best one so far."""
 
@@ -282,13 +267,24 @@ class _Search:
         self.in_haste = False
         self.fallback: tuple[Residency, ...] = ()
         self.considered: list[Evaluation] = []
+        self.retimed: list[Evaluation] = []  # of what was considered; they must not crowd out others
         self.num_tried = 0
         self.num_in_vain = 0  # choices in a row that did not improve on the best
         self.most_tried = max(_MOST_OPS_SIMULATED // len(trace.ops), _ROUNDS)
 
+    def _most(self, least: int) -> int:
+        """How many candidates are looked at more closely: `least`, or more of a short step."""
+        return max(least, _OPS_AT_LEAST // len(self.trace.ops))
+
+    @property
+    def _paces(self) -> tuple[Machine, ...]:
+        """The machine with its links' rates alone, and with those while both are busy."""
+        shared = while_both_busy(self.machine)
+        return (self.machine,) if shared == self.machine else (self.machine, shared)
+
     @property
     def is_long(self) -> bool:
-        """Whether the step has so many ops that only a few choices are looked at."""
+        """Whether only a few choices are looked at."""
         return len(self.trace.ops) > _MOST_OPS_SEARCHED
 
     @property
@@ -306,12 +302,17 @@ class _Search:
 
     @property
     def is_good(self) -> bool:
-        """Whether the best choice hardly waits, and needs no remaps."""
+        """Whether the best choice hardly waits, without remaps."""
         return self.best is not None and self._is_good(self.best)
 
     @property
     def candidates(self) -> list[Evaluation]:
         """The best choice, and what was considered."""
+        return [*self.first_timed, *self.retimed]
+
+    @property
+    def first_timed(self) -> list[Evaluation]:
+        """The same without those that were timed anew."""
         return self.considered if self.best is None else [self.best, *self.considered]
 
     def returned(
@@ -324,29 +325,14 @@ class _Search:
             evaluations[found.proposal] = found
         return found.proposal
 
-    def fastest(self, *, most_finals: int) -> Evaluation | None:
-        """The fastest of the best choice and of what was considered, coloured as the finished plan will be.
+    def fastest(self, *, most_finals: int | None = None) -> Evaluation | None:
+        """The fastest candidate, coloured as the finished plan will be.
 
-        Until then a candidate's remaps are an estimate. So all are coloured that could still be the fastest, up to
-        `most_finals` of them.
+        Until then its remaps are an estimate. So all are coloured that could still be the fastest, up to `most_finals`
+        of them (if given), and as many of those with other times of their transfers.
         """
-        waiting = sorted(self.candidates, key=lambda found: found.rank)
-        seen: set[tuple[Residency, ...]] = set()
-        best: Evaluation | None = None
-        for found in waiting:
-            if found.proposal in seen or len(seen) == most_finals:
-                continue
-            if best is not None and found.simulation.duration_ns >= best.duration_ns:
-                continue
-            seen.add(found.proposal)
-            if len(seen) == 1 and len(waiting) == 1:
-                return found
-            final: Evaluation | Shortage = found
-            if not found.is_final:
-                final = evaluate(found.proposal, self.trace, self.machine, is_final=True)
-            if not isinstance(final, Shortage) and (best is None or final.rank < best.rank):
-                best = final
-        return best or next(iter(waiting), None)
+        most = most_finals or self._most(_MOST_FINALS)
+        return fastest_of((self.retimed, self.first_timed), self.trace, self.machine, most=most)
 
     @property
     def beats_all_that_move(self) -> bool:
@@ -461,7 +447,9 @@ class _Search:
                 if self._is_hopeless(proposal, known_ns):
                     continue
                 if self.consider(proposal) is None:
-                    self._consider_for_less(policy, tuned, proposal)
+                    less = planned_for_less(policy, tuned, proposal, self.trace, self.machine)
+                    if less is not None:
+                        self.consider(less)
             except BudgetTooSmall:
                 continue
 
@@ -471,39 +459,52 @@ class _Search:
             return False
         return estimate(proposal, self.trace, self.machine).duration_ns >= known_ns
 
-    def _consider_for_less(
-        self, policy: ModuleType, parameters: Mapping[str, Any], proposal: tuple[Residency, ...]
-    ) -> None:
-        """As `make_plan` would have it from this policy, whose proposal falls short: for a smaller pool."""
-
-        def schedule(logical: Machine) -> tuple[Residency, ...]:
-            if logical is self.machine:
-                return proposal
-            found: tuple[Residency, ...] = policy.schedule(self.trace, logical, **parameters)
-            return found
-
-        found = schedule_that_colours(schedule, self.trace, self.machine)
-        if found is not None:
-            self.consider(found[0])
-
     def adopt_choices(self) -> None:
         """Place the gaps that the fastest candidates have away by our own rules: others choose well and wait long."""
         seen: set[bytes] = set()
         for candidate in sorted(self.candidates, key=lambda found: found.rank):
             found = candidate
-            if self.is_perfect or len(seen) == _MOST_ADOPTED or len(self.trace.ops) > _MOST_OPS_FOR_ANOTHER:
+            if self.is_perfect or len(seen) == self._most(_MOST_ADOPTED) or len(self.trace.ops) > _MOST_OPS_FOR_ANOTHER:
                 return
             selection = Selection(self.trace, self.chains)
             selection.choose_as(found.proposal)
             if selection.chosen.tobytes() in seen:
                 continue
             seen.add(selection.chosen.tobytes())
-            for _ in range(_ROUNDS):
-                times = found.simulation
-                better = self.consider(self._placed(selection, [*times.op_start_ns, times.duration_ns]))
-                if better is None or better.rank >= found.rank:
-                    break
-                found = better
+            for machine, into in zip(self._paces, (self.considered, self.retimed), strict=False):
+                for _ in range(_ROUNDS):
+                    times = found.simulation
+                    placed = self._placed(selection, [*times.op_start_ns, times.duration_ns], machine)
+                    better = self.consider(placed, into)
+                    if better is None or better.rank >= found.rank:
+                        break
+                    found = better
+
+    def retime_one(self) -> None:
+        """In haste: the fastest candidate with the best of other times of its transfers."""
+        if self.candidates and not self.is_perfect and len(self.trace.ops) <= _MOST_OPS_FOR_ANOTHER:
+            self._retime(min(self.candidates, key=lambda found: found.rank), ())
+            self.retimed = sorted(self.retimed, key=lambda found: found.rank)[:1]
+
+    def retime(self) -> None:
+        """The fastest candidates with other times of their transfers, then the best with its simulated waits."""
+        seen: set[tuple[Residency, ...]] = set()
+        for found in sorted(self.candidates, key=lambda found: found.rank):
+            if self.is_perfect or len(self.trace.ops) > _MOST_OPS_FOR_ANOTHER:
+                return
+            if found.proposal not in seen and len(seen) < self._most(_MOST_ADOPTED):
+                seen.add(found.proposal)
+                self._retime(found, ())
+        for _ in range(_ROUNDS):
+            best = min(self.candidates, key=lambda found: found.rank)
+            if self.is_perfect or not self._retime(best, best.simulation.op_stall_ns):
+                return
+
+    def _retime(self, found: Evaluation, waits_ns: Sequence[int]) -> bool:
+        """Note other timings of a candidate; says whether one is better."""
+        proposals = retimed(found.proposal, self.trace, self.machine, waits_ns)
+        outcomes = [self.consider(proposal, self.retimed) for proposal in proposals]
+        return any(outcome is not None and outcome.rank < found.rank for outcome in outcomes)
 
     def _placed(
         self, selection: Selection, op_start_ns: Sequence[int], machine: Machine | None = None
@@ -512,12 +513,12 @@ class _Search:
         placement = Placement(self.trace, machine or self.machine, self.chains, chosen, held, op_start_ns)
         return residencies_of(self.chains, placement.place(), self.trace)
 
-    def consider(self, proposal: tuple[Residency, ...]) -> Evaluation | None:
+    def consider(self, proposal: tuple[Residency, ...], into: list[Evaluation] | None = None) -> Evaluation | None:
         """Note a proposal that is not one of ours for this budget; None if it does not colour."""
         outcome = evaluate(proposal, self.trace, self.machine)
         if isinstance(outcome, Shortage):
             return None
-        self.considered.append(outcome)
+        (self.considered if into is None else into).append(outcome)
         return outcome
 
     def _unhindered_ns(self) -> list[int]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from benchmarks.planning_time import recurrent
-from scheduler import selection
+from scheduler import budget, chains, selection
 from scheduler.budget import BudgetTooSmall, smallest_num_chunks
 from scheduler.colouring import colouring
 from scheduler.colouring.uncoloured import likely_holders_before
@@ -188,3 +189,28 @@ def test_above_2_500_ops_the_others_are_asked_too(monkeypatch: pytest.MonkeyPatc
     plan = make_plan(trace, machine, "auto")
     assert set(asked) == set(names)
     assert plan.step_ns <= min(other.step_ns for other in others.values())
+
+
+def test_pins_and_chains_are_worked_out_once_a_plan_and_then_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def count(module: ModuleType, name: str) -> None:
+        own = getattr(module, name)
+
+        def counted(*given: object) -> object:
+            calls.append(name)
+            return own(*given)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(budget, "_pins_of")
+    count(chains, "_chains_of")
+    trace = random_trace(5, num_ops=12, cyclic=True)
+    machine = random_machine(5, 0)
+    machine = replace(machine, num_chunks=smallest_num_chunks(trace, machine))
+    calls.clear()
+    make_plan(trace, machine, "auto", thorough=False)
+    assert sorted(calls) == ["_chains_of", "_pins_of"]
+    budget.pins_of(trace)
+    budget.pins_of(trace)
+    assert calls.count("_pins_of") == 3, "a trace that is kept for long must not keep them"
