@@ -169,7 +169,7 @@ class AddressSpace:
             The number of chunk-sized places that show another chunk than before, or show one for the
             first time.
         """
-        if runs is reservation._given and not reservation._is_protected:
+        if (runs is reservation._given or runs == reservation._given) and not reservation._is_protected:
             return 0
         self._check(reservation)
         wanted = _merged(runs)

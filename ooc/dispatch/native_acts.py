@@ -5,7 +5,7 @@ from __future__ import annotations
 from ooc.dispatch.signals import CriticalLock
 from ooc.memory.record import NO_GUARD, State, VariableRecord
 from ooc.memory.residency import ResidencyManager
-from ooc.replay.dispatcher import Dispatcher
+from ooc.replay.dispatcher import Dispatcher, NativeReleases
 from ooc.replay.executable_plan import Before
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
 from vmm.addresses import Reservation
@@ -14,7 +14,7 @@ from vmm.store import FileStore, Transfer
 _SLOTS: tuple[tuple[type, tuple[str, ...]], ...] = (
     (Before, ("releases", "loads", "arrivals", "rerun", "births")),
     (ExecutableResidency, ("variable", "runs", "transfer", "waits")),
-    (PlanVariable, ("record", "successor", "index", "nbytes", "evictable")),
+    (PlanVariable, ("record", "successor", "index", "nbytes", "evictable", "dies_within")),
     (
         VariableRecord,
         ("_state", "_runs", "_stored", "_transfer", "_exports", "_seen", "guard", "nbytes", "reservation"),
@@ -44,4 +44,4 @@ def act_natively(dispatcher: Dispatcher, *, manager: ResidencyManager, lock: Cri
         NO_GUARD,
         tuple(owner.__dict__[name] for owner, names in _SLOTS for name in names),
     )
-    dispatcher.allow_releases(not manager.debug)
+    dispatcher.allow_releases(NativeReleases.NONE if manager.debug else NativeReleases.ALL)

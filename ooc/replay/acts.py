@@ -10,7 +10,7 @@ from ooc.errors import StoreFailed
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.bailout import has_landed
-from ooc.replay.dispatcher import Dispatcher
+from ooc.replay.dispatcher import Dispatcher, NativeReleases
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.plan_variables import ExecutableResidency
 from ooc.replay.present_sizes import fitting, note_present_nbytes
@@ -44,7 +44,8 @@ class ResidencyActs:
     def guard_releases(self, is_on: bool) -> None:
         """Say whether code that no op tells us of may touch variables from now on."""
         self.guards_releases = is_on
-        self._dispatcher.allow_releases(not (is_on or self._manager.debug))
+        which = NativeReleases.OWN if is_on else NativeReleases.ALL
+        self._dispatcher.allow_releases(NativeReleases.NONE if self._manager.debug else which)
 
     def __repr__(self) -> str:
         return f"<ResidencyActs, {len(self.writes)} writes and {len(self.loads)} loads noted>"

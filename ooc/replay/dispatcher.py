@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ooc.memory.record import VariableRecord
 from ooc.tracing.op_log import OpLog
+
+
+class NativeReleases(enum.IntEnum):
+    """Which variables native code may let go of: those after which Python has nothing to do."""
+
+    NONE = 0
+    """In debug mode each is compared with its copy, and hidden."""
+    OWN = 1
+    """Those that are born and freed within the step: while stray touches of others are to be served."""
+    ALL = 2
 
 
 class Dispatcher(Protocol):
@@ -47,8 +58,8 @@ class Dispatcher(Protocol):
     def meet(self, address: int, record: VariableRecord, /) -> None:
         """Let planned ops of this step use what was allocated there, beside the plan; it stays where it is."""
 
-    def allow_releases(self, whether: bool, /) -> None:
-        """Whether releases are done without Python from now on: not while stray touches are to be served."""
+    def allow_releases(self, which: int, /) -> None:
+        """Which releases are done without Python from now on (`NativeReleases`)."""
 
     def new_log(self) -> OpLog:
         """An empty log."""

@@ -22,7 +22,7 @@ namespace ooc {
 enum Slot : int {
   kReleases, kLoads, kArrivals, kRerun, kBirths,                    // Before
   kVariable, kPlannedRuns, kTransfer, kWaits,                       // ExecutableResidency
-  kRecord, kSuccessor, kIndex, kPlannedNbytes, kEvictable,          // PlanVariable
+  kRecord, kSuccessor, kIndex, kPlannedNbytes, kEvictable, kDiesWithin,  // PlanVariable
   kState, kRuns, kStored, kRecordTransfer, kExports, kSeen, kGuard, kNbytes, kReservation,  // VariableRecord
   kGiven, kIsProtected,                                             // Reservation
   kTicket,                                                          // Transfer
@@ -48,7 +48,8 @@ class Acts {
   const std::atomic<int64_t>* ring = nullptr;  // TransferEngine.finished_ring
   int64_t ring_length = 0;
   long no_guard = 0;
-  bool may_release = false;  // not while code that no op tells of may touch what is away
+  enum Releases : int { kNone = 0, kOwn = 1, kAll = 2 };
+  Releases releases = kNone;  // kOwn: of what is born and freed within the step; nobody else may touch that
   std::array<Py_ssize_t, kNumSlots> slots{};
   PlanActs plan;
   uint32_t num_dead = 0;   // deaths seen in this step
@@ -146,7 +147,6 @@ class Acts {
   }
 
   bool may_play(PyObject* acts) const {
-    if (size(acts, kReleases) != 0 && !may_release) return false;
     return each(acts, kReleases, [&](PyObject* residency) { return may_let_go(residency); }) &&
            each(acts, kArrivals, [&](PyObject* residency) { return may_arrive(residency); }) &&
            each(acts, kBirths, [&](PyObject* residency) { return may_bear(residency); });
@@ -173,15 +173,20 @@ class Acts {
   // Whether its addresses show these chunks, and nothing guards them.
   bool shows(PyObject* record, PyObject* runs) const {
     PyObject* reservation = at(record, kReservation);
-    return PyLong_AsLong(at(record, kGuard)) == no_guard && at(reservation, kGiven) == runs &&
-           at(reservation, kIsProtected) == Py_False;
+    if (PyLong_AsLong(at(record, kGuard)) != no_guard || at(reservation, kIsProtected) != Py_False) return false;
+    PyObject* given = at(reservation, kGiven);
+    if (given == runs) return true;
+    const int are_equal = PyObject_RichCompareBool(given, runs, Py_EQ);  // tuples of numbers
+    if (are_equal < 0) PyErr_Clear();
+    return are_equal == 1;
   }
 
   bool may_let_go(PyObject* residency) const {
     PyObject* record = live(residency);
     if (record == nullptr) return true;
     if (at(record, kState) != resident) return at(record, kState) != loading;
-    return is_zero(record, kExports) && is_true(record, kStored) &&
+    const bool is_own = is_true(at(residency, kVariable), kDiesWithin);
+    return releases >= (is_own ? kOwn : kAll) && is_zero(record, kExports) && is_true(record, kStored) &&
            (is_true(record, kSeen) || is_true(at(residency, kVariable), kEvictable)) &&
            ended(at(residency, kTransfer)) != Ended::kUnknown;
   }

@@ -288,12 +288,12 @@ PyObject* dispatcher_prepare_acts(PyObject* object, PyObject* positional) {
   Py_RETURN_NONE;
 }
 
-// allow_releases(whether): whether what is in the store may be let go of without Python.
-PyObject* dispatcher_allow_releases(PyObject* object, PyObject* value) {
+// allow_releases(which): which releases are done without Python, as `Acts::Releases`.
+PyObject* dispatcher_allow_releases(PyObject* object, PyObject* number) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
-  const int is_allowed = PyObject_IsTrue(value);
-  if (is_allowed < 0) return nullptr;
-  if (self->acts != nullptr) self->acts->may_release = is_allowed != 0;
+  const long which = PyLong_AsLong(number);
+  if (PyErr_Occurred()) return nullptr;
+  if (self->acts != nullptr) self->acts->releases = static_cast<ooc::Acts::Releases>(which);
   Py_RETURN_NONE;
 }
 
@@ -516,7 +516,7 @@ PyMethodDef dispatcher_methods[] = {
     {"start", dispatcher_start, METH_O, "Compare ops with the plan from this op on."},
     {"prepare_demand", dispatcher_prepare_demand, METH_VARARGS, "Say what ops on demand need."},
     {"prepare_acts", dispatcher_prepare_acts, METH_VARARGS, "Say what goes before planned ops, and where it is noted."},
-    {"allow_releases", dispatcher_allow_releases, METH_O, "Whether releases are done without Python from now on."},
+    {"allow_releases", dispatcher_allow_releases, METH_O, "Which releases are done without Python from now on."},
     {"meet", dispatcher_meet, METH_VARARGS, "Planned ops may use what was allocated beside the plan in this step."},
     {"kind", dispatcher_kind, METH_VARARGS, "What an op has in common with those tried once for all."},
     {"trial", dispatcher_trial, METH_O, "What is known of a kind of op."},
