@@ -150,7 +150,8 @@ class GuestOps:
             for tensor in tensors:
                 self._check_layout(func, tensor)
             if not self._dispatcher.operands(args, kwargs) or _touches_no_bytes(func):
-                return func(*args, **kwargs)
+                with ops.versions_counted(func, args, kwargs):
+                    return func(*args, **kwargs)
             if is_collective(func):
                 raise SessionError(
                     f"{func} on the thread {threading.current_thread().name!r}: a collective goes on after its op, and "

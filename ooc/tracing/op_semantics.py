@@ -14,6 +14,7 @@ whole; on CUDA `list_routes` sees to that.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -102,6 +103,29 @@ def run_list_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, lim
     Every list argument as long as the first is cut at the same places. The parts' results are
     returned as one list, in order.
     """
+    with versions_counted(func, args, kwargs):
+        return _run_in_parts(func, args, kwargs, limit_nbytes, run)
+
+
+@contextlib.contextmanager
+def versions_counted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Count up the versions of what a list op changes in place, as torch does without a dispatch mode.
+
+    Such an op has no kernel for autograd: what counts, on the CPU, is the op on one tensor that it calls, and below a
+    dispatch mode that goes uncounted. A backward pass through what was changed since would go on, where it is to raise.
+    """
+    schema = getattr(func, "_schema", None)
+    is_counted = schema is not None and schema.name.startswith("aten::_foreach_")
+    found = written_values(func, args, kwargs) if is_counted else ()
+    tensors = [t for value in found if isinstance(value, list | tuple) for t in value if not t.is_inference()]
+    before = [t._version for t in tensors]
+    yield
+    for tensor, version in zip(tensors, before, strict=True):
+        if tensor._version == version:
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _run_in_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], limit_nbytes: int, run: Run) -> Any:
     lists = {
         name: value
         for position, name in _list_arguments(func)
