@@ -81,4 +81,4 @@ def test_a_backward_pass_through_what_has_changed_is_refused() -> None:
     assert sum("modified by an inplace operation" in line for line in expected) == 8
     with ooc.Session("1MiB", chunk_nbytes="64KiB", policy="capuchin", recompute=False, plan_cache=False) as session:
         assert errors(session.step) == expected
-        assert {row.mode for row in session.steps.rows} >= {"planned"}
+        assert "planned" in {row.mode for row in session.steps.rows}
