@@ -212,9 +212,7 @@ def _twin(optimizer: torch.optim.Optimizer, recording: FakeRecording) -> torch.o
         return recording.faked(value.detach()) if isinstance(value, torch.Tensor) else value
 
     twin = object.__new__(type(optimizer))
-    vars(twin).update(vars(optimizer))
-    twin.state = defaultdict(dict)
-    twin.param_groups = []
+    vars(twin).update(vars(optimizer), state=defaultdict(dict), param_groups=[])
     for group in optimizer.param_groups:
         parameter = max(group["params"], key=lambda p: p.numel() * p.element_size())
         own = faked(parameter).requires_grad_()

@@ -14,13 +14,12 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <structmember.h>
-
 #include <new>
 #include <utility>
 #include <vector>
 
 #include "play.h"
+#include "prepare_acts.h"
 #include "run_on_demand.h"
 
 namespace {
@@ -216,15 +215,6 @@ PyObject* dispatcher_start(PyObject* object, PyObject* number) {
   Py_RETURN_NONE;
 }
 
-// Where a slot of a Python class lies in its instances; -1 with an error.
-Py_ssize_t slot_offset(PyObject* descriptor) {
-  if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) {
-    PyErr_SetString(PyExc_TypeError, "the descriptor of a slot, please");
-    return -1;
-  }
-  return reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member->offset;
-}
-
 // prepare_demand(records, resident, acquire, release, empty, refused, describe, failed, owners,
 //                (find, kind, forward, current_node, newest_node), slots, most_ops): see `Demand`.
 PyObject* dispatcher_prepare_demand(PyObject* object, PyObject* positional) {
@@ -248,61 +238,6 @@ PyObject* dispatcher_prepare_demand(PyObject* object, PyObject* positional) {
   demand->own();
   delete self->demand;
   self->demand = demand;
-  Py_RETURN_NONE;
-}
-
-// prepare_acts(acquire, release, resident, loading, away, empty, transfer_type, ring, ring_length, no_guard, slots):
-// see `Acts`.
-PyObject* dispatcher_prepare_acts(PyObject* object, PyObject* positional) {
-  auto* self = reinterpret_cast<Dispatcher*>(object);
-  auto* acts = new (std::nothrow) ooc::Acts();
-  if (acts == nullptr) return PyErr_NoMemory();
-  unsigned long long ring = 0;
-  long long length = 0;
-  PyObject* slots = nullptr;
-  bool is_right = PyArg_ParseTuple(positional, "OOOOOO!OKLlO!", &acts->acquire, &acts->release, &acts->resident,
-                                   &acts->loading, &acts->away, &PyTuple_Type, &acts->empty, &acts->transfer_type,
-                                   &ring, &length, &acts->no_guard, &PyTuple_Type, &slots);
-  if (is_right && (PyTuple_GET_SIZE(slots) != ooc::kNumSlots || length <= 0)) {
-    PyErr_Format(PyExc_ValueError, "prepare_acts: %zd slots, please, and a ring", Py_ssize_t{ooc::kNumSlots});
-    is_right = false;
-  }
-  for (int i = 0; is_right && i < ooc::kNumSlots; ++i) {
-    acts->slots[static_cast<size_t>(i)] = slot_offset(PyTuple_GET_ITEM(slots, i));
-    is_right = acts->slots[static_cast<size_t>(i)] >= 0;
-  }
-  if (!is_right) {
-    acts->disown();
-    delete acts;
-    return nullptr;
-  }
-  acts->ring = reinterpret_cast<const std::atomic<int64_t>*>(ring);
-  acts->ring_length = length;
-  acts->own();
-  acts->strangers = PyDict_New();
-  if (acts->strangers == nullptr) {
-    delete acts;
-    return nullptr;
-  }
-  delete std::exchange(self->acts, acts);
-  Py_RETURN_NONE;
-}
-
-// allow_releases(which): which releases are done without Python, as `Acts::Releases`.
-PyObject* dispatcher_allow_releases(PyObject* object, PyObject* number) {
-  auto* self = reinterpret_cast<Dispatcher*>(object);
-  const long which = PyLong_AsLong(number);
-  if (PyErr_Occurred()) return nullptr;
-  if (self->acts != nullptr) self->acts->releases = static_cast<ooc::Acts::Releases>(which);
-  Py_RETURN_NONE;
-}
-
-// meet(address, record): ops of this step's plan may use what was allocated there, beside the plan.
-PyObject* dispatcher_meet(PyObject* object, PyObject* positional) {
-  const auto* self = reinterpret_cast<Dispatcher*>(object);
-  PyObject *address, *record;
-  if (!PyArg_UnpackTuple(positional, "meet", 2, 2, &address, &record)) return nullptr;
-  if (self->acts != nullptr && PyDict_SetItem(self->acts->strangers, address, record) < 0) return nullptr;
   Py_RETURN_NONE;
 }
 
