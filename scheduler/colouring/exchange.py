@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +22,10 @@ import numpy.typing as npt
 _ROUNDS = 16
 _MOST_IDLE = 3
 _MOST_UNITS = 200
-_MOST_PIECES = 2 * _MOST_UNITS + 1
-"""So many pieces belong to more than the most units."""
+_MOST_PIECES = 2 * _MOST_UNITS
+"""More pieces belong to more than the most units."""
 _MAX_TRIALS = 30_000
-"""A trial takes 50 to 100 us."""
+"""A trial takes 10 to 50 us."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,8 @@ class Holder:
     """A residency's claim on its chunks, in ticks from the cut.
 
     Attributes:
-        start, stop: When it holds them; `stop` may lie beyond the step's length by less than the length.
+        start, stop: When it holds them; `stop` may lie beyond the step's length, by `start` at most. It may lie beyond
+            the start of who holds them next, too: a wish that is not met, of which only the rest counts.
         chunks: One for each place of the variable.
         family: Holders with one reservation, whose chunks should agree place by place.
     """
@@ -47,7 +49,7 @@ def exchange_chunks(holders: Sequence[Holder], num_ticks: int, *, cyclic: bool) 
     """Chunks for the same holders with as many remaps or fewer, and the same sharing rules kept.
 
     Args:
-        holders: No two hold a chunk at the same time.
+        holders: No two start to hold a chunk before the other one must have left it.
         num_ticks: Length of the step.
         cyclic: Whether the last holder of a family is followed by its first.
 
@@ -57,6 +59,19 @@ def exchange_chunks(holders: Sequence[Holder], num_ticks: int, *, cyclic: bool) 
     table = _Table(holders, num_ticks, cyclic=cyclic)
     table.improve()
     return table.chunks()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cluster:
+    """What must change rows together.
+
+    Attributes:
+        units: Of both rows.
+        spans: The stretches of ticks that they hold, of which each row's pieces lie within or outside.
+    """
+
+    units: set[int]
+    spans: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +100,27 @@ class _Table:
         self.start = [h.start for h in holders for _ in h.chunks]
         self.stop = [h.stop for h in holders for _ in h.chunks]
         num_rows = max(self.row, default=-1) + 1
-        self._rows: list[list[tuple[int, int, int]]] = [[] for _ in range(num_rows)]
-        for unit, row in enumerate(self.row):
-            self._rows[row].extend(self._pieces(unit))
-        for pieces in self._rows:
-            pieces.sort()
+        self._rows: list[list[tuple[int, int, int]]] = []
+        units: list[list[int]] = [[] for _ in range(num_rows)]
+        for unit in sorted(range(len(self.row)), key=self.start.__getitem__):
+            units[self.row[unit]].append(unit)
+        for own in units:
+            self._part(own)
+            self._rows.append(sorted(piece for unit in own for piece in self._pieces(unit)))
+        # Of each row a bit for each tick: whether one piece holds the row both before it and from it on, so that
+        # nothing can be cut there.
+        self._uncut = [sum((1 << stop) - (2 << start) for start, stop, _ in pieces) for pieces in self._rows]
+        self._all_ticks = (2 << num_ticks) - 1
         self._num_changes = [0] * num_rows
         self._in_vain: dict[int, _InVain] = {}
         self._links(cyclic)
+
+    def _part(self, units: list[int]) -> None:
+        """Cut off what a row's units, in order of start, wish to hold although the next one holds it already."""
+        for unit, other in pairwise(units):
+            self.stop[unit] = min(self.stop[unit], self.start[other])
+        if units:
+            self.stop[units[-1]] = min(self.stop[units[-1]], self.start[units[0]] + self._num_ticks)
 
     def _pieces(self, unit: int) -> Iterator[tuple[int, int, int]]:
         start, stop = self.start[unit], self.stop[unit]
@@ -140,12 +168,12 @@ class _Table:
         tried = self._in_vain.get(unit)
         if tried is not None and tried.rows == now and (tried.gain is None or tried.gain < 0 or not allows_even):
             return
-        best: tuple[int, set[int]] | None = None
+        best: tuple[int, _Cluster] | None = None
         for moved, stays in ((other, unit), (unit, other)):
-            cluster = self._cluster(rows, moved)
-            if cluster is None or stays in cluster:
+            cluster = self._cluster(rows, moved, stays)
+            if cluster is None:
                 continue
-            gain = self._gain(cluster, rows)
+            gain = self._gain(cluster.units, rows)
             if best is None or gain > best[0]:
                 best = gain, cluster
         if best is not None and best[0] >= (0 if allows_even else 1):
@@ -153,45 +181,36 @@ class _Table:
         else:
             self._in_vain[unit] = _InVain(rows=now, gain=None if best is None else best[0])
 
-    def _cluster(self, rows: tuple[int, int], unit: int) -> set[int] | None:
-        """The units of two rows that must change rows together with `unit`; None if they are many."""
-        found = {unit}
+    def _cluster(self, rows: tuple[int, int], unit: int, stays: int) -> _Cluster | None:
+        """The units of two rows that change rows together with `unit`; None if they are many, or `stays` is one."""
+        first, second = self._rows[rows[0]], self._rows[rows[1]]
+        cuts = self._all_ticks ^ (self._uncut[rows[0]] | self._uncut[rows[1]])
+        units: set[int] = {unit}
+        spans: list[tuple[int, int]] = []
         todo = list(self._pieces(unit))
-        done: list[tuple[int, int]] = []
         while todo:
-            first, last, _ = todo.pop()  # a stretch that grows until nothing of either row reaches over its ends
-            if any(start <= first and last <= stop for start, stop in done):
+            start, stop, _ = todo.pop()
+            if any(low <= start and stop <= high for low, high in spans):
                 continue
-            ends = [(self._rows[row], i, i) for row in rows for i in (bisect_left(self._rows[row], (first,)),)]
-            grows = True
-            while grows:
-                grows = False
-                for which, (pieces, low, high) in enumerate(ends):
-                    start, stop = low, high
-                    lowest, highest = max(low - _MOST_PIECES, 0), min(high + _MOST_PIECES, len(pieces))
-                    while low > lowest and pieces[low - 1][1] > first:
-                        low -= 1
-                        first = min(first, pieces[low][0])
-                    while high < highest and pieces[high][0] < last:
-                        if pieces[high][1] > last:
-                            last = pieces[high][1]
-                        high += 1
-                    if start - low == _MOST_PIECES or high - stop == _MOST_PIECES:
-                        return None
-                    if (low, high) == (start, stop):
-                        continue
-                    grows = True
-                    ends[which] = pieces, low, high
-                    for _, reach, who in (*pieces[low:start], *pieces[stop:high]):
-                        last = max(last, reach)
-                        if who not in found:
-                            found.add(who)
-                            if self.stop[who] > self._num_ticks:
-                                todo.extend(self._pieces(who))
-            if len(found) > _MOST_UNITS:
+            low = (cuts & ((2 << start) - 1)).bit_length() - 1
+            later = cuts >> stop
+            high = stop + (later & -later).bit_length() - 1
+            if low <= self.start[stays] < high:
                 return None
-            done.append((first, last))
-        return found
+            spans.append((low, high))
+            found = []
+            for pieces in (first, second):
+                found += pieces[bisect_left(pieces, (low,)) : bisect_left(pieces, (high,))]
+            if len(found) > _MOST_PIECES:
+                return None
+            for _, _, who in found:
+                if who not in units:
+                    units.add(who)
+                    if self.stop[who] > self._num_ticks:
+                        todo.extend(self._pieces(who))
+            if len(units) > _MOST_UNITS:
+                return None
+        return None if stays in units else _Cluster(units=units, spans=spans)
 
     def _gain(self, cluster: set[int], rows: tuple[int, int]) -> int:
         """Remaps fewer if the cluster's units change rows."""
@@ -206,14 +225,18 @@ class _Table:
                     gain += (row[other] == there) - (row[other] == here)
         return gain
 
-    def _exchange(self, cluster: set[int], rows: tuple[int, int]) -> None:
+    def _exchange(self, cluster: _Cluster, rows: tuple[int, int]) -> None:
         one, two = rows
         for row in rows:
             self._num_changes[row] += 1
-        first, second = self._rows[one], self._rows[two]
-        self._rows[one] = sorted([p for p in first if p[2] not in cluster] + [p for p in second if p[2] in cluster])
-        self._rows[two] = sorted([p for p in second if p[2] not in cluster] + [p for p in first if p[2] in cluster])
-        for unit in cluster:
+        units, first, second = cluster.units, self._rows[one], self._rows[two]
+        self._rows[one] = sorted([p for p in first if p[2] not in units] + [p for p in second if p[2] in units])
+        self._rows[two] = sorted([p for p in second if p[2] not in units] + [p for p in first if p[2] in units])
+        for low, high in cluster.spans:
+            differ = (self._uncut[one] ^ self._uncut[two]) & ((1 << high) - (1 << low))
+            self._uncut[one] ^= differ
+            self._uncut[two] ^= differ
+        for unit in units:
             self.row[unit] = two if self.row[unit] == one else one
 
     def chunks(self) -> list[npt.NDArray[np.int64]]:

@@ -160,7 +160,8 @@ def schedule(
     recompute = recompute and any(op.replayable for op in trace.ops)
     if not thorough:
         found = _found_quickly(search, wrap=wrap, recompute=recompute)
-        return search.returned(_over_border(found, search, wrap=wrap, recompute=recompute), evaluations)
+        kept = _over_border(found, search, wrap=wrap, recompute=recompute, waits=True)
+        return search.returned(kept, evaluations)
     if search.is_long:
         search.try_few_choices()
     else:
@@ -209,8 +210,13 @@ def _found_quickly(search: _Search, *, wrap: bool, recompute: bool) -> list[Eval
     return [best, with_reruns(best, trace, wrap=wrap)] if recompute else [best]
 
 
-def _over_border(found: Sequence[Evaluation], search: _Search, *, wrap: bool, recompute: bool) -> Evaluation | None:
-    """The best of what `_found_quickly` found, with what is dirty at the step's border written before it and kept."""
+def _over_border(
+    found: Sequence[Evaluation], search: _Search, *, wrap: bool, recompute: bool, waits: bool = False
+) -> Evaluation | None:
+    """The best of what `_found_quickly` found, with what is dirty at the step's border written before it and kept.
+
+    If training waits, the plan for less memory that this may take is, of a step that is not short, one choice alone.
+    """
     if not found or not wrap:
         return found[-1] if found else None
     smaller: list[Evaluation] = []
@@ -220,7 +226,13 @@ def _over_border(found: Sequence[Evaluation], search: _Search, *, wrap: bool, re
             return None
         if not smaller:
             other = _Search(search.trace, machine, search.chains, search.pinned)
-            smaller.extend(_found_quickly(other, wrap=wrap, recompute=recompute))
+            if waits and search.in_haste and not recompute and not search.is_long:
+                other.in_haste = True
+                reserve, by_length = search.best_choice
+                other.try_choice(reserve, by_length=by_length)
+                smaller.extend(other.candidates)
+            else:
+                smaller.extend(_found_quickly(other, wrap=wrap, recompute=recompute))
         return smaller[index].proposal if smaller else None
 
     distinct = {id(own): (own, index) for index, own in reversed(list(enumerate(found)))}.values()

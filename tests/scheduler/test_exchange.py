@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -99,3 +100,26 @@ def test_a_trial_that_is_not_made_again_would_have_changed_nothing(holders: list
     remembering.improve()
     forgetful.improve()
     assert remembering.row == forgetful.row
+
+
+@given(timetables(), st.lists(st.integers(0, NUM_TICKS), min_size=1, max_size=8))
+def test_wishes_that_overlap_cost_nobody_a_chunk(holders: list[Holder], late: list[int]) -> None:
+    """A write that takes until the next one has the chunk already makes holders overlap, in what they wish alone."""
+    wishes = [
+        replace(h, stop=min(h.stop + late[index % len(late)], h.start + NUM_TICKS)) for index, h in enumerate(holders)
+    ]
+    after = exchange_chunks(wishes, NUM_TICKS, cyclic=True)
+    assert_valid(holders, after)
+    assert num_remaps(holders, after) <= num_remaps(holders, [h.chunks for h in holders])
+
+
+def test_an_exchange_among_writes_that_last_for_all_of_the_step() -> None:
+    """Where links are the limit everything is being written always; that must not stand in the way of an exchange."""
+    one, two = np.array([0]), np.array([1])
+    holders = [
+        Holder(start=0, stop=NUM_TICKS, family=0, chunks=one),
+        Holder(start=12, stop=12 + NUM_TICKS, family=1, chunks=one),
+        Holder(start=0, stop=NUM_TICKS, family=2, chunks=two),
+        Holder(start=12, stop=12 + NUM_TICKS, family=0, chunks=two),
+    ]
+    assert num_remaps(holders, exchange_chunks(holders, NUM_TICKS, cyclic=True)) == 0
