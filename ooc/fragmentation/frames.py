@@ -62,6 +62,9 @@ _NEVER = re.compile(
     r"|function_code_fastcall|THP\w+|.*CapturedTraceback.*|.*unwind.*)"
 )
 
+_THREAD_START = re.compile(r"^execute_native_thread_routine\b|^torch::autograd::\w*Engine::thread_init\b|::thread_init\(")
+"""Where a thread of torch begins: what is further out started it, and is nobody's who hunts memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
@@ -125,6 +128,8 @@ def _origin(stack: tuple[str, ...]) -> Origin:
     modules: list[str] = []
     library = doing = ""
     for text in stack:
+        if _THREAD_START.search(text):
+            break  # libc's, under whatever name its stripped library has there: "pthread_condattr_setpshared"
         frame = _read(text)
         if frame.kind == _USERS:
             users.append(frame.text)

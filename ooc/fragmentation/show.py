@@ -141,10 +141,11 @@ def _show_record(own: Summary, report: Report, console: Console) -> None:
     for name, (recorded, replayed) in pairs.items():
         if name.startswith("num_"):
             text = f"{recorded}, replayed {replayed}"
+        elif recorded == replayed:
+            text = f"{format_nbytes(recorded)}, replayed exactly"
         else:
-            difference = (replayed - recorded) / recorded * 100 if recorded else 0.0
-            text = f"{format_nbytes(recorded)}, replayed {format_nbytes(replayed)} ({difference:+.2f} %)"
-            text = f"{format_nbytes(recorded)}, replayed exactly" if recorded == replayed else text
+            text = f"{format_nbytes(recorded)}, replayed {format_nbytes(replayed)}"
+            text += f" ({(replayed - recorded) / recorded:+.2%})" if recorded else ""
         console.print(f"  {name.removesuffix('_nbytes').replace('_', ' ')}: {text}", soft_wrap=True, highlight=False)
 
 

@@ -117,6 +117,13 @@ def test_backward_on_autograds_own_thread(tmp_path: Path) -> None:
     assert origin_of(stack).texts(op_of(stack)) == ["backward: ConvolutionBackward0, aten::convolution_backward"]
 
 
+@pytest.mark.parametrize("start", [["execute_native_thread_routine"], []])
+def test_a_thread_is_started_by_a_library_without_names(start: list[str], tmp_path: Path) -> None:
+    """A stripped libc shows whatever exported name comes before: as in snapshots of programs on Debian."""
+    stack = stack_of([*BACKWARD[:-3], *cpp(*start, "pthread_condattr_setpshared", "__xmknodat")], tmp_path)
+    assert origin_of(stack) == Origin(doing="backward: ConvolutionBackward0")
+
+
 @pytest.mark.parametrize(
     ("frames", "lines", "library", "doing"),
     [
