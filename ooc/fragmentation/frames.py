@@ -62,7 +62,9 @@ _NEVER = re.compile(
     r"|function_code_fastcall|THP\w+|.*CapturedTraceback.*|.*unwind.*)"
 )
 
-_THREAD_START = re.compile(r"^execute_native_thread_routine\b|^torch::autograd::\w*Engine::thread_init\b|::thread_init\(")
+_THREAD_START = re.compile(
+    r"^execute_native_thread_routine\b|^torch::autograd::\w*Engine::thread_init\b|::thread_init\("
+)
 """Where a thread of torch begins: what is further out started it, and is nobody's who hunts memory."""
 
 
