@@ -88,13 +88,21 @@ def with_slack(found: Sequence[Evaluation], trace: Trace, *, wrap: bool) -> Eval
         return None
     machine = best.plan.machine
     finals = [own for one in found for own in _finals([one.proposal], trace, machine)]
+    best = min(finals, key=lambda own: own.rank, default=best)
+    chosen: Machine | None = None
     for share in _SLACK if len(trace.ops) <= _MOST_OPS_FOR_SLACK else _SLACK_OF_LONG:
-        best = min(finals, key=lambda own: own.rank, default=best)
         if _hardly_remaps(best, trace):
             break
         smaller = replace(machine, num_chunks=int(machine.num_chunks * share))
-        fewest = fewest_reruns(trace, smaller, wrap=wrap, limit_ns=best.duration_ns - trace.duration_ns)
-        finals.extend(_finals(fewest[:1], trace, machine))
+        limit_ns = best.duration_ns - trace.duration_ns
+        fewest = fewest_reruns(trace, smaller, wrap=wrap, limit_ns=limit_ns, climbs=False)
+        for own in _finals(fewest[:1], trace, machine):
+            finals.append(own)
+            if own.rank < best.rank:
+                best, chosen = own, smaller
+    if chosen is not None:
+        limit_ns = best.duration_ns - trace.duration_ns
+        finals.extend(_finals(fewest_reruns(trace, chosen, wrap=wrap, limit_ns=limit_ns)[:1], trace, machine))
     return min(finals, key=lambda own: own.rank, default=None)
 
 

@@ -66,20 +66,22 @@ class _Found:
 
 
 def fewest_reruns(
-    trace: Trace, machine: Machine, *, wrap: bool, limit_ns: int | None = None
+    trace: Trace, machine: Machine, *, wrap: bool, limit_ns: int | None = None, climbs: bool = True
 ) -> list[tuple[Residency, ...]]:
     """Proposals that only recompute, the one of least time first, then h_DTR's own; none if nothing was found.
 
     Args:
         trace, machine, wrap: As of `RematWalk`.
         limit_ns: What takes more re-runs than this is of no use to the caller.
+        climbs: Whether weights are searched, too, which takes three times as long as all the rules.
     """
     try:
         search = _Search(RematFacts(trace, machine), wrap=wrap, limit_ns=limit_ns)
     except BudgetTooSmall:
         return []
     search.try_rules()
-    search.climb()
+    if climbs:
+        search.climb()
     found = sorted(search.found, key=lambda found: found.spent_ns)[:1]
     found.extend(own for own in search.found if own.rule is H_DTR and own not in found and not own.weights)
     return [own.proposal for own in found]
