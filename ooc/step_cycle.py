@@ -328,7 +328,7 @@ class StepCycle:
         if executor.active is not None and not executor.is_complete():
             self._was_new = self._was_new or self._runner.dispatcher.cursor > 0
             self._runner.bail_out("the step ended before the plan")
-        if executor.active is not None and executor.persistent_is_missing():
+        if executor.active is not None and executor.active.persistent_is_missing():
             lost = executor.active
             self._runner.bail_out("a variable that lived across steps was freed")
             sequences.retire(lost)

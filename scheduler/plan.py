@@ -22,11 +22,15 @@ from typing import Any, TypeAlias
 
 from scheduler.trace import Trace
 
-PLAN_SCHEMA_VERSION = 3
+PLAN_SCHEMA_VERSION = 4
 
-# What a plan without writes over the border is written as, with re-runs and without, so that an older ooc reads it.
+# What a plan without copies at the border is written as, with writes over it, re-runs or neither, so that an older ooc
+# reads it.
+_BORDER_SCHEMA_VERSION = 3
 _RERUN_SCHEMA_VERSION = 2
 _BASE_SCHEMA_VERSION = 1
+
+DEFAULT_COPY_BYTES_PER_S = 4e9
 
 
 class PlanError(ValueError):
@@ -72,8 +76,8 @@ class Recomputed:
 class Kept:
     """Crosses the step boundary in memory: begins at the step's start, or stops at its end.
 
-    In a cyclic trace, a variable that stops by `Kept` becomes a variable that starts by `Kept`
-    in the same chunks, and the other way round.
+    In a cyclic trace, a variable that stops by `Kept` becomes a variable that starts by `Kept`, and the other way
+    round: in the same chunks, or in those to which the plan's `BorderCopy` list brings its bytes.
     """
 
 
@@ -171,6 +175,26 @@ class Scratch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BorderCopy:
+    """A copy within memory at the step's border, of neighbouring chunks to others that hold nothing then.
+
+    All copies of a plan come after the last op and all releases of one step, and before the next one's first op or
+    load, each after the one before. What was copied is given up where it was. Together they bring all that is kept
+    from the chunks in which it ends a step to those in which it starts the next; where chunks change places in a ring,
+    one of them goes by way of a free chunk. Whoever held a target last may still be on its way out: a copy waits for
+    that, as it waits for the load of what it copies.
+
+    Attributes:
+        source, target: The first chunk of each. The two do not overlap.
+        num_chunks: How many.
+    """
+
+    source: int
+    target: int
+    num_chunks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What a plan is made for.
 
@@ -183,6 +207,8 @@ class Machine:
         remap_ns: What mapping one chunk elsewhere costs the thread that computes; None: as on the CPU, by its bytes. On
             a GPU each is some calls of the driver, and the host must first have seen the end of the last use.
         rerun_op_ns: What running an op again takes beyond the op's own time.
+        copy_bytes_per_s: Rate of a copy within memory, by the thread that computes. The default is a board's; a
+            desktop's memory does 15e9.
     """
 
     chunk_nbytes: int
@@ -193,12 +219,13 @@ class Machine:
     latency_ns: int = 50_000
     remap_ns: int | None = None
     rerun_op_ns: int = 0
+    copy_bytes_per_s: float = DEFAULT_COPY_BYTES_PER_S
 
     def __post_init__(self) -> None:
         if self.chunk_nbytes <= 0 or self.num_chunks < 0:
             raise ValueError(f"machine with {self.num_chunks} chunks of {self.chunk_nbytes} bytes")
-        if min(self.load_bytes_per_s, self.evict_bytes_per_s) <= 0 or self.latency_ns < 0:
-            raise ValueError("transfer rates must be positive and latency not negative")
+        if min(self.load_bytes_per_s, self.evict_bytes_per_s, self.copy_bytes_per_s) <= 0 or self.latency_ns < 0:
+            raise ValueError("rates of transfers and copies must be positive and latency not negative")
         if self.remap_ns is not None and self.remap_ns < 0:
             raise ValueError(f"remap_ns={self.remap_ns}: must not be negative")
         if self.rerun_op_ns < 0:
@@ -224,9 +251,11 @@ class Plan:
         residencies: Ordered by start (op, tick), then variable.
         predicted: What the simulator says of it (`duration_ns`, `stall_ns`, `peak_nbytes`,
             `loaded_nbytes`, `evicted_nbytes`, `dropped_nbytes`, `num_remapped_chunks`, `remap_ns`; with
-            re-runs also `recompute_ns`, `discarded_nbytes`). See `step_ns`.
+            re-runs also `recompute_ns`, `discarded_nbytes`; with copies at the border `relocate_ns`,
+            `relocated_nbytes`). See `step_ns`.
         bounds: Lower bounds for any plan of this trace on this machine.
         scratch: Room for re-runs that need some, in order of op.
+        border_copies: Copies within memory between two steps, in order.
         notes: What the policy has to say of how it came about: a solver's gap, a way out that was taken.
     """
 
@@ -238,6 +267,7 @@ class Plan:
     predicted: Mapping[str, int] = field(default_factory=dict)
     bounds: Mapping[str, int] = field(default_factory=dict)
     scratch: tuple[Scratch, ...] = ()
+    border_copies: tuple[BorderCopy, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -263,7 +293,7 @@ class Plan:
             "trace_fingerprint": self.trace_fingerprint,
             "policy": self.policy,
             "parameters": dict(self.parameters),
-            "machine": asdict(self.machine),
+            "machine": _machine_to_json(self.machine),
             "predicted": dict(self.predicted),
             "bounds": dict(self.bounds),
             "residencies": [
@@ -276,13 +306,20 @@ class Plan:
                 for r in self.residencies
             ],
             **({"scratch": [_scratch_to_json(s) for s in self.scratch]} if self.scratch else {}),
+            **(
+                {"border_copies": [[c.source, c.target, c.num_chunks] for c in self.border_copies]}
+                if self.border_copies
+                else {}
+            ),
             **({"notes": list(self.notes)} if self.notes else {}),
         }
         return json.dumps(document, separators=(",", ":"))
 
     def _schema_version(self) -> int:
-        if self.writes_over_border:
+        if self.border_copies:
             return PLAN_SCHEMA_VERSION
+        if self.writes_over_border:
+            return _BORDER_SCHEMA_VERSION
         return _RERUN_SCHEMA_VERSION if self.recomputes else _BASE_SCHEMA_VERSION
 
     @classmethod
@@ -322,6 +359,10 @@ class Plan:
                         chunks=tuple((first, count) for first, count in s["chunks"]),
                     )
                     for s in document.get("scratch", ())
+                ),
+                border_copies=tuple(
+                    BorderCopy(source=source, target=target, num_chunks=count)
+                    for source, target, count in document.get("border_copies", ())
                 ),
                 notes=tuple(str(note) for note in document.get("notes", ())),
             )
@@ -374,6 +415,14 @@ def _start_from_json(kind: str, *where: Any) -> Start:
         before_op, ops = where
         return Recomputed(before_op, tuple(ops))
     return _STARTS[kind](*where)
+
+
+def _machine_to_json(machine: Machine) -> dict[str, Any]:
+    """Without the rate of copies where that is the default: an older ooc does not know it."""
+    found = asdict(machine)
+    if machine.copy_bytes_per_s == DEFAULT_COPY_BYTES_PER_S:
+        del found["copy_bytes_per_s"]
+    return found
 
 
 def _scratch_to_json(scratch: Scratch) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 from scheduler.budget import BudgetTooSmall
 from scheduler.colouring.scratch import ScratchColouring, schedule_that_colours
 from scheduler.cost.bounds import lower_bounds
-from scheduler.cost.evaluate import Evaluation, remap_ns
-from scheduler.cost.simulate import Simulation, simulate
+from scheduler.cost.evaluate import Evaluation, copied_or_evicted, remap_ns
+from scheduler.cost.simulate import Simulation
 from scheduler.garbage import without_collections
 from scheduler.plan import Machine, Plan, PlanError, Residency
 from scheduler.policies import POLICIES
@@ -60,6 +60,8 @@ def _plan(trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any
         parameters = tune(trace, machine, parameters)
     notes: list[str] = []
     coloured, simulation = _coloured_schedule(trace, machine, policy, parameters, notes)
+    if simulation is None:
+        coloured, _, simulation = copied_or_evicted(coloured, trace, machine)
     colouring = coloured.colouring
     plan = Plan(
         trace_fingerprint=trace.fingerprint(),
@@ -68,10 +70,11 @@ def _plan(trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any
         parameters=parameters,
         residencies=ordered(colouring.residencies, trace),
         scratch=coloured.scratch,
+        border_copies=colouring.border_copies,
         notes=tuple(notes),
     )
     verify(plan, trace)
-    result = simulation or simulate(plan, trace, with_timeline=False)
+    result = simulation
     predicted = {
         "duration_ns": result.duration_ns,
         "stall_ns": result.stall_ns,
@@ -85,6 +88,8 @@ def _plan(trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any
     }
     if plan.recomputes:
         predicted |= {"recompute_ns": result.recompute_ns, "discarded_nbytes": result.discarded_nbytes}
+    if plan.border_copies:
+        predicted |= {"relocate_ns": result.relocate_ns, "relocated_nbytes": result.relocated_nbytes}
     return replace(plan, predicted=predicted)
 
 

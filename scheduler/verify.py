@@ -285,6 +285,7 @@ class _Checker:
     # -- the step boundary -------------------------------------------------------------------
 
     def check_boundary(self) -> None:
+        kept: list[tuple[Residency, Residency]] = []
         for variable, v in enumerate(self.trace.variables):
             if v.becomes is None:
                 continue
@@ -295,10 +296,56 @@ class _Checker:
             if (ends is None) != (starts is None):
                 self.fail(f"{pair}: only one of the two is kept over the step boundary")
             elif ends is not None and starts is not None:
-                if ends.chunk_indices() != starts.chunk_indices():
-                    self.fail(f"{pair} are kept in different chunks: {ends.chunks} and {starts.chunks}")
+                kept.append((ends, starts))
                 if v.becomes != variable and self.trace.lifetime(v.becomes)[1] > self.trace.lifetime(variable)[0]:
                     self.fail(f"{pair} are alive at once (double-buffered), so they must be away at the boundary")
+        self.check_border_copies(kept)
+
+    def check_border_copies(self, kept: list[tuple[Residency, Residency]]) -> None:
+        """Copy on paper, chunk by chunk: nothing is overwritten that is still needed, and all arrives where it starts.
+
+        Args:
+            kept: Pairs of the last residency of a step and the first of the next, of the same bytes.
+        """
+        if self.plan.border_copies and not self.trace.cyclic:
+            self.fail("there are copies at the step's border, but the trace is not cyclic")
+            return
+        held: dict[int, tuple[Residency, int]] = {}
+        for ends, starts in kept:
+            for place, chunk in enumerate(ends.chunk_indices()):
+                held[chunk] = starts, place
+        num_chunks = self.plan.machine.num_chunks
+        for copy in self.plan.border_copies:
+            which = f"the copy of {copy.num_chunks} chunks from {copy.source} to {copy.target} at the border"
+            first, last = min(copy.source, copy.target), max(copy.source, copy.target)
+            if copy.num_chunks < 1 or first < 0 or last + copy.num_chunks > num_chunks:
+                self.fail(f"{which} leaves the pool of {num_chunks} chunks, or is of none")
+                return
+            if first + copy.num_chunks > last:
+                self.fail(f"{which} overlaps itself")
+                return
+            for offset in range(copy.num_chunks):
+                source, target = copy.source + offset, copy.target + offset
+                if target in held:
+                    self.fail(f"{which} overwrites chunk {target}, which holds {self.name(held[target][0].variable)}")
+                    return
+                if source not in held:
+                    self.fail(f"{which} copies chunk {source}, in which nothing is kept")
+                    return
+                held[target] = held.pop(source)
+        for ends, starts in kept:
+            pair = f"{self.name(ends.variable)} and its heir {starts.variable}"
+            if ends.chunk_indices() == starts.chunk_indices():
+                continue
+            if not self.trace.variables[ends.variable].evictable or not self.trace.variables[starts.variable].evictable:
+                self.fail(f"{pair} must not change chunks, but do: {ends.chunks} and {starts.chunks}")
+        for ends, starts in kept:
+            arrived = all(held.get(chunk) == (starts, place) for place, chunk in enumerate(starts.chunk_indices()))
+            if not arrived:
+                self.fail(
+                    f"{self.name(ends.variable)} and its heir {starts.variable} are kept in different chunks: "
+                    f"{ends.chunks} and {starts.chunks}, and no copies bring them there"
+                )
 
     def check_not_evictable(self) -> None:
         for variable, v in enumerate(self.trace.variables):

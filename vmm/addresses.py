@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from typing import Any
@@ -129,6 +130,11 @@ class AddressSpace:
         insort(self._starts, reservation.address)
         self._reservations[reservation.address] = reservation
         return reservation
+
+    def copy_chunks(self, source: int, target: int, num_chunks: int) -> None:
+        """Copy neighbouring chunks, the first one `source`, to others that do not overlap them. What is shown stays."""
+        chunk_nbytes, view = self._driver.chunk_nbytes, self._driver.view_address
+        ctypes.memmove(view + target * chunk_nbytes, view + source * chunk_nbytes, num_chunks * chunk_nbytes)
 
     def release(self, reservation: Reservation) -> None:
         """Give the addresses back, whatever they show. Its chunks are the caller's to give back."""

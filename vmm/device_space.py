@@ -47,6 +47,16 @@ class DeviceSpace(AddressSpace):
         if reservation.runs is not None:
             self._unused[reservation.address] = event
 
+    def copy_chunks(self, source: int, target: int, num_chunks: int) -> None:
+        """As `AddressSpace.copy_chunks`, behind all compute work so far; what comes after it is behind that.
+
+        Raises:
+            CudaFault: Nothing was copied.
+        """
+        chunk_nbytes, view = self._driver.chunk_nbytes, self._driver.view_address
+        stream, nbytes = self._streams.follow(), num_chunks * chunk_nbytes
+        self._streams.calls.copy_on_device(view + target * chunk_nbytes, view + source * chunk_nbytes, nbytes, stream)
+
     def map(self, reservation: Reservation, runs: Sequence[tuple[int, int]]) -> int:
         """As `AddressSpace.map`; waits where a chunk that is shown makes place for another."""
         if runs is reservation._given and not reservation.is_protected:

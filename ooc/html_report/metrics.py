@@ -30,6 +30,7 @@ class Metrics:
     loaded_nbytes: int | None = None
     evicted_nbytes: int | None = None
     dropped_nbytes: int | None = None
+    relocated_nbytes: int | None = None
     num_remapped_chunks: float | None = None
     num_faults: int | None = None
     num_steps: int | None = None
@@ -62,6 +63,7 @@ def metrics_of(document: Document, view: StepView | None) -> Metrics:
         if view is not None and view.source == "measured"
         else _seconds(bounds, "duration_ns"),
         "recompute_s": _seconds(predicted, "recompute_ns"),
+        "relocated_nbytes": _integer(predicted, "relocated_nbytes"),
         "compute_s": view.compute_ns / 1e9 if view is not None else None,
     }
     if document.run is not None:

@@ -32,6 +32,8 @@ def time_shares(view: StepView) -> tuple[TimeShare, ...]:
     waits = _merged([*waits, *view.stalls], stop)
     reruns = _without(_merged(((r.start_ns, r.stop_ns) for r in view.reruns), stop), waits)
     taken = _merged([*waits, *reruns], stop)
+    copies = _without(_merged([view.relocation] if view.relocation is not None else [], stop), taken)
+    taken = _merged([*taken, *copies], stop)
     ops = _without(_merged(zip(view.op_start_ns, view.op_stop_ns, strict=True), stop), taken)
     taken = _merged([*taken, *ops], stop)
     first, last = (taken[0][0], taken[-1][1]) if taken else (stop, stop)
@@ -39,6 +41,9 @@ def time_shares(view: StepView) -> tuple[TimeShare, ...]:
         TimeShare(name="ops", ns=_total(ops), remark="computing, by the ops that are recorded"),
         TimeShare(name="waiting for transfers", ns=_total(waits), remark="what an op needed was not there yet"),
         TimeShare(name="computed again", ns=_total(reruns), remark="instead of being loaded"),
+        TimeShare(
+            name="moved within memory", ns=_total(copies), remark="between two steps, to where the next one starts"
+        ),
         TimeShare(name="before the first op", ns=first, remark="the script, the data loader, the step's own beginning"),
         TimeShare(
             name="between ops",

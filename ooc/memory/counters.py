@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 
 class Counters:
     """Totals of what was moved, which only ever grow. Sizes in bytes, times in nanoseconds.
@@ -19,6 +21,8 @@ class Counters:
         "num_reruns",
         "recompute_ns",
         "recomputed_nbytes",
+        "relocate_ns",
+        "relocated_nbytes",
         "stall_ns",
     )
 
@@ -31,7 +35,14 @@ class Counters:
         self.num_reruns = 0
         self.recompute_ns = 0
         self.recomputed_nbytes = 0
+        self.relocate_ns = 0
+        self.relocated_nbytes = 0
         self.stall_ns = 0
+
+    def note_relocation(self, start_ns: int, nbytes: int) -> None:
+        """Note that so many bytes of variables were moved within memory from `start_ns` until now."""
+        self.relocated_nbytes += nbytes
+        self.relocate_ns += time.monotonic_ns() - start_ns
 
     def copy(self) -> dict[str, int]:
         """The totals of now that are reported, by name."""

@@ -45,6 +45,9 @@ class Space(Protocol):
     def vacate(self, first_chunk: int) -> None:
         """Let no reservation show a chunk from this one on."""
 
+    def copy_chunks(self, source: int, target: int, num_chunks: int) -> None:
+        """Copy neighbouring chunks to others, after all ops so far and before those from now on. Raises MemoryFault."""
+
     def note_unused(self, reservation: Reservation, event: Any) -> None:
         """Nothing uses what it shows after `event`, until it is mapped again."""
 

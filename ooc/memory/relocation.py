@@ -7,6 +7,7 @@ the time of a write and a read. Host memory only.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,19 @@ def relocate(
         others: Resident records that shall leave the chunks below `area`.
         area: The first chunk that is not in the way.
     """
+    records = manager.records
+    started_ns, before = time.monotonic_ns(), {address: r.runs for address, r in records.items()}
+    try:
+        _relocate(manager, targets, others, area)
+    finally:
+        nbytes = sum(r.nbytes for address, r in records.items() if r.runs != before[address])
+        if nbytes:
+            manager.counters.note_relocation(started_ns, nbytes)
+
+
+def _relocate(
+    manager: ResidencyManager, targets: Mapping[int, Runs], others: Sequence[VariableRecord], area: int
+) -> None:
     records = manager.records
     taken = {c for r in records.values() if r.state is State.RESIDENT for c in _chunks(r.runs)}
     free = set(range(manager.pool.num_chunks)) - taken

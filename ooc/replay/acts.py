@@ -172,7 +172,9 @@ class ResidencyActs:
         if record.stored:
             self._manager.counters.dropped_nbytes += record.nbytes
             return
-        _, segments = fitting(self._manager, residency, record)
+        # Written in the step before, it may lie in other chunks than it is released from: it is copied at the border.
+        is_there = record.runs == residency.runs
+        segments = fitting(self._manager, residency, record)[1] if is_there else None
         residency.transfer, residency.moved = self._manager.start_write(record, segments), record
         self.writes.append(residency)
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ooc.memory.record import VariableRecord
 from ooc.replay.op_timings import Between, OpTimings
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
+from ooc.replay.planned_border import planned_border
 from ooc.replay.planned_reruns import PlannedRerun, PlannedReruns, PlannedTrials
 from ooc.tracing.recorder import Observed
 from ooc.tracing.recording import MOST_HEAD_OPS
@@ -146,6 +147,10 @@ class ExecutablePlan:
         """Of a plan made in mid-step: the trace with all ops that may run again, for which the next one is made."""
         self.scratch: dict[tuple[int, int], Reservation] = {}
         """For each re-run's op and each variable that it makes and does not keep: where that is. See `Bindings`."""
+        self.border = planned_border(plan, self.variables, residencies, self._has_transfer)
+        """What is copied within memory before the next step of the same plan."""
+        if self.border is not None:
+            self.num_chunks = max(self.num_chunks, self.border.num_chunks)
         self._find_predecessors(residencies)
         self._wait_for_scratch(residencies)
         self.outlasting = [variable for variable in self.variables if not variable.dies_within and variable.residencies]
@@ -203,10 +208,16 @@ class ExecutablePlan:
 
         A residency waits for the transfers of the one before it. Where that one may not have waited
         itself (kept over the boundary, or born between ops and perhaps not born this time),
-        it waits for those before that, too. A load that is left out waits all the same.
+        it waits for those before that, too. A load that is left out waits all the same. What was copied away at the
+        border may still be on its way out from there.
         """
         last = np.full(self.num_chunks, -1, dtype=np.int64)
         passed_on: list[set[int]] = [set() for _ in residencies]
+        number_of = {id(residency): number for number, residency in enumerate(residencies)}
+        early = {
+            number_of[id(ends)]: number_of[id(starts)]
+            for ends, starts in (self.border.written_early() if self.border is not None else ())
+        }
         for lap in range(2):
             for number, residency in enumerate(residencies):
                 before: set[int] = set()
@@ -215,6 +226,7 @@ class ExecutablePlan:
                     last[first : first + count] = number
                 before.discard(-1)
                 before.discard(number)
+                before |= {early[n] for n in before if n in early} - {number}
                 waits = {n for n in before if self._has_transfer(residencies[n])}.union(*(passed_on[n] for n in before))
                 waits.discard(number)
                 op = self._birth_op(residency)
@@ -381,6 +393,10 @@ class ExecutablePlan:
         )
 
     # -- replaying it
+
+    def persistent_is_missing(self) -> bool:
+        """Whether a variable that lives across steps was freed in this one."""
+        return not self.variable_alive[self.persistent].all()
 
     def live_records(self) -> list[VariableRecord]:
         """Records that are bound to a live variable now."""

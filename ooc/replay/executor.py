@@ -24,6 +24,7 @@ from ooc.memory.residency import ResidencyManager
 from ooc.replay.acts import ResidencyActs
 from ooc.replay.bailout import land_transfers, pinned_by, recorder_so_far, return_records
 from ooc.replay.bindings import Bindings, Bound
+from ooc.replay.border_relocation import BorderRelocation
 from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.op_watch import OpWatch, named_calls
@@ -73,6 +74,7 @@ class Executor:
         self._start_successors: list[tuple[PlanVariable, VariableRecord]] = []
         self._start_foreign: dict[int, VariableRecord] = {}
         self._acts = ResidencyActs(manager, dispatcher, bail_out=self.bail_out)
+        self._border = BorderRelocation(manager, self._acts, self._check_deaths, bail_out=self.bail_out)
         self._trials = new_trials(self.bail_out)
         self.reruns = Reruns(
             manager, allocator, dispatcher, self._acts, rerun_device, self._trials, bail_out=self.bail_out
@@ -186,18 +188,14 @@ class Executor:
         if not self._bindings.can_pass_on(executable):
             self.bail_out("a variable that must stay where it is outlived its role in the plan")
             return False
+        if not self._border.cross(executable):
+            return False
         self._bindings.pass_on(executable)
         self._acts.prune()
         if self._trials.installed is not executable.trials:
             self._install(executable)
         self._start_period(executable)
         return True
-
-    def persistent_is_missing(self) -> bool:
-        """Whether a variable that lives across steps was freed in this one."""
-        executable = self.active
-        assert executable is not None
-        return not executable.variable_alive[executable.persistent].all()
 
     # -- around an op; called by the dispatcher
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ooc.memory.record import Runs, VariableRecord
-from scheduler.plan import Evicted, Residency
+from scheduler.plan import Evicted, Kept, Residency
 from scheduler.trace import Trace
 from vmm.store import Transfer
 
@@ -102,6 +102,16 @@ class ExecutableResidency:
         self.dead: tuple[int, ...] = ()
         self.transfer: Transfer | None = None
         self.moved: VariableRecord | None = None
+
+    @property
+    def is_kept_at_start(self) -> bool:
+        """Whether it goes on from the step before."""
+        return isinstance(self.planned.start, Kept)
+
+    @property
+    def is_kept_at_end(self) -> bool:
+        """Whether it goes on in the next step."""
+        return isinstance(self.planned.stop, Kept)
 
     def __repr__(self) -> str:
         return f"<ExecutableResidency of variable {self.variable.index}: {self.planned.start} to {self.planned.stop}>"

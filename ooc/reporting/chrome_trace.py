@@ -145,6 +145,9 @@ def _compute_slices(view: StepView, pid: int, at: Callable[[int], float]) -> Ite
     for rerun in view.reruns:
         length_ns = rerun.stop_ns - rerun.start_ns
         yield _slice("run again", "recompute", pid, _OPS, at(rerun.start_ns), length_ns, {"before op": rerun.op})
+    if view.relocation is not None:
+        start_ns, stop_ns = view.relocation
+        yield _slice("moved within memory", "relocate", pid, _OPS, at(start_ns), stop_ns - start_ns, {})
     for wait in view.waits:
         move = view.moves[wait.move]
         asked = {"op": wait.op, "variable": move.variable}

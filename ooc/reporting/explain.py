@@ -132,14 +132,22 @@ def _explain(engine: Engine, record: VariableRecord, name: str) -> Explanation:
         is_managed=True,
         nbytes=record.nbytes,
         state=where,
-        stays=tuple(_residency_line(residency, planned[0]) for residency in residencies) if planned is not None else (),
+        stays=tuple(_residency_line(residency, *planned[:2]) for residency in residencies)
+        if planned is not None
+        else (),
         reasons=tuple(reasons),
         reason=reason,
     )
 
 
-def _residency_line(residency: Residency, trace: Trace) -> str:
+def _residency_line(residency: Residency, trace: Trace, plan: Plan) -> str:
     chunks = sum(count for _, count in residency.chunks)
+    if isinstance(residency.stop, Kept):
+        heir = trace.variables[residency.variable].becomes
+        starts = next((r for r in plan.residencies if r.variable == heir and isinstance(r.start, Kept)), residency)
+        if starts.chunks != residency.chunks:
+            copied = f"{_stop(residency.stop, trace)}, then copied to other chunks"
+            return f"{_start(residency.start, trace)}; {copied} ({chunks} chunks)"
     return f"{_start(residency.start, trace)}; {_stop(residency.stop, trace)} ({chunks} chunks)"
 
 

@@ -99,6 +99,7 @@ class StepView:
         op_start_ns, op_stop_ns: Start and stop of each op of the trace.
         moves, waits, reruns: In order of start. Re-runs are known of simulated steps.
         duration_ns: The step's length.
+        relocation: When copies within memory at the border were made, of simulated steps; None: there are none.
         stalls: All measured waits, those too that no op or transfer of the plan explains.
         unix_ns: When it started on the wall clock; None if it never ran.
     """
@@ -112,6 +113,7 @@ class StepView:
     waits: tuple[Wait, ...]
     duration_ns: int
     reruns: tuple[RerunRow, ...] = ()
+    relocation: tuple[int, int] | None = None
     stalls: tuple[tuple[int, int], ...] = ()
     unix_ns: int | None = None
 
@@ -222,6 +224,8 @@ def simulated_view(trace: Trace, plan: Plan) -> StepView:
         for entry in result.timeline
         if entry.kind == "recompute"
     )
+    relocation = next(((e.start_ns, e.stop_ns) for e in result.timeline if e.kind == "relocate"), None)
+    between = (*reruns, *([RerunRow(op=0, start_ns=relocation[0], stop_ns=relocation[1])] if relocation else []))
     return StepView(
         source="simulated",
         trace=trace,
@@ -229,9 +233,10 @@ def simulated_view(trace: Trace, plan: Plan) -> StepView:
         op_start_ns=starts,
         op_stop_ns=stops,
         moves=moves,
-        waits=tuple(_simulated_waits(starts, stops, moves, reruns, result.duration_ns)),
+        waits=tuple(_simulated_waits(starts, stops, moves, between, result.duration_ns)),
         duration_ns=result.duration_ns,
         reruns=reruns,
+        relocation=relocation,
     )
 
 
@@ -331,7 +336,10 @@ def _simulated_moves(trace: Trace, plan: Plan, result: Simulation, stops: Sequen
 def _simulated_waits(
     starts: Sequence[int], stops: Sequence[int], moves: Sequence[Move], reruns: Sequence[RerunRow], duration_ns: int
 ) -> Iterator[Wait]:
-    """The waits of simulated ops, for transfers of this step or of the one before."""
+    """The waits of simulated ops, for transfers of this step or of the one before.
+
+    `reruns`: what else keeps compute busy before an op, one at most: before op 0 the copies at the border.
+    """
     again = {rerun.op: rerun for rerun in reruns}
     ends = sorted((end, i) for i, m in enumerate(moves) for end in (m.stop_ns, m.stop_ns - duration_ns))
     for op, start_ns in enumerate(starts):

@@ -31,6 +31,9 @@ _PLANNED = Reason()
 _measured: dict[Path | None, StoreSpeed] = {}
 """Store speeds by directory. Measuring takes 0.3 s, so it is done once a process; real transfers refine plans later."""
 
+_COUNTED_BETWEEN = ("num_faults", "relocate_ns", "relocated_nbytes")
+"""Counters of what is done between two steps: stray touches, and copies within memory at the border."""
+
 _log = logging.getLogger(__name__)
 
 StepKind = Literal["learning", "planned", "off_plan"]
@@ -54,6 +57,8 @@ class StepRow:
     recomputed_nbytes: int = 0
     recompute_s: float = 0.0
     num_reruns: int = 0
+    relocated_nbytes: int = 0
+    relocate_s: float = 0.0
     num_planned_ops: int = 0
     num_demand_ops: int = 0
     cause: Cause = ""
@@ -77,7 +82,7 @@ class StepLog:
         self._started = 0.0
         self._before: dict[str, int] = {}
         self._began_planned = False
-        self._num_faults = 0
+        self._at_end = dict.fromkeys(_COUNTED_BETWEEN, 0)
         self._speed: Any = None
         self.rows: list[StepRow] = []
         self.num_steps = 0
@@ -94,8 +99,8 @@ class StepLog:
         """Begin a step."""
         self._began_planned = planned
         self._before = self.counters()
-        # Touches between two steps count for the second: no row would have them otherwise.
-        self._before["num_faults"], self._num_faults = self._num_faults, self._before["num_faults"]
+        # What is done between two steps counts for the second: no row would have it otherwise.
+        self._before.update(self._at_end)
         self._started = time.perf_counter()
 
     @property
@@ -118,17 +123,19 @@ class StepLog:
             return
         duration_s = time.perf_counter() - self._started
         after, before = self.counters(), self._before
-        self._num_faults = after["num_faults"]
+        self._at_end = {name: after[name] for name in _COUNTED_BETWEEN}
         moved = {name: after[name] - before[name] for name in after}
         is_planned = num_demand_ops == 0 and ((self._began_planned and on_plan) or num_planned_ops > 0)
         mode: StepKind = "planned" if is_planned else "off_plan" if learned else "learning"
         stall_s, recompute_s = moved.pop("stall_ns") / 1e9, moved.pop("recompute_ns") / 1e9
+        relocate_s = moved.pop("relocate_ns") / 1e9
         self.rows.append(
             StepRow(
                 mode=mode,
                 duration_s=duration_s,
                 stall_s=stall_s,
                 recompute_s=recompute_s,
+                relocate_s=relocate_s,
                 num_planned_ops=num_planned_ops,
                 num_demand_ops=num_demand_ops,
                 cause="" if is_planned else reason.cause,

@@ -2,7 +2,8 @@
 
 What is kept over the step boundary must end in the chunks in which it starts, and that can make
 the pool too small although each tick fits (`scheduler.colouring.colouring`). A few variables are then
-written out at the step's end and loaded again at its start instead.
+written out at the step's end and loaded again at its start instead, unless copies bring it there
+(`scheduler.colouring.border_copies`).
 """
 
 from __future__ import annotations

@@ -22,16 +22,17 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from scheduler.budget import IntArray
 from scheduler.colouring.arcs import Arc, arcs_of, from_the_cut, written_ticks
+from scheduler.colouring.border_copies import border_copies
 from scheduler.colouring.boundary_evictions import not_kept
 from scheduler.colouring.exchange import Holder, exchange_chunks
 from scheduler.colouring.runs import NO_CHUNKS, BoolArray, all_runs, best_runs, least, run_starts
-from scheduler.plan import Machine, Residency, occupied_ticks
+from scheduler.plan import BorderCopy, Kept, Machine, Residency, occupied_ticks
 from scheduler.trace import Trace
 
 _NEVER = np.iinfo(np.int64).max
@@ -54,6 +55,9 @@ class Colouring:
 
     Attributes:
         residencies: As given, with `chunks` filled in; but see `colour` for what gave way at the boundary.
+        border_copies: What brings those that gave way from the chunks in which they end a step to those in which they
+            start the next. Empty where nothing gave way, or what did is evicted.
+        given_up: Variables that gave way and are kept, by way of `border_copies`.
         num_remapped_chunks: Chunk mappings that change within one step, the way back to the
             step-start layout included.
         num_runs: Mappings of the step-start layout: one a run of neighbouring chunks.
@@ -62,6 +66,13 @@ class Colouring:
     residencies: tuple[Residency, ...]
     num_remapped_chunks: int
     num_runs: int
+    border_copies: tuple[BorderCopy, ...] = ()
+    given_up: frozenset[int] = frozenset()
+
+    def evicting(self, trace: Trace) -> Colouring:
+        """The same with what gave way evicted at the boundary, instead of copied there."""
+        residencies = not_kept(self.residencies, set(self.given_up), trace)
+        return replace(self, residencies=residencies, border_copies=(), given_up=frozenset())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +96,10 @@ def colour(
 
     In a step taken alone, and wherever some tick is crossed only by what is held throughout, the
     first walk succeeds. Otherwise a greedy walk can fall short. Another walk then cuts at the step
-    boundary and gives way there: what blocks is not kept over the boundary, but written out at the
-    step's end and loaded again at its start, which never needs more memory at any tick.
+    boundary and gives way there: what blocks ends the step in other chunks than it starts with, and is
+    copied there at the boundary. Where all memory is held there, and chunks would have to change places in a
+    ring, it is not kept over the boundary, but written out at the step's end and loaded again at its start.
+    Neither ever needs more memory at any tick.
 
     Each walk is tried in two ways, best fit by the next claim on a chunk and longest runs, since
     neither always has the fewer remaps; with `quick`, in the second way only, which takes half the time and has
@@ -136,7 +149,10 @@ class _Painter:
         self.best_fit = best_fit
         self.num_late = 0
         self.crossing = [index for index, arc in enumerate(arcs) if arc.stop > trace.num_ticks]
-        self.given_up: set[int] = set()
+        self.num_chunks = machine.num_chunks
+        self.parted: list[
+            tuple[int, int]
+        ] = []  # residencies that gave way: a variable's last, and the next step's first
         self.members: dict[int, list[int]] = {}
         for index, arc in enumerate(self.arcs):
             self.members.setdefault(arc.family, []).append(index)
@@ -250,7 +266,7 @@ class _Painter:
         """Make two arcs of one that crosses the boundary; returns the index of the later one."""
         assert arc.chunks is not None
         end, start = arc.residencies
-        self.given_up.add(self.residencies[end].variable)
+        self.parted.append((end, start))
         self.hard_from[arc.chunks] = _NEVER
         self.arcs.append(
             Arc(
@@ -455,11 +471,24 @@ class _Painter:
             Residency(variable=r.variable, start=r.start, stop=r.stop, chunks=runs)
             for r, runs in zip(self.residencies, all_runs(chunks), strict=True)
         )
-        return Colouring(
-            residencies=not_kept(coloured, self.given_up, self.trace) if self.given_up else coloured,
+        given_up = [self.residencies[a].variable for a, b in self.parted if not np.array_equal(chunks[a], chunks[b])]
+        colouring = Colouring(
+            residencies=coloured,
             num_remapped_chunks=self.num_remapped_chunks(),
             num_runs=self.num_runs(),
+            given_up=frozenset(given_up),
         )
+        if not given_up:
+            return colouring
+        copies = border_copies(self._kept(chunks), self.num_chunks)
+        return colouring.evicting(self.trace) if copies is None else replace(colouring, border_copies=copies)
+
+    def _kept(self, chunks: list[IntArray]) -> list[tuple[IntArray, IntArray]]:
+        """For each variable that is kept, its chunks at the step's end and at its start."""
+        heads = {r.variable: chunks[i] for i, r in enumerate(self.residencies) if isinstance(r.start, Kept)}
+        ends = ((r.variable, chunks[i]) for i, r in enumerate(self.residencies) if isinstance(r.stop, Kept))
+        heirs = ((self.trace.variables[variable].becomes, own) for variable, own in ends)
+        return [(own, heads[heir]) for heir, own in heirs if heir is not None]
 
     def num_runs(self) -> int:
         """Mappings of the step-start layout."""

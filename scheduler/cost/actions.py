@@ -13,7 +13,7 @@ import numpy as np
 
 from scheduler.budget import first_op_to_end_after
 from scheduler.colouring.uncoloured import likely_holders_before
-from scheduler.plan import Born, Evicted, Kept, Loaded, Plan, Recomputed, occupied_ticks
+from scheduler.plan import Born, Evicted, Kept, Loaded, Plan, Recomputed, Residency, occupied_ticks
 from scheduler.reruns import reruns_of
 from scheduler.trace import Trace
 
@@ -38,6 +38,22 @@ class RerunWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BorderWork:
+    """What is copied within memory between two steps.
+
+    Attributes:
+        nbytes: Of the chunks that are copied.
+        waits_for: Residencies of the step that ends whose writes must be done first: a target's last holders, and
+            what was written early out of chunks that become a target.
+        loads: Residencies whose loads must be done first: they are copied.
+    """
+
+    nbytes: int = 0
+    waits_for: tuple[int, ...] = ()
+    loads: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepActions:
     """Work by op index, and what must wait for what.
 
@@ -51,6 +67,7 @@ class StepActions:
             eviction that wrote its bytes. In a cyclic trace they may lie in the step before.
         kept_from: For a residency that starts kept, the one that it continues.
         reruns: What is run again right before an op, after the loads issued there.
+        border: What is copied before the first op, and before any load.
     """
 
     loads: tuple[tuple[int, ...], ...]
@@ -60,6 +77,7 @@ class StepActions:
     waits_for: tuple[tuple[int, ...], ...]
     kept_from: dict[int, int]
     reruns: dict[int, RerunWork]
+    border: BorderWork
 
 
 def step_actions(plan: Plan, trace: Trace) -> StepActions:
@@ -96,6 +114,7 @@ def step_actions(plan: Plan, trace: Trace) -> StepActions:
         waits_for=waits_for,
         kept_from=_kept_from(plan, trace),
         reruns=reruns,
+        border=_border_work(plan, trace),
     )
 
 
@@ -144,6 +163,40 @@ def _kept_from(plan: Plan, trace: Trace) -> dict[int, int]:
     return {i: ends[r.variable] for i, r in enumerate(plan.residencies) if isinstance(r.start, Kept)}
 
 
+def _border_work(plan: Plan, trace: Trace) -> BorderWork:
+    if not plan.border_copies:
+        return BorderWork()
+    early = _written_early(plan, trace)
+    last = np.full(plan.machine.num_chunks, -1, dtype=np.int64)
+    for index, stay in enumerate(plan.residencies):  # in order of start
+        for first, count in stay.chunks:
+            last[first : first + count] = early.get(index, index)
+    targets = np.concatenate([np.arange(c.target, c.target + c.num_chunks) for c in plan.border_copies])
+    sources = {c for copy in plan.border_copies for c in range(copy.source, copy.source + copy.num_chunks)}
+    holders = [int(index) for index in np.unique(last[targets]) if index >= 0]
+    ends = (i for i, stay in enumerate(plan.residencies) if isinstance(stay.stop, Kept))
+    return BorderWork(
+        nbytes=len(targets) * plan.machine.chunk_nbytes,
+        waits_for=tuple(i for i in holders if isinstance(plan.residencies[i].stop, Evicted)),
+        loads=tuple(i for i in ends if not sources.isdisjoint(plan.residencies[i].chunk_indices())),
+    )
+
+
+def _written_early(plan: Plan, trace: Trace) -> dict[int, int]:
+    """Residencies that a copy leaves while they are written over the border, each with the one whose write that is."""
+    if not plan.border_copies:
+        return {}
+    return {
+        end: start
+        for start, end in _kept_from(plan, trace).items()
+        if _is_written_early(plan.residencies[start]) and plan.residencies[start].chunks != plan.residencies[end].chunks
+    }
+
+
+def _is_written_early(stay: Residency) -> bool:
+    return isinstance(stay.stop, Evicted) and stay.stop.write_op < 0
+
+
 def _waits_for(plan: Plan, trace: Trace) -> tuple[tuple[tuple[int, ...], ...], dict[int, tuple[int, ...]]]:
     """For each residency, and for the scratch of each re-run, the writes that must be done first."""
     num_stays = len(plan.residencies)
@@ -151,14 +204,16 @@ def _waits_for(plan: Plan, trace: Trace) -> tuple[tuple[tuple[int, ...], ...], d
     found: list[list[int]] = [[] for _ in range(num_stays + len(plan.scratch))]
     is_coloured = any(r.chunks for r in plan.residencies)
     pairs = _occupants_before(plan, trace) if is_coloured else likely_holders_before(plan, trace)
-    for holder, before in pairs:
+    early = _written_early(plan, trace)
+    for holder, last in pairs:
+        before = early.get(last, last)
         if before < num_stays and evicted[before]:  # a re-run has waited; whoever comes after it need not
             found[holder].append(before)
     last_stay: dict[int, int] = {}
     if trace.cyclic:  # over the boundary, a variable goes on as its heir
-        last = {r.variable: index for index, r in enumerate(plan.residencies)}
+        final = {r.variable: index for index, r in enumerate(plan.residencies)}
         becomes = ((v, variable.becomes) for v, variable in enumerate(trace.variables))
-        last_stay = {heir: last[v] for v, heir in becomes if heir is not None and v in last}
+        last_stay = {heir: final[v] for v, heir in becomes if heir is not None and v in final}
     for index, r in enumerate(plan.residencies):
         if isinstance(r.start, Kept):
             found[index] = []

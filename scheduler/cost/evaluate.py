@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler.colouring.colouring import MANY_TO_COLOUR, MANY_TO_EXCHANGE, Shortage
 from scheduler.colouring.scratch import ScratchColouring, colour_with_scratch
@@ -75,15 +75,8 @@ def evaluate(
     outcome = colour_with_scratch(residencies, trace, machine, quick=quick, exchanges=is_final)
     if isinstance(outcome, Shortage):
         return outcome
+    outcome, plan, simulation = copied_or_evicted(outcome, trace, machine)
     colouring = outcome.colouring
-    plan = Plan(
-        trace_fingerprint="",
-        policy="",
-        machine=machine,
-        residencies=colouring.residencies,
-        scratch=outcome.scratch,
-    )
-    simulation = simulate(plan, trace, with_timeline=False)
     return Evaluation(
         proposal=residencies,
         plan=plan,
@@ -94,3 +87,25 @@ def evaluate(
         or (as_ever and not colouring.num_remapped_chunks)
         or (len(residencies) > MANY_TO_EXCHANGE and not outcome.scratch),
     )
+
+
+def copied_or_evicted(
+    coloured: ScratchColouring, trace: Trace, machine: Machine
+) -> tuple[ScratchColouring, Plan, Simulation]:
+    """What gave way at the step's border copied within memory there, or evicted: what takes less time, simulated."""
+    best: tuple[ScratchColouring, Plan, Simulation] | None = None
+    ways = [coloured.colouring, *([coloured.colouring.evicting(trace)] if coloured.colouring.border_copies else [])]
+    for colouring in ways:
+        plan = Plan(
+            trace_fingerprint="",
+            policy="",
+            machine=machine,
+            residencies=colouring.residencies,
+            scratch=coloured.scratch,
+            border_copies=colouring.border_copies,
+        )
+        simulation = simulate(plan, trace, with_timeline=False)
+        if best is None or simulation.duration_ns < best[2].duration_ns:
+            best = replace(coloured, colouring=colouring), plan, simulation
+    assert best is not None
+    return best

@@ -11,6 +11,8 @@ The simulator plays a coloured plan as an executor does, in virtual nanoseconds:
   done whose chunks it takes; it keeps compute busy for the time of its ops, and its op comes after it;
 - an op starts once the loads of its variables are done, and once the writes are done whose chunks
   a variable born with it takes;
+- before the first op come the copies at the border, once the writes are done out of the chunks that they fill and
+  the loads of what they copy; compute is busy with them;
 - with `Machine.shared_bytes_per_s`, both links slow down in proportion while both are busy.
 
 A cyclic trace is run for several periods; the last one is reported. A period counts at least the
@@ -37,9 +39,9 @@ class TimelineEntry:
     """One thing that took time.
 
     Attributes:
-        kind: `"op"`, `"stall"`, `"recompute"`, `"load"` or `"evict"`.
+        kind: `"op"`, `"stall"`, `"recompute"`, `"relocate"`, `"load"` or `"evict"`.
         index: Op index for ops and stalls, and for the op before which a re-run happens; variable for
-            transfers.
+            transfers; 0 for the copies at the border.
         start_ns, stop_ns: Virtual time since the period's start; transfers may begin before it.
     """
 
@@ -56,6 +58,7 @@ class Simulation:
     Attributes:
         duration_ns: The step's time; `stall_ns` of it is not compute.
         recompute_ns: Compute spent on ops that are run again.
+        relocate_ns: Compute spent on `relocated_nbytes` of copies at the border; its wait is not in it.
         op_stall_ns: Wait before each op, a re-run's wait included.
         op_start_ns: Start of each op since the step's start.
         loaded_nbytes, evicted_nbytes: Bytes moved in and out; `dropped_nbytes`: freed without a write;
@@ -77,6 +80,8 @@ class Simulation:
     timeline: tuple[TimelineEntry, ...]
     recompute_ns: int = 0
     discarded_nbytes: int = 0
+    relocate_ns: int = 0
+    relocated_nbytes: int = 0
 
 
 def simulate(plan: Plan, trace: Trace, *, with_timeline: bool = True) -> Simulation:
@@ -107,6 +112,8 @@ class _Run:
         self.transfers: list[LinkTransfer] = []  # those issued in the present period
         self.op_start_ns: list[int] = []
         self.op_stall_ns: list[int] = []
+        self.relocate_ns = int(self.actions.border.nbytes / plan.machine.copy_bytes_per_s * 1e9)
+        self.relocate_span = 0, 0
         self.rerun_spans: dict[int, tuple[int, int]] = {}  # op -> start and stop of the re-run before it
 
     def play_step(self) -> None:
@@ -114,6 +121,7 @@ class _Run:
         self.period_start_ns = self.now_ns
         self.transfers, self.op_start_ns, self.op_stall_ns = [], [], []
         kept = {r: self.load_of[s] for r, s in self.actions.kept_from.items() if s in self.load_of}
+        wait_ns = self._relocate() if self.actions.border.nbytes else 0
         self.load_of.update(kept)
         for index, op in enumerate(self.trace.ops):
             self.now_ns += op.host_ns
@@ -121,6 +129,7 @@ class _Run:
                 self._issue_load(r)
             self.links.advance(self.now_ns)
             stall_ns = self._rerun(index, self.actions.reruns[index]) if index in self.actions.reruns else 0
+            stall_ns, wait_ns = stall_ns + wait_ns, 0
             start_ns = self._ready_ns(index)
             self.op_stall_ns.append(start_ns - self.now_ns + stall_ns)
             self.op_start_ns.append(start_ns - self.period_start_ns)
@@ -134,6 +143,19 @@ class _Run:
         loads = tuple(sorted(r for r, load in self.load_of.items() if load.stop_ns is None))
         writes = tuple(sorted(r for r, write in self.write_of.items() if write.stop_ns is None))
         return loads, writes, self.links.backlog
+
+    def _relocate(self) -> int:
+        """Copy at the border; returns how long that had to wait."""
+        border, start_ns = self.actions.border, self.now_ns
+        transfers = [*(self.write_of.get(r) for r in border.waits_for), *(self.load_of.get(r) for r in border.loads)]
+        for transfer in transfers:
+            if transfer is not None:
+                start_ns = max(start_ns, self.links.wait(transfer))
+        stall_ns = start_ns - self.now_ns
+        self.relocate_span = start_ns - self.period_start_ns, start_ns + self.relocate_ns - self.period_start_ns
+        self.now_ns = start_ns + self.relocate_ns
+        self.links.advance(self.now_ns)
+        return stall_ns
 
     def _rerun(self, index: int, work: RerunWork) -> int:
         """Run again what comes before op `index`; returns how long that had to wait."""
@@ -196,7 +218,7 @@ class _Run:
         recompute_ns = sum(work.duration_ns for work in self.actions.reruns.values())
         return Simulation(
             duration_ns=duration_ns,
-            stall_ns=duration_ns - self.trace.duration_ns - recompute_ns,
+            stall_ns=duration_ns - self.trace.duration_ns - recompute_ns - self.relocate_ns,
             op_stall_ns=tuple(self.op_stall_ns),
             op_start_ns=tuple(self.op_start_ns),
             loaded_nbytes=loaded,
@@ -207,6 +229,8 @@ class _Run:
             timeline=self._timeline() if with_timeline else (),
             recompute_ns=recompute_ns,
             discarded_nbytes=self._nbytes(r for r in self.plan.residencies if isinstance(r.stop, Discarded)),
+            relocate_ns=self.relocate_ns,
+            relocated_nbytes=self.actions.border.nbytes,
         )
 
     def _nbytes(self, residencies: Iterable[Residency]) -> int:
@@ -240,12 +264,19 @@ class _Run:
 
     def _timeline(self) -> tuple[TimelineEntry, ...]:
         entries = []
+        border_ns, end_ns = self.relocate_span
+        if end_ns > border_ns:
+            entries.append(TimelineEntry(kind="relocate", index=0, start_ns=border_ns, stop_ns=end_ns))
+            if border_ns:
+                entries.append(TimelineEntry(kind="stall", index=0, start_ns=0, stop_ns=border_ns))
         for index, op in enumerate(self.trace.ops):
             start_ns, stall_ns = self.op_start_ns[index], self.op_stall_ns[index]
             rerun = self.rerun_spans.get(index)
             if rerun is not None:
                 entries.append(TimelineEntry(kind="recompute", index=index, start_ns=rerun[0], stop_ns=rerun[1]))
                 stall_ns = start_ns - rerun[1]
+            elif index == 0:
+                stall_ns -= border_ns
             if stall_ns:
                 entries.append(TimelineEntry(kind="stall", index=index, start_ns=start_ns - stall_ns, stop_ns=start_ns))
             entries.append(TimelineEntry(kind="op", index=index, start_ns=start_ns, stop_ns=start_ns + op.own_ns))

@@ -5,13 +5,13 @@ in that step. The policies know two ways: to write it at once and let it go, so 
 or to keep it and write it in the next step, when activations go out, too. Here it is written at once, stays, and goes
 without a wait (`Evicted` with a write in the step before).
 
-What is kept must end a step in the chunks in which it starts the next. Where memory is full at some tick, the colouring
-often cannot do that, and evicts at the border after all. A plan for a little less memory leaves it a choice.
+What is kept starts the next step in other chunks than those in which it ended this one where memory is full at some
+tick; copies at the border bring it there (`BorderCopy`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -24,50 +24,28 @@ from scheduler.reruns import reruns_of
 from scheduler.residency_builder import ordered
 from scheduler.trace import Trace
 
-# Waits below this share of the step are not worth a search. From the second share on they are worth another plan, which
-# takes as long as the first one, if it could save the third.
+# Waits below this share of the step are not worth a search.
 _NO_STALL = 0.02
-_MUCH_STALL = 0.25
-_WORTH_ANOTHER = 0.02
-
-# The share of the memory that is planned for where the colouring gives way at the border. Of a recorded ResNet-50 and
-# an encoder at half of their peaks (100 MB/s each way) 0.97 was the best of 1, 0.97, 0.94, 0.9 and 0.85.
-_SLACK = 0.97
 
 
-def better_over_border(
-    best: Evaluation, trace: Trace, schedule: Callable[[Machine], tuple[Residency, ...] | None]
-) -> Evaluation:
-    """The same with what is dirty at the border written before it and kept, or as it is if that is not faster.
-
-    Args:
-        best: The fastest plan so far.
-        schedule: Plans the step for another machine, if it can; asked where the colouring is in the way.
-    """
+def better_over_border(best: Evaluation, trace: Trace) -> Evaluation:
+    """The fastest plan so far, with what is dirty at the border written before it and kept if that is faster."""
     machine = best.plan.machine
     if not trace.cyclic or best.simulation.stall_ns <= _NO_STALL * trace.duration_ns:
         return best
     proposal = written_over_border(best.proposal, trace, machine)
     if proposal is None:
         return best
-    hoped_ns = estimate(proposal, trace, machine).duration_ns
-    if hoped_ns >= best.duration_ns:
+    if estimate(proposal, trace, machine).duration_ns >= best.duration_ns:
         return best
-    best = _faster(best, proposal, trace)
-    is_slow = best.simulation.stall_ns > _MUCH_STALL * trace.duration_ns
-    if not is_slow or hoped_ns > (1 - _WORTH_ANOTHER) * best.duration_ns:
-        return best
-    smaller = schedule(replace(machine, num_chunks=int(machine.num_chunks * _SLACK)))
-    if smaller is None:
-        return best
-    return _faster(best, written_over_border(smaller, trace, machine) or smaller, trace)
+    return _faster(best, proposal, trace)
 
 
 def _faster(best: Evaluation, proposal: tuple[Residency, ...], trace: Trace) -> Evaluation:
     """The proposal if it is faster, both coloured as the finished plan will be."""
     machine = best.plan.machine
     other = evaluate(proposal, trace, machine, is_final=True)
-    if isinstance(other, Shortage) or other.simulation.duration_ns >= best.duration_ns:
+    if isinstance(other, Shortage):
         return best
     final = best if best.is_final else evaluate(best.proposal, trace, machine, is_final=True)
     return final if not isinstance(final, Shortage) and final.rank <= other.rank else other

@@ -21,7 +21,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from types import ModuleType
 from typing import Any
@@ -160,8 +159,7 @@ def schedule(
     recompute = recompute and any(op.replayable for op in trace.ops)
     if not thorough:
         found = _found_quickly(search, wrap=wrap, recompute=recompute)
-        kept = _over_border(found, search, wrap=wrap, recompute=recompute, waits=True)
-        return search.returned(kept, evaluations)
+        return search.returned(_over_border(found, search, wrap=wrap), evaluations)
     if search.is_long:
         search.try_few_choices()
     else:
@@ -186,7 +184,7 @@ def schedule(
     if best is not None and best.simulation.stall_ns > _NO_STALL * trace.duration_ns:
         quick = _Search(trace, machine, chains, search.pinned)
         found = _found_quickly(quick, wrap=wrap, recompute=recompute)
-        kept = _over_border(found, quick, wrap=wrap, recompute=recompute)
+        kept = _over_border(found, quick, wrap=wrap)
         best = min((best, kept), key=lambda own: own.rank) if kept is not None else best
     return search.returned(best, evaluations)
 
@@ -210,34 +208,12 @@ def _found_quickly(search: _Search, *, wrap: bool, recompute: bool) -> list[Eval
     return [best, with_reruns(best, trace, wrap=wrap)] if recompute else [best]
 
 
-def _over_border(
-    found: Sequence[Evaluation], search: _Search, *, wrap: bool, recompute: bool, waits: bool = False
-) -> Evaluation | None:
-    """The best of what `_found_quickly` found, with what is dirty at the step's border written before it and kept.
-
-    If training waits, the plan for less memory that this may take is, of a step that is not short, one choice alone.
-    """
+def _over_border(found: Sequence[Evaluation], search: _Search, *, wrap: bool) -> Evaluation | None:
+    """The best of what `_found_quickly` found, with what is dirty at the step's border written before it and kept."""
     if not found or not wrap:
         return found[-1] if found else None
-    smaller: list[Evaluation] = []
-
-    def schedule_for(machine: Machine, index: int) -> tuple[Residency, ...] | None:
-        if machine.num_chunks < search.pinned.max(initial=0):
-            return None
-        if not smaller:
-            other = _Search(search.trace, machine, search.chains, search.pinned)
-            if waits and search.in_haste and not recompute and not search.is_long:
-                other.in_haste = True
-                reserve, by_length = search.best_choice
-                other.try_choice(reserve, by_length=by_length)
-                smaller.extend(other.candidates)
-            else:
-                smaller.extend(_found_quickly(other, wrap=wrap, recompute=recompute))
-        return smaller[index].proposal if smaller else None
-
-    distinct = {id(own): (own, index) for index, own in reversed(list(enumerate(found)))}.values()
-    outcomes = [better_over_border(own, search.trace, partial(schedule_for, index=index)) for own, index in distinct]
-    return min(outcomes, key=lambda outcome: outcome.rank)
+    distinct = {id(own): own for own in found}.values()
+    return min((better_over_border(own, search.trace) for own in distinct), key=lambda outcome: outcome.rank)
 
 
 def _best_with_slack(search: _Search) -> Evaluation | None:

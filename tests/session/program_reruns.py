@@ -105,7 +105,8 @@ def _accepted(plan: Plan, trace: Trace, stays: list[Residency]) -> Plan | None:
         if isinstance(outcome, Shortage):
             return None
         residencies = ordered(outcome.colouring.residencies, trace)
-        found = replace(plan, residencies=residencies, scratch=outcome.scratch)
+        copies = outcome.colouring.border_copies
+        found = replace(plan, residencies=residencies, scratch=outcome.scratch, border_copies=copies)
         verify(found, trace)
     except (PlanError, AssertionError, LookupError):
         return None
