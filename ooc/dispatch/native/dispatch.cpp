@@ -9,7 +9,8 @@
 //   failed(index, func, args, kwargs) the op raised
 //
 // Each call is one critical section on the session's thread: a signal's Python handler that comes
-// up meanwhile is postponed and runs at the next bytecode after the section (ooc/dispatch/signals.py).
+// up meanwhile is postponed and runs at the next bytecode after the section (ooc/dispatch/signals.py). Its Python frames
+// are beyond the program's recursion limit (recursion.h).
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -291,6 +292,7 @@ PyObject* dispatcher_address(PyObject* object, PyObject* tensor) {
 
 PyObject* dispatcher_enter(PyObject* object, PyObject*) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
+  enter_own_frames();
   if (self->this_thread() == self->session_thread) Section::enter(self);
   Py_RETURN_NONE;
 }
@@ -298,6 +300,7 @@ PyObject* dispatcher_enter(PyObject* object, PyObject*) {
 PyObject* dispatcher_exit(PyObject* object, PyObject*) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   if (self->this_thread() == self->session_thread) Section::exit(self);
+  exit_own_frames();
   Py_RETURN_NONE;
 }
 

@@ -14,6 +14,7 @@
 #include "../../../vmm/native/allocator.h"
 #include "acts.h"
 #include "demand.h"
+#include "recursion.h"
 #include "sparse.h"
 #include "trials.h"
 
@@ -84,7 +85,7 @@ struct Dispatcher {
   void (*detach)(Dispatcher*);
 };
 
-// Python's signal handlers run on the main thread alone, so only its sections count.
+// Python's signal handlers run on the main thread alone, so only its sections count. All have frames of their own.
 class Section {
  public:
   explicit Section(Dispatcher* self) : self_(self->this_thread() == self->session_thread ? self : nullptr) { enter(); }
@@ -100,10 +101,12 @@ class Section {
 
  private:
   void enter() {
+    enter_own_frames();
     if (self_ != nullptr) enter(self_);
   }
   void exit() {
     if (self_ != nullptr) exit(self_);
+    exit_own_frames();
   }
   // Let the interpreter believe that the signals arrive now.
   static void rearm(Dispatcher* self) {
