@@ -108,10 +108,11 @@ class StepCycle:
 
     def begin_step(self) -> None:
         """Note that a step begins."""
-        self._range.begin()
-        self._timeline.begin_step(self._executor.active)
-        self._at_begin = self._num_ops()
-        self._steps.begin(planned=self._executor.active is not None)
+        with self._lock:
+            self._range.begin()
+            self._timeline.begin_step(self._executor.active)
+            self._at_begin = self._num_ops()
+            self._steps.begin(planned=self._executor.active is not None)
 
     def begin_first_step(self) -> None:
         """Begin the first step of a session in which the program's optimizers, or backward passes, end steps."""
@@ -164,12 +165,12 @@ class StepCycle:
         self._watch()
 
     def _pass_boundary(self) -> None:
-        self._num_backward = 0
-        self._note_step()
-        self.begin_period()
-        with self._lock:
+        with self._lock:  # all of it: what garbage or a signal calls comes afterwards
+            self._num_backward = 0
+            self._note_step()
+            self.begin_period()
             self._exports.step_ends()
-        self.begin_step()
+            self.begin_step()
 
     def begin_period(self) -> None:
         """Learn from the period that ends, and enter the plan that is predicted for the next one."""

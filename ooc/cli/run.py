@@ -144,7 +144,8 @@ def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module
         session = ooc.session.Session(budget, step_boundary="optimizer", **session_arguments)
     except (ValueError, TypeError, OocError, StoreError, MemoryFault, NativeBuildError) as error:
         raise RunError(str(error)) from error
-    atexit.register(_end, session)  # the script's own come later, so they run earlier
+    process = os.getpid()
+    atexit.register(_end, session, process)  # the script's own come later, so they run earlier
     try:
         with every_optimizer_in_backward() if options.step_in_backward else contextlib.nullcontext():
             _execute(program, target, arguments)
@@ -152,7 +153,8 @@ def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module
         sys.excepthook = functools.partial(_print_exception, sys.excepthook, options.debug)
         raise
     finally:
-        _tell(session, report_path, wants_summary=options.summary, ended_by=sys.exception())
+        if os.getpid() == process:  # a forked child that comes here ends as without us: the session is its parent's
+            _tell(session, report_path, wants_summary=options.summary, ended_by=sys.exception())
 
 
 def diagnose(
@@ -315,6 +317,8 @@ def _execute(program: _Script, target: str, arguments: Sequence[str]) -> None:
     """Run the script as `__main__`, in place of this program."""
     module = types.ModuleType("__main__")
     vars(module).update(program.attributes, __builtins__=__builtins__)
+    if "__annotations__" in vars(sys.modules["__main__"]):  # as CPython makes it, to 3.13
+        vars(module)["__annotations__"] = {}
     sys.modules["__main__"] = module
     sys.argv[:] = [program.argv0, *arguments]
     if not sys.flags.safe_path:
@@ -355,12 +359,15 @@ def _plans_in_background() -> bool:
     return os.environ.get("OOC_BACKGROUND_PLANNING", "").strip().lower() not in ("0", "off", "no", "false")
 
 
-def _end(session: ooc.session.Session) -> None:
+def _end(session: ooc.session.Session, process: int) -> None:
     """Close the session at the interpreter's exit.
 
     What is still alive then (a script's model usually is) is seldom used again. It is brought back in
-    only if that takes no more memory than the budget and the machine has it to spare.
+    only if that takes no more memory than the budget and the machine has it to spare. In a forked child of `process`,
+    whose session it is, nothing is done.
     """
+    if os.getpid() != process:
+        return
     nbytes = session.engine.live_nbytes()
     fits = nbytes <= session.budget_nbytes and 2 * nbytes <= memory_room().available_nbytes
     session.close(bring_back=fits)

@@ -149,6 +149,52 @@ def test_each_rank_writes_its_own_report(tmp_path: Path, monkeypatch: pytest.Mon
     assert json.loads((tmp_path / "run.rank1.json").read_text())["steps"]
 
 
+FORKS = """
+import os, sys
+import torch
+from torch import nn
+
+print(sorted(globals().keys() - {"__cached__"}))  # the test's runner has none
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+optimizer = torch.optim.Adam(model.parameters())
+
+
+def step():
+    loss = model(torch.randn(128, 256)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(os.getpid() == process, loss.item().hex(), flush=True)
+
+
+process = os.getpid()
+for _ in range(6):
+    step()
+child = os.fork()
+if child == 0:
+    step()
+    if sys.argv[1] == "raises":
+        raise ValueError("in the child")
+    sys.exit(6)
+print(os.waitpid(child, 0)[1], flush=True)
+step()
+"""
+
+
+@pytest.mark.parametrize("how", ["exits", "raises"])
+def test_a_forked_child_ends_as_without_us(how: str, tmp_path: Path) -> None:
+    """It trains on for itself and leaves the script by its end; the report is the parent's."""
+    script, report_path = tmp_path / "forks.py", tmp_path / "report.json"
+    script.write_text(FORKS)
+    expected = plain(str(script), how)
+    assert expected.returncode == 0, expected.stderr
+    actual = ours(str(script), how, budget="1MiB", report=str(report_path))
+    assert_same(expected, actual)
+    assert len(json.loads(report_path.read_text())["steps"]) == 7
+
+
 FULL_DISK = """
 import resource, signal, sys
 import torch

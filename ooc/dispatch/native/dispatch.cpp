@@ -10,7 +10,7 @@
 //
 // Each call is one critical section on the session's thread: a signal's Python handler that comes
 // up meanwhile is postponed and runs at the next bytecode after the section (ooc/dispatch/signals.py). Its Python frames
-// are beyond the program's recursion limit (recursion.h).
+// are beyond the program's recursion limit, and no garbage is collected (undisturbed.h).
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -99,7 +99,9 @@ PyObject* dispatcher_call(PyObject* object, PyObject* positional, PyObject*) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   PyObject *func, *types, *args = nullptr, *kwargs = Py_None;
   if (!PyArg_UnpackTuple(positional, "__torch_dispatch__", 2, 4, &func, &types, &args, &kwargs)) return nullptr;
-  if (self->rare != nullptr && self->this_thread() == self->session_thread) return take_note(self, func, args, kwargs);
+  const bool is_ours = self->this_thread() == self->session_thread;
+  if (self->is_underway && is_ours) self->arrived(self);
+  if (self->rare != nullptr && is_ours) return take_note(self, func, args, kwargs);
   const Section section(self);
   const bool is_plain = args != nullptr && are_plain(self, types);
   if (is_plain && expected_next(self, func, args, kwargs) && is_native(self->ops[self->cursor])) {
@@ -292,7 +294,7 @@ PyObject* dispatcher_address(PyObject* object, PyObject* tensor) {
 
 PyObject* dispatcher_enter(PyObject* object, PyObject*) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
-  enter_own_frames();
+  enter_undisturbed();
   if (self->this_thread() == self->session_thread) Section::enter(self);
   Py_RETURN_NONE;
 }
@@ -300,7 +302,7 @@ PyObject* dispatcher_enter(PyObject* object, PyObject*) {
 PyObject* dispatcher_exit(PyObject* object, PyObject*) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   if (self->this_thread() == self->session_thread) Section::exit(self);
-  exit_own_frames();
+  exit_undisturbed();
   Py_RETURN_NONE;
 }
 
@@ -325,7 +327,7 @@ PyObject* dispatcher_postpone(PyObject* object, PyObject* positional) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   int number, always;
   if (!PyArg_ParseTuple(positional, "ip", &number, &always)) return nullptr;
-  if ((self->depth == 0 && !always) || number < 1 || number > 64) Py_RETURN_FALSE;
+  if ((self->depth == 0 && !self->is_underway && !always) || number < 1 || number > 64) Py_RETURN_FALSE;
   self->postponed |= uint64_t{1} << (number - 1);
   Py_RETURN_TRUE;
 }

@@ -14,7 +14,7 @@
 #include "../../../vmm/native/allocator.h"
 #include "acts.h"
 #include "demand.h"
-#include "recursion.h"
+#include "undisturbed.h"
 #include "sparse.h"
 #include "trials.h"
 
@@ -83,9 +83,11 @@ struct Dispatcher {
   uint64_t num_boxed;  // ops that were played without Python
   PyObject* (*schemas_of)(PyObject* funcs, PyObject* calls);  // bytes: an address, or 0, for each op; owned
   void (*detach)(Dispatcher*);
+  bool is_underway;  // an op of the session's thread is on its way to Python
+  void (*arrived)(Dispatcher*);
 };
 
-// Python's signal handlers run on the main thread alone, so only its sections count. All have frames of their own.
+// Python's signal handlers run on the main thread alone, so only its sections count. Nothing disturbs any of them.
 class Section {
  public:
   explicit Section(Dispatcher* self) : self_(self->this_thread() == self->session_thread ? self : nullptr) { enter(); }
@@ -101,12 +103,12 @@ class Section {
 
  private:
   void enter() {
-    enter_own_frames();
+    enter_undisturbed();
     if (self_ != nullptr) enter(self_);
   }
   void exit() {
     if (self_ != nullptr) exit(self_);
-    exit_own_frames();
+    exit_undisturbed();
   }
   // Let the interpreter believe that the signals arrive now.
   static void rearm(Dispatcher* self) {

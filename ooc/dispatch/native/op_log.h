@@ -26,11 +26,11 @@ struct OpLog {
   bool has_begun;  // an op has touched a variable that was the first to
 };
 
-inline PyObject* address_list(const OpLog* log, uint32_t start, uint32_t stop) {
+inline PyObject* address_list(const std::vector<uint64_t>& addresses, uint32_t start, uint32_t stop) {
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(stop - start));
   if (list == nullptr) return nullptr;
   for (uint32_t i = start; i < stop; ++i) {
-    PyObject* number = PyLong_FromUnsignedLongLong((*log->addresses)[i]);
+    PyObject* number = PyLong_FromUnsignedLongLong(addresses[i]);
     if (number == nullptr) {
       Py_DECREF(list);
       return nullptr;
@@ -50,24 +50,41 @@ inline void forget_ops(OpLog* log) {
   }
 }
 
-// take() -> [(func, where, occurrences, written, results, duration_ns, replayable), ...]; they are forgotten here.
-inline PyObject* op_log_take(PyObject* object, PyObject*) {
-  auto* log = reinterpret_cast<OpLog*>(object);
-  PyObject* found = PyList_New(static_cast<Py_ssize_t>(log->ops->size()));
+inline PyObject* op_list(const std::vector<LoggedOp>& ops, const std::vector<uint64_t>& addresses) {
+  PyObject* found = PyList_New(static_cast<Py_ssize_t>(ops.size()));
   if (found == nullptr) return nullptr;
-  for (size_t i = 0; i < log->ops->size(); ++i) {
-    const LoggedOp& op = (*log->ops)[i];
-    PyObject* entry = Py_BuildValue("(OONNNLO)", op.func, op.where, address_list(log, op.occurrences, op.written),
-                                    address_list(log, op.written, op.results),
-                                    address_list(log, op.results, op.stop), static_cast<long long>(op.duration_ns),
-                                    op.replayable ? Py_True : Py_False);
+  for (size_t i = 0; i < ops.size(); ++i) {
+    const LoggedOp& op = ops[i];
+    PyObject* entry = Py_BuildValue("(OONNNLO)", op.func, op.where, address_list(addresses, op.occurrences, op.written),
+                                    address_list(addresses, op.written, op.results),
+                                    address_list(addresses, op.results, op.stop),
+                                    static_cast<long long>(op.duration_ns), op.replayable ? Py_True : Py_False);
     if (entry == nullptr) {
       Py_DECREF(found);
       return nullptr;
     }
     PyList_SET_ITEM(found, static_cast<Py_ssize_t>(i), entry);
   }
-  forget_ops(log);
+  return found;
+}
+
+// take() -> [(func, where, occurrences, written, results, duration_ns, replayable), ...]; they are forgotten here.
+// Each object that is made may have garbage collected, whose finalizers run ops: these go to a log that is empty.
+inline PyObject* op_log_take(PyObject* object, PyObject*) {
+  auto* log = reinterpret_cast<OpLog*>(object);
+  std::vector<LoggedOp> ops;
+  std::vector<uint64_t> addresses;
+  ops.swap(*log->ops);
+  addresses.swap(*log->addresses);
+  PyObject* found = op_list(ops, addresses);
+  if (found == nullptr && log->ops->empty()) {
+    ops.swap(*log->ops);
+    addresses.swap(*log->addresses);
+  }
+  for (const LoggedOp& op : ops) {
+    Py_DECREF(op.func);
+    Py_DECREF(op.where);
+  }
   return found;
 }
 
