@@ -36,7 +36,8 @@ def better_over_border(best: Evaluation, trace: Trace) -> Evaluation:
     proposal = written_over_border(best.proposal, trace, machine)
     if proposal is None:
         return best
-    if estimate(proposal, trace, machine).duration_ns >= best.duration_ns:
+    # An estimate has no remaps, so it is compared with the best one's waits alone.
+    if estimate(proposal, trace, machine).duration_ns >= best.simulation.duration_ns:
         return best
     return _faster(best, proposal, trace)
 
