@@ -147,7 +147,7 @@ class ExecutablePlan:
         """Of a plan made in mid-step: the trace with all ops that may run again, for which the next one is made."""
         self.scratch: dict[tuple[int, int], Reservation] = {}
         """For each re-run's op and each variable that it makes and does not keep: where that is. See `Bindings`."""
-        self.border = planned_border(plan, self.variables, residencies, self._has_transfer)
+        self.border = planned_border(plan, trace, self.variables, residencies, self._has_transfer)
         """What is copied within memory before the next step of the same plan."""
         if self.border is not None:
             self.num_chunks = max(self.num_chunks, self.border.num_chunks)

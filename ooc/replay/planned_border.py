@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
-from scheduler.plan import BorderCopy, Plan
+from scheduler.plan import BorderCopy, Plan, PlanError
+from scheduler.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +16,8 @@ class PlannedBorder:
 
     Attributes:
         copies: In order.
-        moved: For each variable that moves: its last residency of a step, and its (or its successor's) first one of
-            the next.
+        moved: For each variable that moves: its last residency of a step, and the first one of the next, its own or its
+            successor's.
         waits: Residencies whose transfers use chunks that are filled: they must be over.
     """
 
@@ -36,6 +37,7 @@ class PlannedBorder:
 
 def planned_border(
     plan: Plan,
+    trace: Trace,
     variables: Sequence[PlanVariable],
     residencies: Sequence[ExecutableResidency],
     has_transfer: Callable[[ExecutableResidency], bool],
@@ -43,21 +45,31 @@ def planned_border(
     """What a plan copies at the border; None: nothing.
 
     Args:
-        plan: The plan.
+        plan: The plan, and the trace that it was made for.
         variables: With their residencies in order.
         residencies: All.
         has_transfer: Whether a load or write of a residency may be under way when its chunks are passed on.
+
+    Raises:
+        PlanError: Something is copied that is not there.
     """
     if not plan.border_copies:
         return None
     moved = []
     for variable in variables:
-        successor = variable if variable.is_persistent else variable.successor
-        if successor is None or not variable.residencies or not successor.residencies:
+        heir = trace.variables[variable.index].becomes
+        if heir is None or not variable.residencies or not variables[heir].residencies:
             continue
-        ends, starts = variable.residencies[-1], successor.residencies[0]
+        ends, starts = variable.residencies[-1], variables[heir].residencies[0]
         if ends.is_kept_at_end and starts.is_kept_at_start and ends.runs != starts.runs:
             moved.append((ends, starts))
+    held = {chunk for ends, _ in moved for chunk in ends.planned.chunk_indices()}
+    for copy in plan.border_copies:
+        sources = range(copy.source, copy.source + copy.num_chunks)
+        if not held.issuperset(sources):
+            raise PlanError(f"{copy} copies what no variable of the plan has there at the step's end")
+        held.difference_update(sources)
+        held.update(range(copy.target, copy.target + copy.num_chunks))
     targets = {chunk for c in plan.border_copies for chunk in range(c.target, c.target + c.num_chunks)}
     origin = {id(starts): ends for ends, starts in moved if starts.is_written_before}
     waits = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from scheduler.plan import Kept, Machine, Plan, PlanError, Residency, occupied_t
 from scheduler.trace import Trace
 from scheduler.verify import verify
 from tests.session.program_border import over_border
+from tests.session.program_segments import forced_segments, with_segments
 from tests.session.programs import generate, prepare_process, run_in_core, run_in_session
 from tests.store_speed import SLOW, store_speed
 
@@ -108,9 +109,13 @@ def forced_relocation(seed: int = 0, *, spare: float = 0.1, early: bool = True) 
 
 
 def run_seed(seed: int) -> dict[str, Any]:
-    """Run one seed in this process: half of them with a store so slow that its writes are still under way."""
-    program = generate(seed)
-    with forced_relocation(seed, spare=0.2 * (seed % 3)) as plans:
+    """Run one seed in this process: half of them with a store so slow that its writes are still under way.
+
+    Of each four, one has its steps planned in segments.
+    """
+    in_segments = seed % 4 == 2
+    program = with_segments(seed) if in_segments else generate(seed)
+    with forced_segments() if in_segments else nullcontext(), forced_relocation(seed, spare=0.2 * (seed % 3)) as plans:
         if seed % 2:
             with store_speed(SLOW):
                 outcome = run_in_session(program, run_in_core(program))
