@@ -30,7 +30,7 @@ _ALLOCATOR_HEADER = Path(__file__).parents[2] / "vmm" / "native" / "allocator.h"
 @functools.cache
 def dispatcher_type() -> Any:
     """The native `Dispatcher` class. Raises `NativeBuildError` with the remedy."""
-    return _load("dispatch", ["c10"]).Dispatcher
+    return _load("dispatch", ["c10", "torch_cpu"]).Dispatcher
 
 
 @functools.cache

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 import ooc
 
@@ -108,3 +110,41 @@ def test_tensors_that_tracing_makes(recompute: bool) -> None:
     """Fake tensors and proxies go on to the modes that made them, and nothing of ours gets into a traced graph."""
     modes = compare(traced, "3MiB", recompute=recompute)
     assert "planned" in modes
+
+
+def asked_subclasses(step: Callable[[], contextlib.AbstractContextManager[Any]]) -> list[Any]:
+    """What `__torch_function__` of a subclass and of a mode is asked, and what class gradients have."""
+    asked: Counter[str] = Counter()
+
+    class Asked(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked[getattr(func, "__name__", "a property")] += 1
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked[f"mode: {getattr(func, '__name__', 'a property')}"] += 1
+            return func(*args, **(kwargs or {}))
+
+    weight = nn.Parameter((torch.randn(256, 256) * 0.05).as_subclass(Asked))
+    other = nn.Parameter(torch.randn(256, 256) * 0.05)
+    optimizer = torch.optim.SGD([other], lr=0.1)
+    found = []
+    for index in range(6):
+        with step():
+            made = (torch.randn(128, 256) @ other).relu() @ weight
+            loss = made.as_subclass(Tensor).square().mean()  # else `backward` is asked, and nothing within it
+            with Mode() if index % 2 else contextlib.nullcontext():
+                loss.backward()
+            found += [type(weight.grad).__name__, type(other.grad).__name__, loss.item()]
+            optimizer.step()
+            optimizer.zero_grad()
+            weight.grad = None
+    return [*found, sorted(asked.items())]
+
+
+def test_torch_functions_are_asked_as_without_a_session() -> None:
+    """Below a dispatch mode ops are called from Python, which would ask subclasses again, also in backward passes."""
+    compare(asked_subclasses, "1280KiB")
+    compare(asked_subclasses, "16MiB")

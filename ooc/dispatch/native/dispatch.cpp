@@ -15,6 +15,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <ATen/PythonTorchFunctionTLS.h>
+
 #include <new>
 #include <utility>
 #include <vector>
@@ -95,6 +97,20 @@ bool are_plain(const Dispatcher* self, PyObject* types) {
   return true;
 }
 
+// What runs below a dispatch mode is no call of the program's: `__torch_function__` of subclasses and modes, which calling
+// an op from Python would ask, has had its turn above, or, in a backward pass, has none.
+class NoTorchFunction {
+ public:
+  NoTorchFunction() { Tls::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED); }
+  ~NoTorchFunction() { Tls::set_disabled_state(before_); }
+  NoTorchFunction(const NoTorchFunction&) = delete;
+  NoTorchFunction& operator=(const NoTorchFunction&) = delete;
+
+ private:
+  using Tls = at::impl::PythonTorchFunctionTLS;
+  const at::impl::TorchFunctionDisabledState before_ = Tls::get_disabled_state();
+};
+
 PyObject* dispatcher_call(PyObject* object, PyObject* positional, PyObject*) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   PyObject *func, *types, *args = nullptr, *kwargs = Py_None;
@@ -103,6 +119,7 @@ PyObject* dispatcher_call(PyObject* object, PyObject* positional, PyObject*) {
   if (self->is_underway && is_ours) self->arrived(self);
   if (self->rare != nullptr && is_ours) return take_note(self, func, args, kwargs);
   const Section section(self);
+  const NoTorchFunction none;
   const bool is_plain = args != nullptr && are_plain(self, types);
   if (is_plain && expected_next(self, func, args, kwargs) && is_native(self->ops[self->cursor])) {
     return play(self, func, types, args, kwargs);
