@@ -357,7 +357,7 @@ class StepCycle:
                 sequences.begin(follower)
                 return
             if executor.active is not None:
-                self._runner.bail_out("another plan is expected")
+                executor.bail_out("another plan is expected", is_over=True)
             self.give_up_retired()
         self._enter(follower, is_begun=is_begun)
 

@@ -36,7 +36,7 @@ from ooc.replay.rerun_device import RerunDevice
 from ooc.replay.rerun_trials import RerunTrial, RerunTrials
 from ooc.tracing import op_semantics as ops
 from ooc.tracing.recorder import OpRecord
-from ooc.tracing.recording import StepRecording
+from ooc.tracing.recording import OpsSoFar, StepRecording
 from vmm.chunks import ChunkPool
 from vmm.nvtx_ranges import marked, names_ops
 from vmm.table import inside_op
@@ -141,7 +141,7 @@ class OpRunner:
                 most_ops=MAX_PERIOD_OPS,
             )
         manager.position = self._position
-        manager.foresight.funcs_since = self._funcs_since
+        manager.foresight.present = OpsSoFar(self.recording, manager)
         self.collectives = make_collectives(self)
         self.guests = GuestOps(
             manager=manager,
@@ -180,7 +180,7 @@ class OpRunner:
         """Begin a period on demand: record its ops."""
         self.trials.begin_step()
         self.recording.begin(self._manager.records)
-        self._manager.foresight.begin(self._manager.next_serial() + 1)
+        self._manager.foresight.begin(self._manager.num_serials, time.monotonic_ns())
         self._allocator.state.set_between(0)
         self.absorb(at_start=True)
 
@@ -189,9 +189,6 @@ class OpRunner:
         if torch._C._current_autograd_node() is not None:
             self._manager.foresight.note_backward(time.monotonic_ns())
         return self.op_index
-
-    def _funcs_since(self, start: int) -> list[Any]:
-        return [op.func for op in self.recording.recorder.ops[start:]] if self.recording.recorder is not None else []
 
     def bail_out(self, reason: str) -> None:
         """Bail out of the plan that is being replayed (see `Executor.bail_out`)."""
@@ -319,7 +316,7 @@ class OpRunner:
                 played = self._dispatcher.try_play(func, (), args, kwargs)
             if played is not None:
                 return played[0]
-            if not self._dispatcher.occurrences(args, kwargs):
+            if self._executor.active is not None and not self._dispatcher.occurrences(args, kwargs):
                 return self._run_beside(func, args, kwargs)
             with self._lock:
                 if self._executor.active is not None:

@@ -91,16 +91,13 @@ class Ahead:
     def read_ahead(self, index: int, loading: dict[int, VariableRecord]) -> None:
         """Start loading what the ops after `index` will probably use; notes it in `loading`, by address."""
         manager, foresight = self._manager, self._manager.foresight
-        if not manager.is_host or self._has_failed:
+        if not manager.is_host or self._has_failed or foresight.reference() is None:
             return
-        upcoming = foresight.upcoming(index, _MOST_OPS)
-        if not upcoming:
-            return
-        by_variable = {foresight.variable(record.serial): record for record in manager.records.values()}
         left = manager.pool.num_chunks // _LOADING_FRACTION
         left -= sum(manager.chunks_of(record.nbytes) for record in loading.values())
-        for later, variable in upcoming:
-            record = by_variable.get(variable)
+        by_serial = {record.serial: record for record in manager.records.values()}
+        for later, serial in foresight.upcoming(index, _MOST_OPS):
+            record = by_serial.get(serial)
             if record is None or record.state is not State.AWAY or record.exports or record.pins:
                 continue
             num_chunks = manager.chunks_of(record.nbytes)

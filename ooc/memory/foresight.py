@@ -9,118 +9,79 @@ the backward pass has ended. Pure: knows neither torch nor memory.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from ooc.memory.step_uses import NEVER, Reference, StepUses, Variable
 
 _MOST_REFERENCES = 4
 """Earlier steps that are remembered: a micro-batch, an optimizer's step, an evaluation and one more take turns."""
 
-NEVER = 1 << 62
-"""A next use later than all others."""
 
-Variable = int
-"""Identity of a variable from one step to the next: `-1 - serial` of one that is there at the start, else how many
-were allocated before it."""
+class Candidate(Protocol):
+    """A variable that may go: its record."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
-    """An allocation or a free, at a step position (`vmm.table`)."""
-
-    address: int
-    is_free: bool
-    position: int
+    @property
+    def serial(self) -> int: ...
+    @property
+    def used_ns(self) -> int:
+        """When it was last used."""
 
 
-class StepUses:
-    """Which op of a recorded step used which variables.
+class PresentStep(Protocol):
+    """What has come in the present step so far."""
 
-    Attributes:
-        funcs: The ops.
-        uses_at: Per op, the variables that it used.
-    """
+    def ops_since(self, start: int) -> Sequence[tuple[Any, Sequence[int]]]:
+        """Its ops from one on, with the addresses of their operands."""
 
-    def __init__(
-        self,
-        ops: Iterable[tuple[Any, Sequence[int]]],
-        *,
-        start: Mapping[int, int],
-        allocations: Sequence[Allocation],
-    ) -> None:
-        """From ops with the addresses of their operands, the serials at the step's start by address, and the log."""
-        live = {address: -1 - serial for address, serial in start.items()}
-        self.funcs: list[Any] = []
-        self.uses_at: list[tuple[Variable, ...]] = []
-        self._when: dict[Variable, list[int]] = {}
-        num_born = next_event = 0
-        for index, (func, addresses) in enumerate(ops):
-            while next_event < len(allocations) and allocations[next_event].position <= 2 * index:
-                event = allocations[next_event]
-                next_event += 1
-                if event.is_free:
-                    live.pop(event.address, None)
-                else:
-                    live[event.address] = num_born
-                    num_born += 1
-            used = tuple(dict.fromkeys(live[address] for address in addresses if address in live))
-            self.funcs.append(func)
-            self.uses_at.append(used)
-            for variable in used:
-                self._when.setdefault(variable, []).append(index)
+    def serial_at(self, address: int) -> int | None:
+        """The serial of the variable at this address, if one is there now."""
 
-    def __repr__(self) -> str:
-        return f"<StepUses of {len(self._when)} variables in {len(self.funcs)} ops>"
-
-    def next_use(self, variable: Variable, index: int) -> int:
-        """The first op after `index` that uses it; of one that lives on, that is in the next step. Else `NEVER`."""
-        when = self._when.get(variable)
-        if not when:
-            return NEVER
-        place = bisect_right(when, index)
-        if place < len(when):
-            return when[place]
-        return len(self.funcs) + when[0] if variable < 0 else NEVER
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A variable that may go.
-
-    Attributes:
-        serial: Its record's.
-        used_ns: When it was last used.
-    """
-
-    serial: int
-    used_ns: int
+    def next_serial(self) -> int:
+        """More than any serial so far."""
 
 
 class Foresight:
     """What is known of the rest of the present step.
 
-    Args:
-        funcs_since: The ops of the present step from one index on.
+    An earlier step that began with the same ops is followed as long as it goes on so. From then on nothing is known,
+    until an op comes that it had later, on the same of the variables that live on: there it is taken up again. So a
+    layer that is left out, or a loop that takes fewer turns, costs the guesses of a few ops.
+
+    Attributes:
+        present: The present step; None: nothing is told of it.
     """
 
-    def __init__(self, funcs_since: Callable[[int], Sequence[Any]] = lambda _: ()) -> None:
-        self.funcs_since = funcs_since
+    def __init__(self, present: PresentStep | None = None) -> None:
+        self.present = present
         self._remembered: deque[Callable[[], StepUses]] = deque(maxlen=_MOST_REFERENCES)
         self._candidates: list[StepUses] | None = None
         self._num_compared = 0
         self._first_serial: int | None = None
+        self._begun_ns = 0
+        self._knows_births = True
         self._backward_ns: int | None = None
+        self._lost: tuple[StepUses, int, int] | None = None
+        """The step that was followed, from which of its ops on it may be taken up, and how many births both share."""
+        self._followed: Reference | None = None
 
     def __repr__(self) -> str:
         return f"<Foresight from {len(self._remembered)} steps, {self._num_compared} ops compared>"
 
-    def begin(self, first_serial: int | None) -> None:
-        """A step begins, whose first allocation will have this serial; None: the order of allocations is not known."""
-        self._candidates = None
+    def begin(self, first_serial: int | None, now_ns: int = 0, *, knows_births: bool = True) -> None:
+        """A step begins, whose first allocation will have this serial; None: nobody asks.
+
+        Args:
+            first_serial: All that lives on from earlier steps has a smaller one.
+            now_ns: The time.
+            knows_births: Whether each allocation takes the next serial.
+        """
+        self._candidates = self._followed = self._lost = None
         self._num_compared = 0
         self._first_serial = first_serial
+        self._begun_ns = now_ns
+        self._knows_births = knows_births
         self._backward_ns = None
 
     def remember(self, make: Callable[[], StepUses]) -> None:
@@ -130,29 +91,84 @@ class Foresight:
     def forget(self) -> None:
         """Earlier steps tell nothing any more."""
         self._remembered.clear()
-        self._candidates = None
+        self._candidates = self._followed = self._lost = None
 
     def note_backward(self, now_ns: int) -> None:
         """A backward pass is under way."""
         if self._backward_ns is None:
             self._backward_ns = now_ns
 
-    def reference(self) -> StepUses | None:
-        """The earlier step that begins like the present one, the latest of several."""
+    def reference(self) -> Reference | None:
+        """The earlier step that goes like the present one: of those that began so, the latest."""
+        if self._first_serial is None or self.present is None:
+            return None
         if self._candidates is None:
             self._candidates = [make() for make in self._remembered]
-        if self._candidates:
-            new = self.funcs_since(self._num_compared)
-            start, stop = self._num_compared, self._num_compared + len(new)
-            self._candidates = [uses for uses in self._candidates if uses.funcs[start:stop] == list(new)]
-            self._num_compared = stop
-        return self._candidates[0] if self._candidates else None
-
-    def variable(self, serial: int) -> Variable | None:
-        """A record's variable in this step; None: not known."""
-        if self._first_serial is None:
+            self._follow(self._candidates)
+        if not self._candidates:
             return None
-        return -1 - serial if serial < self._first_serial else serial - self._first_serial
+        new = self.present.ops_since(self._num_compared)
+        if new:
+            self._compare(new)
+            self._num_compared += len(new)
+        return self._followed
+
+    def _standing(self, addresses: Sequence[int]) -> list[Variable]:
+        """Which variables at these addresses have been there since before the step."""
+        first, present = self._first_serial, self.present
+        assert first is not None
+        assert present is not None
+        serials = (present.serial_at(address) for address in addresses)
+        return [-1 - serial for serial in serials if serial is not None and serial < first]
+
+    def _follow(self, candidates: Sequence[StepUses]) -> None:
+        if candidates:
+            self._followed = Reference(uses=candidates[0], born_until=NEVER if self._knows_births else 0)
+
+    def _compare(self, new: Sequence[tuple[Any, Sequence[int]]]) -> None:
+        """Follow the candidates, or what was taken up again, over the ops that have come."""
+        assert self._candidates is not None
+        start = self._num_compared
+        if self._followed is not None:
+            funcs = [func for func, _ in new]
+            standing = [(i, found) for i, (_, addresses) in enumerate(new) if (found := self._standing(addresses))]
+            if self._lost is None:
+                num_same = [uses.num_same(start, funcs, standing) for uses in self._candidates]
+                pairs = zip(self._candidates, num_same, strict=True)
+                self._candidates = [uses for uses, number in pairs if number == max(num_same)]
+                self._follow(self._candidates)
+            followed = self._followed
+            place = start + followed.shift
+            num_same_now = followed.uses.num_same(place, funcs, standing)
+            if num_same_now == len(new):
+                return
+            place += num_same_now
+            shared = min(followed.uses.num_born_before(place), followed.born_until)
+            self._lost, self._followed = (followed.uses, place, shared), None
+        func, addresses = new[-1]
+        self._take_up(start + len(new), func, self._standing(addresses))
+
+    def _take_up(self, index: int, func: Any, standing: Sequence[Variable]) -> None:
+        """Follow the earlier step again if it had the last op, the one before op `index`, later than where it was."""
+        assert self._lost is not None
+        assert self._first_serial is not None
+        assert self.present is not None
+        uses, start, shared = self._lost
+        known = uses.known(standing)
+        place = uses.place_of(func, known, start) if known else None
+        if place is None:
+            return
+        num_born = uses.num_born_before(place)
+        # What the op itself has allocated is as many here as there.
+        first_born = self.present.next_serial() - self._first_serial - (uses.num_born_before(place + 1) - num_born)
+        self._lost = uses, place, shared
+        self._followed = Reference(
+            uses=uses,
+            shift=place + 1 - index,
+            born_until=shared,
+            born_from=max(first_born, shared) if self._knows_births else NEVER,
+            born_shift=num_born - first_born,
+        )
 
     def latest_first(self, candidates: Sequence[Candidate], index: int) -> list[tuple[int, int]]:
         """The candidates in the order in which they should go, while op `index` runs: latest next use first.
@@ -160,28 +176,31 @@ class Foresight:
         Returns:
             For each its place among `candidates`, and the op that will use it: `index` itself where nobody can say.
         """
-        uses = self.reference()
-        if uses is None:
-            order = sorted(range(len(candidates)), key=lambda place: self._stack_order(candidates[place]))
-            return [(place, index) for place in order]
-        next_uses = []
-        for candidate in candidates:
-            variable = self.variable(candidate.serial)
-            next_uses.append(uses.next_use(variable, index) if variable is not None else index)
-        order = sorted(range(len(candidates)), key=lambda place: (-next_uses[place], candidates[place].used_ns))
-        return [(place, next_uses[place]) for place in order]
+        reference, first = self.reference(), self._first_serial
+        if reference is None or first is None:
+            begun = self._backward_ns
+            order = sorted((begun is None or c.used_ns < begun, c.used_ns, place) for place, c in enumerate(candidates))
+            return [(place, index) for _, _, place in order]  # in a backward pass first what it has used already
+        next_uses = [self._next_use(reference, first, candidate, index) for candidate in candidates]
+        latest = sorted(
+            (-later, c.used_ns, place) for place, (later, c) in enumerate(zip(next_uses, candidates, strict=True))
+        )
+        return [(place, -later) for later, _, place in latest]
 
-    def _stack_order(self, candidate: Candidate) -> tuple[bool, int]:
-        """Least recently used first; in a backward pass, those first that it has used already."""
-        return self._backward_ns is None or candidate.used_ns < self._backward_ns, candidate.used_ns
+    def _next_use(self, reference: Reference, first: int, candidate: Candidate, index: int) -> int:
+        if candidate.serial >= first:
+            return reference.next_use(candidate.serial - first, index)
+        later = reference.next_use(-1 - candidate.serial, index)
+        # What was made since the earlier step, and before this one, and was not used yet: gradients for an update.
+        is_awaited = later >= NEVER and candidate.used_ns < self._begun_ns
+        return index if is_awaited and not reference.uses.known([-1 - candidate.serial]) else later
 
-    def upcoming(self, index: int, num_ops: int) -> list[tuple[int, Variable]]:
-        """The variables that ops after `index` will use, of so many ops, in order of their first use."""
-        uses = self.reference()
-        if uses is None:
-            return []
-        first: dict[Variable, int] = {}
-        for later in range(index + 1, min(index + 1 + num_ops, len(uses.funcs))):
-            for variable in uses.uses_at[later]:
-                first.setdefault(variable, later)
-        return [(later, variable) for variable, later in first.items()]
+    def upcoming(self, index: int, num_ops: int) -> Iterator[tuple[int, int]]:
+        """The serials of the variables that ops after `index` will use, of so many ops, each with the first that will.
+
+        Some do not exist now.
+        """
+        reference, first = self.reference(), self._first_serial
+        if reference is not None and first is not None:
+            for later, variable in reference.upcoming(index, num_ops):
+                yield later, first + variable if variable >= 0 else -1 - variable

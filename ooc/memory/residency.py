@@ -20,7 +20,7 @@ from ooc.errors import RerunLost, StoreFailed
 from ooc.memory.ahead import Ahead
 from ooc.memory.counters import Counters
 from ooc.memory.flights import Flights
-from ooc.memory.foresight import Candidate, Foresight
+from ooc.memory.foresight import Foresight
 from ooc.memory.fork_readers import ForkReaders
 from ooc.memory.hidden_writes import hidden_write
 from ooc.memory.no_room import NoRoom
@@ -64,6 +64,7 @@ class ResidencyManager:
         stalls: When the session's thread waited for transfers: `(start, stop)` of the monotonic clock.
         peak_chunks: The most chunks in use at once so far.
         foresight: Guesses when variables are used next.
+        num_serials: More than any serial so far.
         ahead: Moves variables by these guesses before somebody waits for them.
         position: Tells which op runs, or comes next.
     """
@@ -92,7 +93,7 @@ class ResidencyManager:
         self.moves: deque[Move] = deque(maxlen=_NUM_MOVES_KEPT)
         self.stalls: deque[tuple[int, int]] = deque(maxlen=_NUM_MOVES_KEPT)
         self.peak_chunks = 0
-        self._next_serial = 0
+        self.num_serials = 0
         self._resident: dict[int, VariableRecord] = {}  # by address
         self._warm = WarmReservations(space, debug=debug)
         self._loading: dict[int, VariableRecord] = {}  # read ahead, by address
@@ -140,8 +141,8 @@ class ResidencyManager:
 
     def next_serial(self) -> int:
         """A number that no storage of this session has had."""
-        self._next_serial += 1
-        return self._next_serial - 1
+        self.num_serials += 1
+        return self.num_serials - 1
 
     def segments(self, runs: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
         """The first `nbytes` of a variable in these chunks, as ranges of the linear view."""
@@ -296,9 +297,10 @@ class ResidencyManager:
     def by_next_use(self, index: int) -> list[tuple[VariableRecord, int]]:
         """What may be evicted, in the order in which it should go, and the op after `index` that uses it."""
         movable = [r for r in self._resident.values() if self.may_be_evicted(r)]
-        candidates = [Candidate(serial=r.serial, used_ns=r.used_ns) for r in movable]
-        order = [(movable[place], later) for place, later in self.foresight.latest_first(candidates, index)]
-        return sorted(order, key=_is_exported)  # a stable sort: what was given out goes last
+        order = [(movable[place], later) for place, later in self.foresight.latest_first(movable, index)]
+        if any(record.exports for record in movable):
+            order.sort(key=lambda entry: entry[0].exports > 0)  # a stable sort: what was given out goes last
+        return order
 
     def cool(self, num_chunks: int) -> None:
         """Take chunks back from freed variables' reservations until so many are free, or none are left there."""
@@ -544,7 +546,3 @@ class ResidencyManager:
 
     def _note_peak(self) -> None:
         self.peak_chunks = max(self.peak_chunks, self._pool.num_chunks - self.num_free)
-
-
-def _is_exported(entry: tuple[VariableRecord, int]) -> bool:
-    return entry[0].exports > 0

@@ -402,11 +402,12 @@ class Executor:
         self._arrive(bound)
         return True
 
-    def bail_out(self, reason: str, *, remakes: bool = True) -> None:
-        """Deactivate the plan; the step goes on on demand. `on_bailout` gets a recorder of the ops replayed so far.
+    def bail_out(self, reason: str, *, remakes: bool = True, is_over: bool = False) -> None:
+        """Deactivate the plan; the step goes on on demand. The recording goes on after the ops replayed so far.
 
         Safe at any point: between ops, or inside one (from an allocation), where that op's
         operands and allocations stay pinned until `finish`. Without `remakes` the caller makes again what is discarded.
+        With `is_over` the plan was replayed whole, and the caller begins another recording at once.
 
         Raises:
             StoreFailed: A load had failed. All records are returned nevertheless.
@@ -431,10 +432,12 @@ class Executor:
         self._acts.loads.clear()
         self.absorb_events()
         start = {**self._start_foreign, **{record.address: record for _, record in self._start_successors}}
-        recorder = recorder_so_far(executable, cursor, start_records=start, events=self.events)
+        num_ops = cursor if not is_over else 0
+        recorder = recorder_so_far(executable, num_ops, start_records=start, events=self.events)
         self.events = []
         pinned = pinned_by(executable, cursor) if inside else set()
         self.reruns.leave(executable, cursor + 1 if inside else cursor)
+        self._manager.foresight.begin(self._manager.num_serials, time.monotonic_ns(), knows_births=False)
         self.mid_op_pins += return_records(self._manager, self._allocator, executable, pinned)
         for variable in executable.variables:
             if not variable.is_born:
@@ -450,10 +453,7 @@ class Executor:
     # -- steps that differ harmlessly, and what is alive
 
     def skip_bystanders(self, func: Any) -> bool:
-        """Skip planned ops that touch no variable, up to the next `func`. True if that is possible.
-
-        The plan's actions around the skipped ops are done.
-        """
+        """Skip planned ops that touch no variable, up to the next `func`, but no acts around them. True if possible."""
         executable = self.active
         assert executable is not None
         cursor = index = self._dispatcher.cursor

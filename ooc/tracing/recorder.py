@@ -12,8 +12,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ooc.memory.foresight import Allocation, StepUses
 from ooc.memory.record import VariableRecord
+from ooc.memory.step_uses import Allocation, StepUses
 from ooc.tracing.op_log import OpLog
 from scheduler.budget import smallest_num_chunks
 from scheduler.plan import Machine

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from ooc.memory.record import VariableRecord
+from ooc.memory.residency import ResidencyManager
 from ooc.tracing.call_sites import CallSites
 from ooc.tracing.op_log import OpLog
 from ooc.tracing.recorder import OpRecord, StepRecorder
@@ -113,3 +114,28 @@ class StepRecording:
         if self._native is not None:
             self._native.demand(None)
         self.recorder = None
+
+
+class OpsSoFar:
+    """The ops of the present step as `ooc.memory.foresight` asks for them."""
+
+    def __init__(self, recording: StepRecording, manager: ResidencyManager) -> None:
+        self._recording = recording
+        self._manager = manager
+
+    def __repr__(self) -> str:
+        return f"<OpsSoFar of {self._recording!r}>"
+
+    def ops_since(self, start: int) -> list[tuple[Any, Sequence[int]]]:
+        """Ops from one on, with the addresses of their operands."""
+        recorder = self._recording.recorder
+        return [(op.func, op.occurrences) for op in recorder.ops[start:]] if recorder is not None else []
+
+    def serial_at(self, address: int) -> int | None:
+        """The serial of the variable at this address, if one is there now."""
+        record = self._manager.records.get(address)
+        return record.serial if record is not None else None
+
+    def next_serial(self) -> int:
+        """More than any serial so far."""
+        return self._manager.num_serials

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ooc.memory.foresight import NEVER, Allocation, Candidate, Foresight, StepUses
+from typing import Any, NamedTuple
+
+from ooc.memory.foresight import Foresight
+from ooc.memory.step_uses import NEVER, Allocation, StepUses
 
 A, B, P = 0x1000, 0x2000, 0x9000
 
@@ -41,8 +44,29 @@ def test_an_address_used_before_its_allocation_in_the_same_op_is_another_variabl
     assert uses.uses_at == [(-4,), (0,)]
 
 
-def candidates(*serials: int) -> list[Candidate]:
-    return [Candidate(serial=serial, used_ns=100 + place) for place, serial in enumerate(serials)]
+class Present:
+    """A present step: its ops, the serials at each address, and how many there are."""
+
+    def __init__(self, ops: list[tuple[Any, list[int]]], serials: dict[int, int] | None = None, upto: int = 22) -> None:
+        self.ops, self.serials, self.upto = ops, serials or {}, upto
+
+    def ops_since(self, start: int) -> list[tuple[Any, list[int]]]:
+        return self.ops[start:]
+
+    def serial_at(self, address: int) -> int | None:
+        return self.serials.get(address)
+
+    def next_serial(self) -> int:
+        return self.upto
+
+
+class Record(NamedTuple):
+    serial: int
+    used_ns: int
+
+
+def candidates(*serials: int) -> list[Record]:
+    return [Record(serial=serial, used_ns=100 + place) for place, serial in enumerate(serials)]
 
 
 def places(foresight: Foresight, *serials: int) -> list[int]:
@@ -50,41 +74,43 @@ def places(foresight: Foresight, *serials: int) -> list[int]:
 
 
 def test_the_latest_use_goes_first() -> None:
-    funcs = ["f", "g"]
-    foresight = Foresight(lambda start: funcs[start:])
+    foresight = Foresight(Present([("f", []), ("g", [])]))
     foresight.remember(step)
     foresight.begin(first_serial=20)
     # Before op 2: variable 1 (serial 21) is used next by op 2, 0 (serial 20) by op 3, P (serial 7) in the next step.
     assert foresight.latest_first(candidates(21, 20, 7), 1) == [(2, 5), (1, 3), (0, 2)]
-    assert foresight.upcoming(1, 2) == [(2, 1), (3, 0)]
+    assert list(foresight.upcoming(1, 2)) == [(2, 21), (3, 20)]
+    assert list(foresight.upcoming(-1, 2)) == [(0, 7), (1, 20)]
 
 
 def test_a_step_that_goes_another_way_is_no_reference() -> None:
-    funcs = ["f"]
-    foresight = Foresight(lambda start: funcs[start:])
+    ops: list[tuple[Any, list[int]]] = [("f", [])]
+    foresight = Foresight(Present(ops))
     foresight.remember(step)
     foresight.begin(first_serial=20)
     assert foresight.reference() is not None
-    funcs.append("x")
+    ops.append(("x", []))
     assert foresight.reference() is None
     assert places(foresight, 5, 6) == [0, 1]  # least recently used
-    funcs[1:] = []
+    ops[1:] = []
     foresight.begin(first_serial=20)
     assert foresight.reference() is not None
 
 
 def test_the_latest_step_that_fits_is_the_reference() -> None:
     other = StepUses([("f", [P]), ("x", [])], start={P: 7}, allocations=[])
-    funcs = ["f"]
-    foresight = Foresight(lambda start: funcs[start:])
+    ops: list[tuple[Any, list[int]]] = [("f", [])]
+    foresight = Foresight(Present(ops))
     foresight.remember(step)
     foresight.remember(lambda: other)
     foresight.begin(first_serial=0)
-    assert foresight.reference() is other
-    funcs.append("g")
     reference = foresight.reference()
     assert reference is not None
-    assert reference is not other
+    assert reference.uses is other
+    ops.append(("g", []))
+    reference = foresight.reference()
+    assert reference is not None
+    assert reference.uses is not other
 
 
 def test_the_backward_pass_takes_what_the_forward_pass_left_in_reverse() -> None:
@@ -97,7 +123,72 @@ def test_the_backward_pass_takes_what_the_forward_pass_left_in_reverse() -> None
 
 
 def test_without_the_order_of_allocations_nothing_is_said_of_what_a_step_makes() -> None:
-    foresight = Foresight(lambda _: [])
+    foresight = Foresight(Present([]))
     foresight.remember(step)
-    foresight.begin(first_serial=None)
-    assert foresight.variable(3) is None
+    foresight.begin(first_serial=20, knows_births=False)
+    # P (serial 7) lives on, and comes in the next step; of what was made here nobody can say.
+    assert foresight.latest_first(candidates(21, 7), 1) == [(1, 5), (0, 1)]
+    assert list(foresight.upcoming(-1, 5)) == [(0, 7)]
+
+
+Q, R = 0xA000, 0xB000
+LAYERS = [("f", [P]), ("f", [Q]), ("f", [R]), ("b", [R]), ("b", [Q]), ("b", [P])]
+
+
+def layers() -> StepUses:
+    """Three layers, forwards and back; each op forwards makes something that its own op backwards uses."""
+    ops = [(func, addresses if func == "f" else [*addresses, addresses[0] + 1]) for func, addresses in LAYERS]
+    made = [alloc(address + 1, 2 * index + 1) for index, address in enumerate((P, Q, R))]
+    return StepUses(ops, start={P: 1, Q: 2, R: 3}, allocations=made)
+
+
+def test_a_layer_that_is_left_out_costs_the_reference_only_until_the_next_one() -> None:
+    ops: list[tuple[Any, list[int]]] = [("f", [P])]
+    present = Present(ops, {P: 1, Q: 2, R: 3}, upto=21)
+    foresight = Foresight(present)
+    foresight.remember(layers)
+    foresight.begin(first_serial=20)
+    assert [serial for _, serial in foresight.upcoming(0, 2)] == [2, 3]
+    ops.append(("f", [R]))  # the second layer is left out
+    present.upto = 22
+    reference = foresight.reference()
+    assert reference is not None
+    assert reference.shift == 1
+    # In two ops' time the one backwards that is left out this time, then the first layer's.
+    assert list(foresight.upcoming(1, 4)) == [(2, 3), (2, 21), (3, 2), (4, 1), (4, 20)]
+    assert foresight.latest_first(candidates(1, 20, 21, 3), 1) == [(0, 4), (1, 4), (2, 2), (3, 2)]
+    ops.append(("b", [R]))
+    assert foresight.reference() is not None
+    ops.append(("b", [P]))
+    reference = foresight.reference()
+    assert reference is not None
+    assert reference.shift == 2
+
+
+def test_an_op_on_what_the_earlier_step_does_not_know_says_nothing_of_the_place() -> None:
+    ops: list[tuple[Any, list[int]]] = [("f", [P])]
+    foresight = Foresight(Present(ops, {P: 1, A: 9, B: 21}))
+    foresight.remember(layers)
+    foresight.begin(first_serial=20)
+    ops.append(("b", [A, B]))
+    assert foresight.reference() is None
+    ops.append(("b", []))
+    assert foresight.reference() is None
+
+
+def test_other_variables_than_the_earlier_step_had_there_are_another_way() -> None:
+    foresight = Foresight(Present([("f", [Q])], {P: 1, Q: 2}))
+    foresight.remember(layers)
+    foresight.begin(first_serial=20)
+    reference = foresight.reference()
+    assert reference is not None
+    assert reference.shift == 1  # as if the first layer had been left out
+
+
+def test_what_is_new_since_the_earlier_step_is_awaited_until_it_is_used() -> None:
+    foresight = Foresight(Present([("f", [P])], {P: 1}))
+    foresight.remember(layers)
+    foresight.begin(first_serial=20, now_ns=101)
+    # Serials 8 and 9 came between the steps, and 8 was used in this one: it goes first, and 9 stays.
+    gradients = [Record(serial=9, used_ns=100), Record(serial=8, used_ns=102), Record(serial=3, used_ns=50)]
+    assert foresight.latest_first(gradients, 0) == [(1, NEVER), (2, 2), (0, 0)]

@@ -1,0 +1,161 @@
+"""What earlier steps used, op by op, and how the present step lies beside one of them. Pure: knows neither torch nor
+memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NEVER = 1 << 62
+"""A next use later than all others."""
+
+Variable = int
+"""Identity of a variable from one step to the next: `-1 - serial` of one that is there at the start, else how many
+were allocated before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """An allocation or a free, at a step position (`vmm.table`)."""
+
+    address: int
+    is_free: bool
+    position: int
+
+
+class StepUses:
+    """Which op of a recorded step used which variables.
+
+    Attributes:
+        funcs: The ops.
+        uses_at: Per op, the variables that it used.
+    """
+
+    def __init__(
+        self,
+        ops: Iterable[tuple[Any, Sequence[int]]],
+        *,
+        start: Mapping[int, int],
+        allocations: Sequence[Allocation],
+    ) -> None:
+        """From ops with the addresses of their operands, the serials at the step's start by address, and the log."""
+        live = {address: -1 - serial for address, serial in start.items()}
+        self.funcs: list[Any] = []
+        self.uses_at: list[tuple[Variable, ...]] = []
+        self._when: dict[Variable, list[int]] = {}
+        self._born_at: list[int] = []
+        self._places: dict[Any, list[int]] = {}
+        num_born = next_event = 0
+        for index, (func, addresses) in enumerate(ops):
+            while next_event < len(allocations) and allocations[next_event].position <= 2 * index:
+                event = allocations[next_event]
+                next_event += 1
+                if event.is_free:
+                    live.pop(event.address, None)
+                else:
+                    live[event.address] = num_born
+                    num_born += 1
+            used = tuple(dict.fromkeys(live[address] for address in addresses if address in live))
+            self.funcs.append(func)
+            self.uses_at.append(used)
+            self._born_at.append(num_born)
+            self._places.setdefault(func, []).append(index)
+            for variable in used:
+                self._when.setdefault(variable, []).append(index)
+        self._born_at.append(num_born)
+
+    def __repr__(self) -> str:
+        return f"<StepUses of {len(self._when)} variables in {len(self.funcs)} ops>"
+
+    def num_born_before(self, index: int) -> int:
+        """How many variables were allocated before op `index`."""
+        return self._born_at[min(index, len(self._born_at) - 1)]
+
+    def known(self, variables: Iterable[Variable]) -> frozenset[Variable]:
+        """Those of these that it used."""
+        return frozenset(variable for variable in variables if variable in self._when)
+
+    def num_same(self, place: int, funcs: list[Any], standing: Iterable[tuple[int, list[Variable]]]) -> int:
+        """How many of some ops go as this step's do from `place` on.
+
+        Args:
+            place: One of this step's ops.
+            funcs: What the ops call.
+            standing: For some, by their place among these, variables that they use. What this step never used is
+                no difference.
+        """
+        there = self.funcs[place : place + len(funcs)]
+        number = len(funcs)
+        if there != funcs:
+            pairs = enumerate(zip(there, funcs, strict=False))
+            number = next((index for index, (own, other) in pairs if own != other), len(there))
+        for index, variables in standing:
+            if index >= number:
+                break
+            used = self.uses_at[place + index]
+            if any(variable not in used and variable in self._when for variable in variables):
+                return index
+        return number
+
+    def place_of(self, func: Any, standing: frozenset[Variable], start: int) -> int | None:
+        """The first op from `start` on that calls `func` on these, among others."""
+        places = self._places.get(func, [])
+        later = places[bisect_left(places, start) :]
+        return next((place for place in later if standing.issubset(self.uses_at[place])), None)
+
+    def next_use(self, variable: Variable, index: int) -> int:
+        """The first op after `index` that uses it; of one that lives on, that is in the next step. Else `NEVER`."""
+        when = self._when.get(variable)
+        if not when:
+            return NEVER
+        place = bisect_right(when, index)
+        if place < len(when):
+            return when[place]
+        return len(self.funcs) + when[0] if variable < 0 else NEVER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """An earlier step, and where the present one is in it.
+
+    Attributes:
+        uses: The earlier step.
+        shift: The present step's op `i` is op `i + shift` there.
+        born_until: Variables allocated before so many others are the same in both.
+        born_from, born_shift: Those allocated from here on are `born_shift` further on there.
+    """
+
+    uses: StepUses
+    shift: int = 0
+    born_until: int = NEVER
+    born_from: int = NEVER
+    born_shift: int = 0
+
+    def next_use(self, variable: Variable, index: int) -> int:
+        """The first op after `index` that uses a variable of the present step; `index` where nobody can say.
+
+        `NEVER` also of one that was there when the present step began and not when the earlier one did.
+        """
+        if variable >= self.born_from:
+            variable += self.born_shift
+        elif variable >= self.born_until:
+            return index
+        later = self.uses.next_use(variable, index + self.shift)
+        return later if later >= NEVER else later - self.shift
+
+    def upcoming(self, index: int, num_ops: int) -> Iterator[tuple[int, Variable]]:
+        """The variables of the present step that ops after `index` will use, of so many ops, each where it is first."""
+        seen: set[Variable] = set()
+        start = index + 1 + self.shift
+        for place in range(max(start, 0), min(start + num_ops, len(self.uses.funcs))):
+            for variable in self.uses.uses_at[place]:
+                if variable in seen:
+                    continue
+                seen.add(variable)
+                if variable >= self.born_until:
+                    variable -= self.born_shift
+                    if variable < self.born_from:
+                        continue
+                yield place - self.shift, variable
