@@ -437,7 +437,6 @@ class Executor:
         self.events = []
         pinned = pinned_by(executable, cursor) if inside else set()
         self.reruns.leave(executable, cursor + 1 if inside else cursor)
-        self._manager.foresight.begin(self._manager.num_serials, time.monotonic_ns(), knows_births=False)
         self.mid_op_pins += return_records(self._manager, self._allocator, executable, pinned)
         for variable in executable.variables:
             if not variable.is_born:
@@ -449,6 +448,7 @@ class Executor:
             raise failure
         if remakes and not inside and not is_foreign:
             self.reruns.remake()  # else when the op has ended: `finish`
+            self._manager.foresight.begin(self._manager.num_serials, time.monotonic_ns(), knows_births=False)
 
     # -- steps that differ harmlessly, and what is alive
 
