@@ -185,6 +185,9 @@ def schedule(
         quick = _Search(trace, machine, chains, search.pinned)
         found = _found_quickly(quick, wrap=wrap, recompute=recompute)
         kept = _over_border(found, quick, wrap=wrap)
+        if kept is not None and not kept.is_final:
+            final = evaluate(kept.proposal, trace, machine, is_final=True)
+            kept = final if not isinstance(final, Shortage) else None
         best = min((best, kept), key=lambda own: own.rank) if kept is not None else best
     return search.returned(best, evaluations)
 

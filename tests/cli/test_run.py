@@ -39,6 +39,8 @@ STEP_KEYS = {
     "num_faults",
     "recomputed_nbytes",
     "recompute_s",
+    "relocate_s",
+    "relocated_nbytes",
     "num_reruns",
     "num_planned_ops",
     "num_demand_ops",

@@ -79,8 +79,10 @@ def test_python_is_asked_less(debug: bool, monkeypatch: pytest.MonkeyPatch) -> N
     rows, other_rows = session.steps.rows, other.steps.rows
     assert [row.mode for row in rows] == [row.mode for row in other_rows]
     assert rows[-1].mode == "planned"
+    first = 1 + next(index for index, row in enumerate(rows) if row.mode == "planned")
     for name in ("loaded_nbytes", "evicted_nbytes", "dropped_nbytes", "num_remapped_chunks"):
-        assert [getattr(row, name) for row in rows] == [getattr(row, name) for row in other_rows], name
+        # Before that, what is read ahead depends on what has been written by then.
+        assert [getattr(row, name) for row in rows[first:]] == [getattr(row, name) for row in other_rows[first:]], name
     assert rows[-1].loaded_nbytes > 0
 
 

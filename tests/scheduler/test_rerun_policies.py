@@ -69,7 +69,8 @@ def test_every_plan_is_legal_within_budget_and_above_the_bounds(policy: str, see
     assert plan.predicted["peak_nbytes"] <= machine.budget_nbytes
     for bounded in ("duration_ns", "loaded_nbytes", "evicted_nbytes"):
         assert plan.predicted[bounded] >= plan.bounds[bounded]
-    busy_ns = trace.duration_ns + plan.predicted["stall_ns"] + plan.predicted.get("recompute_ns", 0)
+    told = plan.predicted
+    busy_ns = trace.duration_ns + told["stall_ns"] + told.get("recompute_ns", 0) + told.get("relocate_ns", 0)
     assert plan.predicted["duration_ns"] == busy_ns
     assert Plan.from_json(plan.to_json()) == plan
     assert make_plan(Trace.from_json(trace.to_json()), machine, policy).to_json() == plan.to_json()
@@ -297,6 +298,7 @@ def test_auto_recomputes_only_where_it_is_told_to_and_never_gets_slower_by_it(se
 @settings(max_examples=40 * TIMES, deadline=None)
 @given(seed=seeds)
 @example(seed=1031)  # `checkmate` falls short of chunks, and does better than all others when planned for fewer
+@example(seed=14450)  # the best over the border is an estimate, and worse when coloured
 def test_auto_that_may_recompute_is_legal_and_never_slower_than_any_policy(seed: int) -> None:
     trace, machine = some_case(seed)
     auto = make_plan(trace, machine, "auto", recompute=True)  # verifies

@@ -51,6 +51,7 @@ def test_retimed_plans_are_legal_and_move_the_same(seed: int, policy: str, recom
             machine=machine,
             residencies=coloured.colouring.residencies,
             scratch=coloured.scratch,
+            border_copies=coloured.colouring.border_copies,
         )
         verify(plan, trace)
 
