@@ -9,9 +9,6 @@ session. A section that waits for a disk is not interrupted, but SIGQUIT and SIG
 Python handler by default, still end the process. Planning, which can take seconds, is abandoned on
 a Ctrl-C: it has changed nothing (`stoppable`).
 
-Critical sections keep out `RecursionError` and the garbage collector, whose finalizers may use tensors, too
-(native/undisturbed.h).
-
 Not covered: exceptions set from other threads (`PyThreadState_SetAsyncExc`), and modules that took
 a reference to `signal.signal` before the session was opened and install a handler during it.
 """

@@ -113,7 +113,7 @@ class Dispatcher(Protocol):
         """Let a signal come again when the section ends. False outside sections (unless `always`)."""
 
     def enter_section(self) -> None:
-        """From now on signal handlers wait, and Python frames do not count towards the recursion limit."""
+        """From now on signal handlers wait."""
 
     def exit_section(self) -> None:
-        """The section ends: what has waited comes at the next bytecode; the program's recursion limit holds again."""
+        """The section ends; what has waited comes at the next bytecode."""

@@ -9,8 +9,7 @@
 //   failed(index, func, args, kwargs) the op raised
 //
 // Each call is one critical section on the session's thread: a signal's Python handler that comes
-// up meanwhile is postponed and runs at the next bytecode after the section (ooc/dispatch/signals.py). Its Python frames
-// are beyond the program's recursion limit, and no garbage is collected (undisturbed.h).
+// up meanwhile is postponed and runs at the next bytecode after the section (ooc/dispatch/signals.py).
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -115,9 +114,7 @@ PyObject* dispatcher_call(PyObject* object, PyObject* positional, PyObject*) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   PyObject *func, *types, *args = nullptr, *kwargs = Py_None;
   if (!PyArg_UnpackTuple(positional, "__torch_dispatch__", 2, 4, &func, &types, &args, &kwargs)) return nullptr;
-  const bool is_ours = self->this_thread() == self->session_thread;
-  if (self->is_underway && is_ours) self->arrived(self);
-  if (self->rare != nullptr && is_ours) return take_note(self, func, args, kwargs);
+  if (self->rare != nullptr && self->this_thread() == self->session_thread) return take_note(self, func, args, kwargs);
   const Section section(self);
   const NoTorchFunction none;
   const bool is_plain = args != nullptr && are_plain(self, types);
@@ -311,7 +308,6 @@ PyObject* dispatcher_address(PyObject* object, PyObject* tensor) {
 
 PyObject* dispatcher_enter(PyObject* object, PyObject*) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
-  enter_undisturbed();
   if (self->this_thread() == self->session_thread) Section::enter(self);
   Py_RETURN_NONE;
 }
@@ -319,7 +315,6 @@ PyObject* dispatcher_enter(PyObject* object, PyObject*) {
 PyObject* dispatcher_exit(PyObject* object, PyObject*) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   if (self->this_thread() == self->session_thread) Section::exit(self);
-  exit_undisturbed();
   Py_RETURN_NONE;
 }
 
@@ -344,7 +339,7 @@ PyObject* dispatcher_postpone(PyObject* object, PyObject* positional) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   int number, always;
   if (!PyArg_ParseTuple(positional, "ip", &number, &always)) return nullptr;
-  if ((self->depth == 0 && !self->is_underway && !always) || number < 1 || number > 64) Py_RETURN_FALSE;
+  if ((self->depth == 0 && !always) || number < 1 || number > 64) Py_RETURN_FALSE;
   self->postponed |= uint64_t{1} << (number - 1);
   Py_RETURN_TRUE;
 }

@@ -14,7 +14,6 @@
 #include "../../../vmm/native/allocator.h"
 #include "acts.h"
 #include "demand.h"
-#include "undisturbed.h"
 #include "sparse.h"
 #include "trials.h"
 
@@ -83,11 +82,9 @@ struct Dispatcher {
   uint64_t num_boxed;  // ops that were played without Python
   PyObject* (*schemas_of)(PyObject* funcs, PyObject* calls);  // bytes: an address, or 0, for each op; owned
   void (*detach)(Dispatcher*);
-  bool is_underway;  // an op of the session's thread is on its way to Python
-  void (*arrived)(Dispatcher*);
 };
 
-// Python's signal handlers run on the main thread alone, so only its sections count. Nothing disturbs any of them.
+// Python's signal handlers run on the main thread alone, so only its sections count.
 class Section {
  public:
   explicit Section(Dispatcher* self) : self_(self->this_thread() == self->session_thread ? self : nullptr) { enter(); }
@@ -103,12 +100,10 @@ class Section {
 
  private:
   void enter() {
-    enter_undisturbed();
     if (self_ != nullptr) enter(self_);
   }
   void exit() {
     if (self_ != nullptr) exit(self_);
-    exit_undisturbed();
   }
   // Let the interpreter believe that the signals arrive now.
   static void rearm(Dispatcher* self) {
