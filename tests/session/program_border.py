@@ -6,9 +6,10 @@ python -m tests.session.program_border --seed 17
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ooc.replay.plan_maker import PlanMaker
@@ -16,7 +17,7 @@ from scheduler.plan import Evicted, Kept, Loaded, Machine, Plan, Residency
 from scheduler.policies._border import written_over_border
 from scheduler.trace import Trace
 from tests.session.program_reruns import _accepted
-from tests.session.programs import generate, prepare_process, run_in_core, run_in_session
+from tests.session.programs import Outcome, Program, generate, prepare_process, run_in_core, run_in_session
 from tests.store_speed import SLOW, store_speed
 
 
@@ -51,14 +52,17 @@ def _apart(variable: int, uses: list[tuple[int, Any]], num_ops: int) -> tuple[Re
     )
 
 
+PlanFor = Callable[[Machine], Plan]
+
+
 @contextmanager
-def forced_over_border() -> Iterator[list[Plan]]:
-    """Every plan that a session makes has writes over the border where it can. Gives the plans."""
+def remaking(remake: Callable[[PlanFor, Trace, Machine, int], Plan]) -> Iterator[list[Plan]]:
+    """Every plan that a session makes is what `remake` makes of it, told how many came before. Gives the plans."""
     make = PlanMaker._make
     plans: list[Plan] = []
 
     def forced(self: PlanMaker, trace: Trace, machine: Machine) -> Plan:
-        plans.append(over_border(make(self, trace, machine), trace))
+        plans.append(remake(partial(make, self, trace), trace, machine, len(plans)))
         return plans[-1]
 
     PlanMaker._make = forced  # type: ignore[method-assign]
@@ -68,15 +72,21 @@ def forced_over_border() -> Iterator[list[Plan]]:
         PlanMaker._make = make  # type: ignore[method-assign]
 
 
+def forced_over_border() -> AbstractContextManager[list[Plan]]:
+    """Every plan that a session makes has writes over the border where it can. Gives the plans."""
+    return remaking(lambda plan_for, trace, machine, _: over_border(plan_for(machine), trace))
+
+
+def run_slowly_if_odd(program: Program, seed: int) -> Outcome:
+    """Run a program in a session: with an odd seed with a store so slow that its writes are still under way."""
+    with store_speed(SLOW) if seed % 2 else nullcontext():
+        return run_in_session(program, run_in_core(program))
+
+
 def run_seed(seed: int) -> dict[str, Any]:
-    """Run one seed in this process: half of them with a store so slow that its writes are still under way."""
-    program = generate(seed)
+    """Run one seed in this process: half of them with a slow store."""
     with forced_over_border() as plans:
-        if seed % 2:
-            with store_speed(SLOW):
-                outcome = run_in_session(program, run_in_core(program))
-        else:
-            outcome = run_in_session(program, run_in_core(program))
+        outcome = run_slowly_if_odd(generate(seed), seed)
     modes = [*outcome.modes, *(["over_border"] if any(plan.writes_over_border for plan in plans) else [])]
     return {"modes": modes, "num_chunks": outcome.num_chunks}
 

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ooc.replay.plan_maker import PlanMaker
 from scheduler.colouring.border_copies import border_copies
 from scheduler.colouring.runs import all_runs
 from scheduler.plan import Kept, Machine, Plan, PlanError, Residency, occupied_ticks
 from scheduler.trace import Trace
 from scheduler.verify import verify
-from tests.session.program_border import over_border
+from tests.session.program_border import PlanFor, over_border, remaking, run_slowly_if_odd
 from tests.session.program_segments import forced_segments, with_segments
 from tests.session.programs import generate, prepare_process, run_in_core, run_in_session
-from tests.store_speed import SLOW, store_speed
 
 
 def relocating(plan: Plan, trace: Trace, seed: int) -> Plan:
@@ -80,8 +77,7 @@ def _with_copies(plan: Plan, trace: Trace, stays: list[Residency]) -> Plan | Non
     return found
 
 
-@contextmanager
-def forced_relocation(seed: int = 0, *, spare: float = 0.1, early: bool = True) -> Iterator[list[Plan]]:
+def forced_relocation(seed: int = 0, *, spare: float = 0.1, early: bool = True) -> AbstractContextManager[list[Plan]]:
     """Every plan that a session makes copies at the border what it can. Gives the plans.
 
     Args:
@@ -89,23 +85,16 @@ def forced_relocation(seed: int = 0, *, spare: float = 0.1, early: bool = True) 
         spare: Plans are made for so much less memory than there is, if that works, which leaves free chunks.
         early: With writes over the border, too: what is copied may be on its way out.
     """
-    make = PlanMaker._make
-    plans: list[Plan] = []
 
-    def forced(self: PlanMaker, trace: Trace, machine: Machine) -> Plan:
+    def remake(plan_for: PlanFor, trace: Trace, machine: Machine, number: int) -> Plan:
         try:
-            plan = make(self, trace, replace(machine, num_chunks=int(machine.num_chunks * (1 - spare))))
+            plan = plan_for(replace(machine, num_chunks=int(machine.num_chunks * (1 - spare))))
         except PlanError:
-            plan = make(self, trace, machine)
+            plan = plan_for(machine)
         plan = over_border(plan, trace) if early else plan
-        plans.append(relocating(replace(plan, machine=machine), trace, seed + len(plans)))
-        return plans[-1]
+        return relocating(replace(plan, machine=machine), trace, seed + number)
 
-    PlanMaker._make = forced  # type: ignore[method-assign]
-    try:
-        yield plans
-    finally:
-        PlanMaker._make = make  # type: ignore[method-assign]
+    return remaking(remake)
 
 
 def run_seed(seed: int) -> dict[str, Any]:
@@ -116,11 +105,7 @@ def run_seed(seed: int) -> dict[str, Any]:
     in_segments = seed % 4 == 2
     program = with_segments(seed) if in_segments else generate(seed)
     with forced_segments() if in_segments else nullcontext(), forced_relocation(seed, spare=0.2 * (seed % 3)) as plans:
-        if seed % 2:
-            with store_speed(SLOW):
-                outcome = run_in_session(program, run_in_core(program))
-        else:
-            outcome = run_in_session(program, run_in_core(program))
+        outcome = run_slowly_if_odd(program, seed)
     modes = [*outcome.modes, *(["relocating"] if any(plan.border_copies for plan in plans) else [])]
     return {"modes": modes, "num_chunks": outcome.num_chunks}
 
