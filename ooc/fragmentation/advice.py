@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ooc.fragmentation.analysis import CapacityVerdict, SettingsTrialResult, Summary
 from ooc.fragmentation.frames import origin_of
-from ooc.fragmentation.planned import THRESHOLD_NBYTES, pool_nbytes, roomy_budget_nbytes
+from ooc.fragmentation.planned import THRESHOLD_NBYTES, pool_nbytes, roomy_budget_nbytes, small_pools_nbytes
 from ooc.fragmentation.replay import Failure
 from ooc.fragmentation.segments import is_below_device
 from ooc.fragmentation.stream import Stream
@@ -20,6 +20,7 @@ OLDER_NAME = f"torch before 2.9 reads these settings from PYTORCH_CUDA_ALLOC_CON
 _CHUNKS = {"chunked-64KiB": 64 * KIB, "chunked-2MiB": 2 * MIB, "chunked-20MiB": 20 * MIB}
 _GRANULE = {"cuda": 2 * MIB}
 """Chunks are multiples of this; elsewhere, of a page."""
+_SMALLEST_CHUNK_NBYTES = 64 * KIB
 
 MIN_GAIN = 0.02
 """Without a capacity, what holds less by a smaller share is not worth a change."""
@@ -112,8 +113,8 @@ def advice(stream: Stream, options: list[Remedy], own: Summary | None, capacity:
             f"the capacity of {format_nbytes(capacity)}."
         )
         second = (
-            f"Hold less at once: a smaller batch, checkpointing, or "
-            f"`{_command(stream, _within(capacity))}`, which keeps the rest outside."
+            f"Hold less at once: a smaller batch, checkpointing, or what keeps the rest outside: "
+            f"{_outside(stream, own, capacity).line()}."
         )
         return [first, second]
     lines = []
@@ -133,7 +134,7 @@ def advice(stream: Stream, options: list[Remedy], own: Summary | None, capacity:
     elif own is not None and own.outcome is CapacityVerdict.FAILS:
         lines.append(
             f"No setting fits, though only {format_nbytes(wanted)} are live at once. Hold less at "
-            f"once, or `{_command(stream, _within(capacity or 0))}`."
+            f"once, or keep the rest outside: {_outside(stream, own, capacity or 0).line()}."
         )
     elif own is not None and capacity is None and not stream.device.startswith("cuda"):
         pool = _command(stream, roomy_budget_nbytes(stream))
@@ -157,7 +158,7 @@ def headline(stream: Stream, own: Summary | None, options: list[Remedy], capacit
     place = origin_of(stream.stack(failure.buffer)).texts()[0]
     asked = f"Out of memory: {format_nbytes(failure.nbytes)} were asked for"
     asked += f" by {place}" if stream.stack(failure.buffer) else ""
-    return f"{asked}. {_reason(stream, failure)} {_remedy(stream, options, failure)}"
+    return f"{asked}. {_reason(stream, failure)} {_remedy(stream, options, own, failure)}"
 
 
 def _fine(stream: Stream, own: Summary, capacity: int | None) -> str:
@@ -199,16 +200,23 @@ def _reason(stream: Stream, failure: Failure) -> str:
     )
 
 
-def _remedy(stream: Stream, options: list[Remedy], failure: Failure) -> str:
+def _remedy(stream: Stream, options: list[Remedy], own: Summary, failure: Failure) -> str:
     if options:
         return f"It would have fitted with {options[0].line()}."
+    outside = f"keep the rest outside: {_outside(stream, own, failure.capacity_nbytes).line()}"
     if stream.wanted_nbytes > failure.capacity_nbytes:
         lack = stream.wanted_nbytes - failure.capacity_nbytes
-        return (
-            f"No setting helps: hold {format_nbytes(lack)} less at once, or "
-            f"`{_command(stream, _within(failure.capacity_nbytes))}`."
-        )
-    return f"No setting tried helps: hold less at once, or `{_command(stream, _within(failure.capacity_nbytes))}`."
+        return f"No setting helps: hold {format_nbytes(lack)} less at once, or {outside}."
+    return f"No setting tried helps: hold less at once, or {outside}."
+
+
+def _outside(stream: Stream, own: Summary | None, capacity: int) -> Remedy:
+    """A run within a budget that keeps in memory what fits, and the rest outside. The last resort: it costs time."""
+    small = small_pools_nbytes(stream)
+    budget = _within(stream, capacity - small)
+    peak = budget + small
+    gain = None if own is None else own.replay.peak_reserved_nbytes - peak
+    return Remedy(text=_command(stream, budget), peak_nbytes=peak, gain_nbytes=gain, needs=2, pool_nbytes=budget)
 
 
 def _command(stream: Stream, budget_nbytes: int, chunk_nbytes: int | None = None) -> str:
@@ -217,9 +225,9 @@ def _command(stream: Stream, budget_nbytes: int, chunk_nbytes: int | None = None
     return f"ooc run{device} --budget {_typed(budget_nbytes)}{chunk} {script_of(stream)}"
 
 
-def _within(capacity: int) -> int:
-    """A budget for a pool on a device of this capacity: tensors below the threshold come on top."""
-    chunk = 2 * MIB
+def _within(stream: Stream, capacity: int) -> int:
+    """A budget for a pool where so much is left for it, less what else a device holds."""
+    chunk = _GRANULE.get(stream.device.split(":")[0], _SMALLEST_CHUNK_NBYTES)
     return max((capacity - capacity // 16) // chunk, 1) * chunk
 
 

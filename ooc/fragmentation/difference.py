@@ -83,10 +83,9 @@ def compare_reports(before: Report, after: Report) -> Difference:
             figures.append(FigureChange(name=name, before=x, after=y, is_nbytes=False))
     failed = (len(before.stream.failures), len(after.stream.failures))
     figures.append(FigureChange(name="failed requests in the file", before=failed[0], after=failed[1], is_nbytes=False))
-    settings = [before.settings.text() or "defaults", after.settings.text() or "defaults"]
     return Difference(
         headline=_headline(before, after, figures, lines),
-        settings="" if settings[0] == settings[1] else f"{settings[0]} -> {settings[1]}",
+        settings=_settings(before, after),
         figures=tuple(figures),
         lines=tuple(lines),
     )
@@ -118,7 +117,7 @@ def _headline(before: Report, after: Report, figures: list[FigureChange], lines:
     held = next((f for f in figures if f.name == "peak held"), figures[0])
     change = held.after - held.before
     if change == 0:
-        first = f"The peak held is the same: {format_nbytes(held.after)}."
+        first = f"The peak held is the same: {format_nbytes(held.after)}.{_other_change(before, after, figures)}"
     else:
         more = "more" if change > 0 else "less"
         share = f" ({abs(change) / held.before:.0%})" if held.before else ""
@@ -131,13 +130,41 @@ def _headline(before: Report, after: Report, figures: list[FigureChange], lines:
         first += " The first ran out of memory, the second did not." if failed[0] else " The second ran out of memory."
     live = figures[0].after - figures[0].before
     if change and live * change <= 0:
-        return f"{first} Not the program asks for {'more' if change > 0 else 'less'}: how memory is kept changed."
+        why = _settings(before, after)
+        how = f": {why}" if why else ""
+        return f"{first} Not the program asks for {'more' if change > 0 else 'less'}: how memory is kept changed{how}."
     # The line that has the most part in it, in the same direction.
     due = next((line for line in lines if line.change_nbytes * change > 0), None)
     if due is None or not due.origin.is_known:
         return first
     more = "more" if change > 0 else "less"
     return f"{first} Most of it: {due.origin.texts()[0]}, {format_nbytes(abs(due.change_nbytes))} {more}."
+
+
+def _settings(before: Report, after: Report) -> str:
+    one, other = (report.settings.text() or "defaults" for report in (before, after))
+    return "" if one == other else f"{one} -> {other}"
+
+
+def _other_change(before: Report, after: Report, figures: list[FigureChange]) -> str:
+    """What changed although the peak did not: time, by calls that wait for the device; else what was asked for."""
+    by_name = {figure.name: figure for figure in figures}
+    calls, retries = by_name.get("calls of the device"), by_name.get("retries")
+    if after.stream.device.startswith("cuda") and calls is not None and calls.before != calls.after:
+        again = ""
+        if retries is not None and retries.before != retries.after:
+            again = f", {retries.after} of the requests made again instead of {retries.before}"
+        settings = _settings(before, after)
+        why = f" ({settings})" if settings else ": the program asks for other sizes, or in another order"
+        what = "Slower" if calls.after > calls.before else "Faster"
+        return (
+            f" {what}: {calls.after} calls of the device, which waits for each, instead of {calls.before}{again}{why}."
+        )
+    live = by_name["most live at once"]
+    if live.before != live.after:
+        return f" At most {format_nbytes(live.after)} are live at once instead of {format_nbytes(live.before)}."
+    settings = _settings(before, after)
+    return f" Other settings changed nothing: {settings}." if settings else ""
 
 
 def _line_changes(before: Report, after: Report) -> list[LineChange]:

@@ -122,6 +122,11 @@ def op_of(stack: Iterable[str]) -> str:
     return _op(tuple(stack))
 
 
+def is_users_file(file: str, name: str) -> bool:
+    """Whether a function of this name, in this file, is of the user's program rather than of a library's."""
+    return _located(name, file, 1).kind == _USERS
+
+
 @lru_cache(maxsize=4096)
 def _origin(stack: tuple[str, ...]) -> Origin:
     users: list[str] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ooc.fragmentation.line_notes import LineNotes
 from ooc.fragmentation.readers import read_streams
 from ooc.fragmentation.report import Report, make_report
 from ooc.fragmentation.settings import CachingSettings
@@ -54,6 +56,8 @@ class Recording:
         self._file: Path | None = None
         self._profiler: Any = None
         self._hook: Any = None
+        self._lines = LineNotes()
+        self._thread = 0
 
     def __repr__(self) -> str:
         state = "recording" if self.is_recording else "recorded" if self._file is not None else "not started"
@@ -77,15 +81,23 @@ class Recording:
                 activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, with_stack=self._stacks
             )
             self._profiler.start()
+            if self._stacks:
+                self._lines.start()
         else:
             torch.cuda.memory._record_memory_history(
                 context="all" if self._stacks else None, stacks="python", max_entries=MAX_CUDA_ENTRIES
             )
-        self.is_recording = True
+        self.is_recording, self._thread = True, threading.get_ident()
         self._hook = register_optimizer_step_post_hook(lambda *_: self._stepped())
 
     def stop(self) -> None:
-        """End, and write down what was recorded. Idempotent."""
+        """End, and write down what was recorded. Idempotent.
+
+        Raises:
+            RuntimeError: On a CPU, on another thread than it began on: torch's profiler would crash. It goes on.
+        """
+        if self.is_recording and not self._may_end():
+            raise RuntimeError("a recording on a CPU ends on the thread that it began on. Options: stop() there")
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -98,6 +110,7 @@ class Recording:
         self.is_recording = False
         file = self._target()
         if self.device == "cpu":
+            self._lines.stop()
             profiler, self._profiler = self._profiler, None
             profiler.stop()
             profiler.export_chrome_trace(str(file))
@@ -144,8 +157,12 @@ class Recording:
         if not self.is_recording:
             return
         self.num_steps += 1
-        if self._max_steps is not None and self.num_steps >= self._max_steps:
+        if self._max_steps is not None and self.num_steps >= self._max_steps and self._may_end():
             self._end()
+
+    def _may_end(self) -> bool:
+        """Whether this thread may: torch's profiler belongs to the thread that started it."""
+        return self.device != "cpu" or threading.get_ident() == self._thread
 
     def _target(self) -> Path:
         if self._keep is not None:
@@ -172,7 +189,8 @@ def record_fragmentation(
         device: "cpu" (through torch.profiler, so it sees all of torch's allocations, but no other
             profiler can run meanwhile) or "cuda" (the caching allocator's history); CUDA where there is one,
             if not given.
-        max_steps: Stop after so many optimizer steps; the recording grows with each. None: none.
+        max_steps: Stop after so many optimizer steps; the recording grows with each. None: none. On a CPU it stops in a
+            step of the thread that it began on.
         stacks: Note where in the program each allocation was made. Costs time and memory.
 
     Raises:

@@ -207,6 +207,15 @@ def _beyond(stream: Stream, capacity: int | None, address: IntArray, sizes: IntA
     )
 
 
+def small_pools_nbytes(stream: Stream) -> int:
+    """The most that tensors below the threshold hold beside a pool of chunks; on a CPU, without what malloc adds."""
+    if stream.device.startswith("cuda"):
+        return int(_small_requests(stream).reserved_nbytes.max(initial=0))
+    sign = np.where(stream.kind == ALLOC, 1, np.where(stream.kind == FREE, -1, 0))
+    small = np.where(stream.nbytes < THRESHOLD_NBYTES, stream.nbytes, 0)
+    return int(np.cumsum(sign * small[stream.buffer]).max(initial=0))
+
+
 @lru_cache(maxsize=2)
 def _small_requests(stream: Stream) -> Replay:
     """The requests below the threshold, served by PyTorch's small pools; figures per event of the whole stream."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ooc.fragmentation.errors import BadFile
+from ooc.fragmentation.line_notes import with_lines
 from ooc.fragmentation.stream import OutOfMemory, Recorded, Stream, StreamBuilder
 
 SOURCE = "Chrome trace of torch.profiler"
@@ -186,7 +187,7 @@ def _stacks(memory: list[_Event], spans: dict[int, list[tuple[float, float, str]
             while begun and begun[-1][1] < now:
                 begun.pop()
             # Spans nest, but for rounding: one that ended within an outer one that goes on is left out.
-            names = tuple(name for _, stop, name in reversed(begun[-MAX_FRAMES:]) if stop >= now)
+            names = with_lines(name for _, stop, name in reversed(begun[-MAX_FRAMES:]) if stop >= now)
             found[event[1]] = shared.setdefault(names, names)
     return found
 

@@ -8,6 +8,7 @@ from html import escape
 from ooc.html_report.facts import ReportFacts
 from ooc.html_report.metrics import Metrics
 from ooc.html_report.tables import SYMBOLS, table
+from ooc.html_report.time_changes import PHRASES, by_rows, changed_categories, reasons
 from ooc.reporting.documents import Document
 from ooc.units import format_duration, format_nbytes
 
@@ -53,38 +54,27 @@ def leading_lines(documents: Sequence[Document], facts: Sequence[ReportFacts]) -
             found.append(f"{name} takes as long as {documents[0].name}: {times}.")
         else:
             share = f"{abs(b / a - 1):.0%} {'more' if b > a else 'less'}"
-            found.append(f"{name} takes {times} ({share}){_due_to(facts, b > a)}.")
+            cause, details = _due_to(facts, b > a)
+            found += [f"{name} takes {times} ({share}){cause}.", *details]
     different = [text for text in _causes(documents, one, other) if text]
     if different:
         found.append(f"Different: {'; '.join(different)}.")
     return found
 
 
-def _due_to(facts: Sequence[ReportFacts], is_more: bool) -> str:
-    """The categories of time that changed most, in the direction of the whole, of the steps drawn."""
+def _due_to(facts: Sequence[ReportFacts], is_more: bool) -> tuple[str, list[str]]:
+    """The categories of time that changed most, in the steps drawn, and what changed there: a sentence each."""
     before, after = ({share.name: share.ns for share in fact.time} for fact in facts)
-    if not before or not after:
-        return ""
-    sign = 1 if is_more else -1
-    changes = [(sign * (after.get(name, 0) - before.get(name, 0)), name) for name in {**before, **after}]
-    whole = sum(change for change, _ in changes)
-    parts = [(change, name) for change, name in sorted(changes, reverse=True) if change > 0 and change * 5 >= whole][:2]
-    if whole <= 0 or not parts:
-        return ""
+    parts = changed_categories(before, after, is_more=is_more) if before and after else []
+    if not parts:
+        cause = by_rows(facts[0].metrics, facts[1].metrics)
+        return (f": {cause}" if cause else ""), []
     more = "more" if is_more else "less"
-    return ": in the steps drawn, " + ", ".join(
-        f"{format_duration(change / 1e9)} {more} {_IN[name]}" for change, name in parts
-    )
-
-
-_IN = {
-    "ops": "in ops",
-    "waiting for transfers": "waiting for transfers",
-    "computed again": "computing again",
-    "before the first op": "before the first op",
-    "between ops": "between ops",
-    "after the last op": "after the last op",
-}
+    named = ", ".join(f"{format_duration(change / 1e9)} {more} {PHRASES[name]}" for change, name in parts)
+    one, other = (fact.view for fact in facts)
+    assert one is not None
+    assert other is not None
+    return f": in the steps drawn, {named}", reasons(one, other, [name for _, name in parts], is_more=is_more)
 
 
 def _causes(documents: Sequence[Document], one: Metrics, other: Metrics) -> list[str]:

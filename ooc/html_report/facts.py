@@ -68,7 +68,7 @@ class CostlyOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportFacts:
-    """All of the first screen."""
+    """All of the first screen, and the step that it is of."""
 
     verdict: Verdict
     headline: str
@@ -78,6 +78,7 @@ class ReportFacts:
     time: tuple[TimeShare, ...]
     variables: tuple[CostlyVariable, ...]
     ops: tuple[CostlyOp, ...]
+    view: StepView | None
 
 
 def make_facts(
@@ -106,6 +107,7 @@ def make_facts(
         time=time_shares(view) if view is not None else (),
         variables=costly_variables(view) if view is not None else (),
         ops=costly_ops(view, planned) if view is not None else (),
+        view=view,
     )
 
 

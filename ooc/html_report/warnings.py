@@ -43,6 +43,10 @@ def warnings_of(document: Document, m: Metrics, view: StepView | None, planned: 
 
 def _run_warnings(run: Mapping[str, Any], m: Metrics) -> list[str]:
     found = []
+    if isinstance(ended := run.get("ended_by"), Mapping):
+        steps = f"the {m.num_steps} steps" if m.num_steps != 1 else "the one step"
+        until = f"all figures are of {steps} that ended before" if m.num_steps else "no step ended before"
+        found.append(f"The run was ended by {ended.get('type')}: {until}.")
     if m.num_steps and not m.num_planned_steps:
         found.append(
             "No step was planned: a sequence of ops must be seen twice first. All figures are of steps on demand."
@@ -71,15 +75,20 @@ def _link_warnings(view: StepView) -> list[str]:
     assert view.plan is not None
     machine, found = view.plan.machine, []
     for kind, planned_rate in (("load", machine.load_bytes_per_s), ("evict", machine.evict_bytes_per_s)):
-        moves = [move for move in view.moves if move.kind == kind]
-        busy_ns = _union_ns([(move.start_ns, move.stop_ns) for move in moves])
-        rate = sum(move.nbytes for move in moves) / busy_ns * 1e9 if busy_ns else 0.0
+        rate = link_rate(view, kind)
         if rate and rate * 2 < planned_rate:
             found.append(
                 f"{'Loads' if kind == 'load' else 'Evictions'} ran at {format_rate(rate)}; the plan took "
                 f"{format_rate(planned_rate)}."
             )
     return found
+
+
+def link_rate(view: StepView, kind: str) -> float:
+    """Bytes per second of transfers of a kind ("load", "evict") while any was under way; 0: there is none."""
+    moves = [move for move in view.moves if move.kind == kind]
+    busy_ns = _union_ns([(move.start_ns, move.stop_ns) for move in moves])
+    return sum(move.nbytes for move in moves) / busy_ns * 1e9 if busy_ns else 0.0
 
 
 def _union_ns(intervals: list[tuple[int, int]]) -> int:

@@ -6,7 +6,10 @@ import json
 import mmap
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch import nn
 import ooc
 from ooc.cli.main import main
 from ooc.fragmentation import BadFile, read_streams
+from ooc.fragmentation.frames import origin_of
 from ooc.fragmentation.page_faults import PageFaultReport, StepCost, allocator_name
 from tests import forked
 from tests.cli.test_run import environment
@@ -98,6 +102,96 @@ def test_a_recording_that_cannot_be_made_says_why() -> None:
         torch.empty(8)
     with pytest.raises(RuntimeError, match="made once"):
         recording.start()
+
+
+FLAT = """import torch
+model = torch.nn.Linear(512, 512)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+for _ in range(2):
+    x = torch.randn(256, 512)
+    doubled = x * 2
+    loss = model(doubled).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_scripts_top_level_is_named_with_its_lines(tmp_path: Path) -> None:
+    """Its functions have the line of their `def` in a profile, its top level none, and `x * 2` is no call at all."""
+    script, report = tmp_path / "flat.py", tmp_path / "found.json"
+    script.write_text(FLAT)
+    done = run("-m", "ooc", "run", "--diagnose", "--report", str(report), str(script))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(report.read_text())
+    named = [line for row in (*document["holders"], *document["culprits"]) for line in row["lines"]]
+    numbers = {line.partition("<module> at flat.py")[2] for line in named if "flat.py" in line}
+    assert numbers <= {f":{number}" for number in range(1, 11)} and {":2", ":8", ":9"} <= numbers
+
+
+def lines_recorded(recording: ooc.Recording) -> set[tuple[int, int]]:
+    """Of each large buffer its size, and the innermost line."""
+    (stream,) = recording.streams()
+    new = range(stream.num_initial, stream.num_buffers)
+    found = [(int(stream.nbytes[b]), origin_of(stream.stack(b)).lines) for b in new]
+    return {(nbytes, int(lines[0].rpartition(":")[2])) for nbytes, lines in found if nbytes >= MIB}
+
+
+def test_each_line_of_a_function_is_told_apart() -> None:
+    """Also in a generator that is resumed, in a caller that was under way, and after an exception."""
+
+    def made() -> Iterator[torch.Tensor]:
+        for index in range(1, 3):
+            yield torch.empty(index * MIB, dtype=torch.uint8)
+
+    first = made.__code__.co_firstlineno
+    with ooc.record_fragmentation(device=CPU) as recording:
+        kept = [x + 1 for x in made()]
+        with pytest.raises(RuntimeError):
+            torch.empty(3) @ torch.empty(5)
+        more = torch.empty(3 * MIB, dtype=torch.uint8)
+        last = torch.cat([more, kept[0]])
+    assert last is not None and sys.gettrace() is None
+    lines = {2: (MIB, 2 * MIB), 6: (MIB, 2 * MIB), 9: (3 * MIB,), 10: (4 * MIB,)}
+    assert lines_recorded(recording) == {(n, first + line) for line, sizes in lines.items() for n in sizes}
+
+
+def test_lines_are_left_alone_where_somebody_traces_them() -> None:
+    """A debugger's or a coverage tool's trace function stays, and so do the lines of the `def`s."""
+    seen = []
+
+    def trace(_frame: FrameType, event: str, _: object) -> None:
+        seen.append(event)
+
+    sys.settrace(trace)
+    try:
+        with ooc.record_fragmentation(device=CPU) as recording:
+            torch.empty(3 * MIB, dtype=torch.uint8)
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(None)
+    assert seen and {n for n, _ in lines_recorded(recording)} == {3 * MIB}
+
+
+def test_another_thread_does_not_end_a_recording() -> None:
+    """torch's profiler, ended by a thread that did not start it, ends the process by a signal."""
+    found: list[BaseException] = []
+
+    def end() -> None:
+        train(2)
+        try:
+            recording.stop()
+        except RuntimeError as error:
+            found.append(error)
+
+    with ooc.record_fragmentation(device=CPU, max_steps=1) as recording:
+        thread = threading.Thread(target=end)
+        thread.start()
+        thread.join()
+        assert recording.is_recording and recording.num_steps == 2
+        assert "ends on the thread that it began on" in str(found[0])
+        torch.empty(3 * MIB, dtype=torch.uint8)
+    assert 3 * MIB in {n for n, _ in lines_recorded(recording)}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ from hypothesis import strategies as st
 from ooc.html_report.comparison import leading_lines
 from ooc.html_report.facts import make_facts
 from ooc.html_report.page import make_page
+from ooc.html_report.time_changes import reasons
 from ooc.html_report.time_shares import time_shares
 from ooc.reporting.documents import Document, parse_document, read_documents
 from ooc.reporting.step_view import RerunRow, StepView, Wait
+from ooc.units import format_rate
 from scheduler.trace import Op, Trace
 from tests.html_report.cases import MIB, recorded, recorded_text, synthetic
 
@@ -119,6 +123,31 @@ def test_a_red_figure_is_a_warning_and_none_else(run: Document) -> None:
     assert "A disk rated for" in make_page([parse_document("run.json", {**run.run, "steps": [step] * 4})])
 
 
+def test_a_verdict_in_red_is_never_over_no_warnings() -> None:
+    """A run that ended for want of memory, with nothing drawn and nothing else to complain of."""
+    document = recorded()
+    del document["timeline"]
+    fine = {"mode": "planned", "stall_s": 0.0, "num_faults": 0, "num_remapped_chunks": 0}
+    fine |= {"loaded_nbytes": 0, "evicted_nbytes": 0}
+    steps = [{**step, **fine} for step in document["steps"]]
+    quiet = {**document, "steps": steps, "unplannable": {}, "not_played": {}, "past_budgets": []}
+    quiet["store"] = {**document["store"], "is_direct": True}
+    page = make_page([parse_document("run.json", quiet)])
+    assert 'class="verdict yes"' in page
+    assert "No warnings." in page
+    for ended in ("BudgetTooSmall", "ValueError"):
+        for some in (steps, steps[:1], []):
+            ends = {**quiet, "steps": some, "ended_by": {"type": ended, "message": "no"}}
+            page = make_page([parse_document("run.json", ends)])
+            assert ('class="verdict no"' in page) == (ended == "BudgetTooSmall")
+            assert f"The run was ended by {ended}" in page
+            assert "No warnings." not in page
+    over = {**quiet, "peak_nbytes": document["budget_nbytes"] + 1}
+    page = make_page([parse_document("run.json", over)])
+    assert 'class="verdict no"' in page
+    assert "No warnings." not in page
+
+
 # -- comparisons
 
 
@@ -144,6 +173,77 @@ def test_a_comparison_leads_with_what_changed_and_why() -> None:
     assert found[0] == "one.json fits, two.json does not."
 
 
+def times_of(view: StepView, factor: Callable[[int], int]) -> StepView:
+    """The same step with ops of 10 us and more, each times its factor, and nothing between them."""
+    starts, stops, now = [], [], 0
+    for index in range(len(view.trace.ops)):
+        starts.append(now)
+        now += (10_000 + index) * factor(index)
+        stops.append(now)
+    return replace(view, op_start_ns=tuple(starts), op_stop_ns=tuple(stops), duration_ns=now, waits=(), moves=())
+
+
+def test_slower_ops_are_named_with_their_line(run: Document) -> None:
+    """One op takes 5,000 times as long: it is named. All of them take twice as long: the machine is."""
+    view = run.view()
+    assert view is not None
+    even = times_of(view, lambda _: 1)
+    largest = 7
+    slow = times_of(view, lambda i: 5000 if i == largest else 1)
+    (said,) = reasons(even, slow, ["ops"], is_more=True)
+    op = view.trace.ops[largest]
+    assert said.startswith(f"Ops: {op.name} ({op.where}) ")
+    assert " instead of " in said
+    assert reasons(slow, even, ["ops"], is_more=False)[0].startswith(f"Ops: {op.name} ({op.where}) ")
+    (said,) = reasons(even, times_of(view, lambda _: 2), ["ops"], is_more=True)
+    assert said == "All ops alike took 2.00 x as long: the machine was busier or slower."
+    ops = view.trace.ops
+    fewer = replace(
+        even,
+        trace=replace(view.trace, ops=ops[:largest] + ops[largest + 1 :]),
+        op_start_ns=even.op_start_ns[:largest] + even.op_start_ns[largest + 1 :],
+        op_stop_ns=even.op_stop_ns[:largest] + even.op_stop_ns[largest + 1 :],
+    )
+    (said,) = reasons(fewer, even, ["ops"], is_more=True)
+    assert said.startswith(f"Ops: {op.name} ({op.where})")
+
+
+def test_slower_transfers_are_named_with_their_rate_and_their_variable() -> None:
+    """The same plan on a store of a tenth of the speed: the same bytes, at a tenth of the rate."""
+    trace, plan = synthetic(num_blocks=6, share=0.4, policy="on_demand")
+    machine = replace(
+        plan.machine,
+        load_bytes_per_s=plan.machine.load_bytes_per_s / 10,
+        evict_bytes_per_s=plan.machine.evict_bytes_per_s / 10,
+    )
+    pair = [
+        Document(name=name, kind="plan", trace=trace, plan=own)
+        for name, own in (("quick.json", plan), ("slow.json", replace(plan, machine=machine)))
+    ]
+    views = [document.view() for document in pair]
+    assert views[0] is not None and views[1] is not None
+    (said,) = reasons(views[0], views[1], ["waiting for transfers"], is_more=True)
+    rate = format_rate(machine.load_bytes_per_s)
+    assert re.match(rf"Transfers: loads at {re.escape(rate)} instead of .*; most for .+, \S+ \S+ instead of ", said)
+    assert " loaded instead of " not in said
+
+
+def test_without_a_drawn_step_waits_are_told_from_all_steps() -> None:
+    document = recorded()
+    del document["timeline"]
+    steps = [{**s, "duration_s": 1.0, "stall_s": 0.1, "mode": "planned"} for s in document["steps"]]
+    one = parse_document("one.json", {**document, "steps": steps})
+
+    def said(duration_s: float, stall_s: float) -> str:
+        rows = [{**s, "duration_s": duration_s, "stall_s": stall_s} for s in steps]
+        return lines(one, parse_document("two.json", {**document, "steps": rows}))[0]
+
+    assert said(2.0, 1.1).endswith("(100% more): 1.00 s more waiting for transfers.")
+    assert said(2.0, 0.5).endswith("(100% more): 400 ms more waiting for transfers; the rest in ops, or between them.")
+    assert said(2.0, 0.1).endswith("(100% more): not by waiting for transfers: in ops, or between them.")
+    assert said(0.5, 0.2).endswith("(50% less): not by waiting for transfers: in ops, or between them.")
+
+
 def test_a_plan_that_waits_longer_says_so() -> None:
     plans = []
     for share, name in ((0.6, "roomy.json"), (0.35, "tight.json")):
@@ -151,7 +251,8 @@ def test_a_plan_that_waits_longer_says_so() -> None:
         plans.append(Document(name=name, kind="plan", trace=trace, plan=plan))
     found = lines(*plans)
     assert found[0].startswith("tight.json takes ") and "more waiting for transfers" in found[0]
-    assert found[1].startswith("Different: budget ")
+    assert found[1].startswith("Transfers: ")
+    assert found[2].startswith("Different: budget ")
     page = make_page(plans)
     lead = page.index('<div class="lead">')
     assert lead < page.index('id="compared"') < page.index('class="summary"')
