@@ -13,7 +13,7 @@ from typing import Any
 from scheduler.budget import BudgetTooSmall
 from scheduler.colouring.scratch import ScratchColouring, schedule_that_colours
 from scheduler.cost.bounds import lower_bounds
-from scheduler.cost.evaluate import Evaluation, copied_or_evicted, remap_ns
+from scheduler.cost.evaluate import Evaluation, best_way, remap_ns
 from scheduler.cost.simulate import Simulation
 from scheduler.garbage import without_collections
 from scheduler.plan import Machine, Plan, PlanError, Residency
@@ -61,7 +61,7 @@ def _plan(trace: Trace, machine: Machine, policy: str, parameters: dict[str, Any
     notes: list[str] = []
     coloured, simulation = _coloured_schedule(trace, machine, policy, parameters, notes)
     if simulation is None:
-        coloured, _, simulation = copied_or_evicted(coloured, trace, machine)
+        coloured, _, simulation = best_way(coloured, trace, machine)
     colouring = coloured.colouring
     plan = Plan(
         trace_fingerprint=trace.fingerprint(),

@@ -61,6 +61,8 @@ class Colouring:
         num_remapped_chunks: Chunk mappings that change within one step, the way back to the
             step-start layout included.
         num_runs: Mappings of the step-start layout: one a run of neighbouring chunks.
+        other: The same with fewer remaps, some of whose chunks are taken while their last bytes are still on the way
+            out, so that their next holder waits. None: there is no such, or nobody asked for exchanges.
     """
 
     residencies: tuple[Residency, ...]
@@ -68,11 +70,12 @@ class Colouring:
     num_runs: int
     border_copies: tuple[BorderCopy, ...] = ()
     given_up: frozenset[int] = frozenset()
+    other: Colouring | None = None
 
     def evicting(self, trace: Trace) -> Colouring:
         """The same with what gave way evicted at the boundary, instead of copied there."""
         residencies = not_kept(self.residencies, set(self.given_up), trace)
-        return replace(self, residencies=residencies, border_copies=(), given_up=frozenset())
+        return replace(self, residencies=residencies, border_copies=(), given_up=frozenset(), other=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,13 +208,13 @@ class _Painter:
             self._assign(index, chunks)
         return None
 
-    def _exchange(self) -> None:
-        """Exchange chunks for fewer remaps; a chunk that is not late stays so."""
+    def _exchange(self, *, in_time: bool) -> None:
+        """Exchange chunks for fewer remaps; if `in_time`, a chunk that is not late stays so."""
         num_ticks = self.trace.num_ticks
         holders = []
         for arc in self.arcs:
             assert arc.chunks is not None
-            stop = max(arc.stop, min(arc.written, arc.start + num_ticks))
+            stop = max(arc.stop, min(arc.written, arc.start + num_ticks)) if in_time else arc.stop
             holders.append(Holder(start=arc.start, stop=stop, family=arc.family, chunks=arc.chunks))
         for arc, chunks in zip(self.arcs, exchange_chunks(holders, num_ticks, cyclic=self.trace.cyclic), strict=True):
             arc.chunks = chunks
@@ -460,8 +463,18 @@ class _Painter:
 
     def result(self, *, exchanges: bool) -> Colouring:
         """The colouring, improved by exchanges or as it was painted."""
-        if exchanges and self.num_remapped_chunks():
-            self._exchange()
+        if not exchanges or not self.num_remapped_chunks():
+            return self._coloured()
+        self._exchange(in_time=True)
+        found = self._coloured()
+        if not found.num_remapped_chunks:
+            return found
+        self._exchange(in_time=False)
+        other = self._coloured() if self.num_remapped_chunks() < found.num_remapped_chunks else None
+        return replace(found, other=other)
+
+    def _coloured(self) -> Colouring:
+        """What the arcs' chunks amount to now."""
         chunks: list[IntArray] = [np.empty(0, dtype=np.int64)] * len(self.residencies)
         for arc in self.arcs:
             assert arc.chunks is not None

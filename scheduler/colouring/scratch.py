@@ -7,7 +7,7 @@ got is taken out again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scheduler.budget import BudgetTooSmall
@@ -20,10 +20,11 @@ from scheduler.trace import Trace, Variable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScratchColouring:
-    """A colouring, and the scratch room of its re-runs in order of op."""
+    """A colouring, and the scratch room of its re-runs in order of op; `other` as in `Colouring`."""
 
     colouring: Colouring
     scratch: tuple[Scratch, ...]
+    other: ScratchColouring | None = None
 
 
 def colour_with_scratch(
@@ -38,7 +39,7 @@ def colour_with_scratch(
     reruns = [rerun for rerun in reruns_of(residencies, trace, machine) if rerun.num_scratch_chunks]
     if not reruns:
         outcome = colour(residencies, trace, machine, quick=quick, exchanges=exchanges)
-        return outcome if isinstance(outcome, Shortage) else ScratchColouring(colouring=outcome, scratch=())
+        return outcome if isinstance(outcome, Shortage) else _with_scratch(outcome, [], len(trace.variables))
     num_variables = len(trace.variables)
     rooms = tuple(_room(rerun, trace, machine) for rerun in reruns)
     extended = replace(trace, variables=(*trace.variables, *rooms))
@@ -46,13 +47,21 @@ def colour_with_scratch(
     outcome = colour(ordered([*residencies, *stays], extended), extended, machine, quick=quick, exchanges=exchanges)
     if isinstance(outcome, Shortage):
         return outcome
+    return _with_scratch(outcome, reruns, num_variables)
+
+
+def _with_scratch(colouring: Colouring, reruns: Sequence[Rerun], num_variables: int) -> ScratchColouring:
+    """Take the rooms of `reruns`, coloured as variables from `num_variables` on, out of a colouring again."""
     scratch = tuple(
         Scratch(before_op=reruns[r.variable - num_variables].before_op, chunks=r.chunks)
-        for r in sorted(outcome.residencies, key=lambda r: r.variable)
+        for r in (sorted(colouring.residencies, key=lambda r: r.variable) if reruns else ())
         if r.variable >= num_variables
     )
-    coloured = tuple(r for r in outcome.residencies if r.variable < num_variables)
-    return ScratchColouring(colouring=replace(outcome, residencies=coloured), scratch=scratch)
+    coloured = tuple(r for r in colouring.residencies if r.variable < num_variables)
+    other = None if colouring.other is None else _with_scratch(colouring.other, reruns, num_variables)
+    return ScratchColouring(
+        colouring=replace(colouring, residencies=coloured, other=None), scratch=scratch, other=other
+    )
 
 
 def schedule_that_colours(

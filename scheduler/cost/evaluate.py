@@ -75,7 +75,7 @@ def evaluate(
     outcome = colour_with_scratch(residencies, trace, machine, quick=quick, exchanges=is_final)
     if isinstance(outcome, Shortage):
         return outcome
-    outcome, plan, simulation = copied_or_evicted(outcome, trace, machine)
+    outcome, plan, simulation = best_way(outcome, trace, machine)
     colouring = outcome.colouring
     return Evaluation(
         proposal=residencies,
@@ -89,23 +89,32 @@ def evaluate(
     )
 
 
-def copied_or_evicted(
-    coloured: ScratchColouring, trace: Trace, machine: Machine
-) -> tuple[ScratchColouring, Plan, Simulation]:
-    """What gave way at the step's border copied within memory there, or evicted: what takes less time, simulated."""
-    best: tuple[ScratchColouring, Plan, Simulation] | None = None
-    ways = [coloured.colouring, *([coloured.colouring.evicting(trace)] if coloured.colouring.border_copies else [])]
-    for colouring in ways:
+def best_way(coloured: ScratchColouring, trace: Trace, machine: Machine) -> tuple[ScratchColouring, Plan, Simulation]:
+    """Of the ways that a colouring leaves open what takes less time, simulated, remaps included.
+
+    They are its two chunk assignments, if it has two; and what gave way at the step's border copied within memory
+    there, or evicted.
+    """
+    found = []
+    for own in (coloured, coloured.other):
+        if own is not None:
+            found += [replace(own, other=None)]
+            if own.colouring.border_copies:
+                found += [replace(own, colouring=own.colouring.evicting(trace), other=None)]
+    best: tuple[int, ScratchColouring, Plan, Simulation] | None = None
+    for own in found:
+        colouring = own.colouring
         plan = Plan(
             trace_fingerprint="",
             policy="",
             machine=machine,
             residencies=colouring.residencies,
-            scratch=coloured.scratch,
+            scratch=own.scratch,
             border_copies=colouring.border_copies,
         )
         simulation = simulate(plan, trace, with_timeline=False)
-        if best is None or simulation.duration_ns < best[2].duration_ns:
-            best = replace(coloured, colouring=colouring), plan, simulation
+        duration_ns = simulation.duration_ns + remap_ns(colouring.num_remapped_chunks, machine)
+        if best is None or duration_ns < best[0]:
+            best = duration_ns, own, plan, simulation
     assert best is not None
-    return best
+    return best[1:]

@@ -10,7 +10,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.planning_time import recurrent
 from scheduler.colouring.exchange import Holder, _Table, exchange_chunks
+from scheduler.colouring.scratch import ScratchColouring, colour_with_scratch
+from scheduler.cost.bounds import lower_bounds
+from scheduler.cost.evaluate import Evaluation, best_way, evaluate
+from scheduler.plan import Machine
+from scheduler.policies import POLICIES
+from scheduler.verify import verify
 
 NUM_TICKS = 40
 
@@ -123,3 +130,29 @@ def test_an_exchange_among_writes_that_last_for_all_of_the_step() -> None:
         Holder(start=12, stop=12 + NUM_TICKS, family=0, chunks=two),
     ]
     assert num_remaps(holders, exchange_chunks(holders, NUM_TICKS, cyclic=True)) == 0
+
+
+def test_of_fewer_remaps_and_fewer_waits_the_faster_is_chosen() -> None:
+    """Of an unrolled cell, exchanges that await no write leave fewer remaps, and longer waits for the writes."""
+    trace = recurrent(60)
+    machine = Machine(chunk_nbytes=2 << 20, num_chunks=1, load_bytes_per_s=1e9, evict_bytes_per_s=1e9)
+    machine = replace(machine, num_chunks=lower_bounds(trace, machine)["smallest_budget_nbytes"] // (2 << 20))
+    proposal = POLICIES["capuchin"].schedule(trace, machine)
+    coloured = colour_with_scratch(proposal, trace, machine)
+    assert isinstance(coloured, ScratchColouring)
+    assert coloured.other is not None
+    patient, hasty = (
+        best_way(ScratchColouring(colouring=own, scratch=()), trace, machine)
+        for own in (coloured.colouring, coloured.other.colouring)
+    )
+    assert hasty[0].colouring.num_remapped_chunks < patient[0].colouring.num_remapped_chunks
+    assert hasty[2].duration_ns > patient[2].duration_ns
+    for own in (patient, hasty):
+        verify(replace(own[1], trace_fingerprint=trace.fingerprint()), trace)
+    for remap_ns, expected in ((0, patient), (10**9, hasty)):
+        chosen = best_way(coloured, trace, replace(machine, remap_ns=remap_ns))
+        assert chosen[0] == expected[0]
+        assert chosen[2] == expected[2]
+    final = evaluate(proposal, trace, machine, is_final=True)
+    assert isinstance(final, Evaluation)
+    assert final.coloured.other is None

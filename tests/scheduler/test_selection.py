@@ -13,7 +13,7 @@ from scheduler.colouring.colouring import Shortage
 from scheduler.colouring.scratch import colour_with_scratch
 from scheduler.cost.actions import step_actions
 from scheduler.cost.bounds import lower_bounds
-from scheduler.cost.evaluate import Evaluation, copied_or_evicted
+from scheduler.cost.evaluate import Evaluation, best_way
 from scheduler.cost.simulate import simulate
 from scheduler.plan import Evicted, Kept, Loaded, Machine, Residency
 from scheduler.planning import make_plan
@@ -89,7 +89,7 @@ def test_chunks_that_are_handed_on_are_those_that_would_be_found(share: float, t
             assert proposal == residencies
             coloured = colour_with_scratch(residencies, trace, machine)
             assert not isinstance(coloured, Shortage)
-            assert found.coloured == copied_or_evicted(coloured, trace, machine)[0]
+            assert found.coloured == best_way(coloured, trace, machine)[0]
             assert found.simulation == simulate(found.plan, trace, with_timeline=False)
     assert handed
 
