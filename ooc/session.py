@@ -181,6 +181,7 @@ class Session:
 
         Raises:
             BudgetTooSmall: They do not fit at once.
+            TypeError: One of them is no tensor; a list of them, for one.
         """
         with self.engine.exports.resident(tensors):
             yield
@@ -300,6 +301,7 @@ class Session:
 
         Raises:
             ValueError: There is no tensor of this name.
+            TypeError: It is neither a tensor nor a name.
         """
         self._check_open()
         with self.engine.lock:

@@ -226,6 +226,9 @@ class Exports:
     @contextlib.contextmanager
     def resident(self, tensors: tuple[torch.Tensor, ...]) -> Iterator[None]:
         """See `Session.resident`."""
+        for each in tensors:
+            if not isinstance(each, torch.Tensor):
+                raise TypeError(f"resident({each!r}): a {type(each).__name__}. Options: tensors, each an argument.")
         addresses = [a for t in tensors if (a := self.address(t))]
         if addresses and self._runner.is_yielded:
             raise _yielded("resident")

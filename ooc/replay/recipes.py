@@ -207,6 +207,14 @@ def below_everything() -> Iterator[None]:
         yield
 
 
+def has_its_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor's storage reaches as far as its elements: not once it was resized to 0 (FSDP)."""
+    if tensor.numel() == 0:
+        return True
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return bool((tensor.storage_offset() + last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes())
+
+
 def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """A copy that no mode of the program's sees, nor traces as an op of its own. (Usually there is none.)"""
     if not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()):
@@ -249,6 +257,8 @@ class _Noting:
     def _note_tensor(self, tensor: torch.Tensor) -> _OnVariable | _OnCopy:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             raise NoRecipe(f"an operand is no plain strided tensor ({tensor.layout}, {tensor.dtype})")
+        if not has_its_bytes(tensor):
+            raise NoRecipe(f"an operand's storage was shrunk to {tensor.untyped_storage().nbytes()} bytes")
         self.devices.add(tensor.device)
         variable = self._variable_of(tensor)
         geometry = _Geometry.of(tensor)

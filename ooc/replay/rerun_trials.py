@@ -23,7 +23,7 @@ from ooc.memory.residency import ResidencyManager
 from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.op_watch import Range
 from ooc.replay.random_state import RandomState, default_generators
-from ooc.replay.recipes import NoRecipe, Recipe, below_everything
+from ooc.replay.recipes import NoRecipe, Recipe, below_everything, has_its_bytes
 from ooc.replay.rerun_device import RerunDevice
 from ooc.tracing import op_semantics
 from ooc.tracing.replayability import is_random, is_unsteady_on_cuda, makes_undefined_bytes, may_run_again
@@ -389,7 +389,7 @@ class RerunTrial:
 def _has_comparable_bytes(value: Any) -> bool:
     """Whether a value is no tensor, or one whose elements are its storage's bytes, read as they are.
 
-    Not so: sparse, nested, quantized, conjugated and meta tensors, and subclasses.
+    Not so: sparse, nested, quantized, conjugated and meta tensors, subclasses, and what lost its storage's bytes.
     """
     if not isinstance(value, torch.Tensor):
         return True
@@ -398,6 +398,7 @@ def _has_comparable_bytes(value: Any) -> bool:
         is_plain
         and not value.is_meta
         and not (value.is_nested or value.is_quantized or value.is_conj() or value.is_neg())
+        and has_its_bytes(value)
     )
 
 

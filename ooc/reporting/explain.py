@@ -72,8 +72,10 @@ def explain(engine: Engine, what: torch.Tensor | str) -> Explanation:
     address_of = engine.addresses()
     if isinstance(what, str):
         name, tensor = what, _find(address_of, what)
-    else:
+    elif isinstance(what, torch.Tensor):
         name, tensor = "", what
+    else:
+        raise TypeError(f"explain({what!r}): a {type(what).__name__}. Options: a tensor, or the name of one.")
     address = address_of(tensor)
     if not address:
         return Explanation(

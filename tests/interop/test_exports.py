@@ -259,6 +259,8 @@ def test_resident_keeps_and_says_when_it_cannot() -> None:
         assert any(r.state is State.AWAY for r in records)
         assert tensors[0][0, 0] == 0
         assert tensors[2].sum() == 2 * WIDTH * WIDTH
+        with pytest.raises(TypeError, match=r"a list\. Options: tensors"), session.resident(tensors):  # type: ignore[arg-type]
+            pass
         with pytest.raises(ooc.BudgetTooSmall, match="resident"), session.resident(*tensors):
             pass
         assert tensors[11].sum() == 11 * WIDTH * WIDTH

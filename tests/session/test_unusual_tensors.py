@@ -56,6 +56,33 @@ def test_sparse_gradients(recompute: bool) -> None:
     compare(sparse_gradients, "3MiB", recompute=recompute)
 
 
+def shrunk_storages(step: Callable[[], contextlib.AbstractContextManager[Any]]) -> list[Any]:
+    """FSDP's way: a layer's storage has bytes only from its gathering to its use."""
+    layers = [nn.Linear(256, 256, bias=False) for _ in range(3)]
+    shards = [layer.weight.detach().clone() for layer in layers]
+    losses = []
+    for _ in range(6):
+        with step():
+            x = torch.ones(64, 256)
+            for layer, shard in zip(layers, shards, strict=True):
+                layer.weight.data.untyped_storage().resize_(0)
+                layer.weight.data.untyped_storage().resize_(shard.nbytes)
+                layer.weight.data.copy_(shard)
+                x = layer(x).tanh()
+            x.square().mean().backward()
+            for layer, shard in zip(layers, shards, strict=True):
+                shard.sub_(layer.weight.grad)
+                layer.weight.grad = None
+        losses.append(x.sum().item())
+    return losses
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_storages_without_their_bytes(recompute: bool) -> None:
+    """A tensor of a storage that was resized to 0 has no bytes to compare: reading them was a segmentation fault."""
+    compare(shrunk_storages, "3MiB", recompute=recompute)
+
+
 def nested_tensors(step: Callable[[], contextlib.AbstractContextManager[Any]]) -> list[Any]:
     weight = nn.Parameter(torch.randn(256, 64) * 0.1)
     optimizer = torch.optim.Adam([weight])

@@ -240,5 +240,7 @@ def test_explain_says_what_it_cannot() -> None:
         assert not session.explain(exports).is_managed
         with pytest.raises(ValueError, match=r"no tensor is called '0.wieght'.*Options: 0\.weight"):
             session.explain("0.wieght")
+        with pytest.raises(TypeError, match=r"explain\(3\): a int\. Options: a tensor"):
+            session.explain(3)  # type: ignore[arg-type]
     with pytest.raises(ooc.SessionError):
         session.explain(exports)
