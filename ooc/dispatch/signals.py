@@ -9,6 +9,9 @@ session. A section that waits for a disk is not interrupted, but SIGQUIT and SIG
 Python handler by default, still end the process. Planning, which can take seconds, is abandoned on
 a Ctrl-C: it has changed nothing (`stoppable`).
 
+Critical sections keep out `RecursionError` and the garbage collector, whose finalizers may use tensors, too
+(native/undisturbed.h).
+
 Not covered: exceptions set from other threads (`PyThreadState_SetAsyncExc`), and modules that took
 a reference to `signal.signal` before the session was opened and install a handler during it.
 """
@@ -78,9 +81,9 @@ class HeldSignals:
 
 
 class CriticalLock:
-    """The session's lock. While the main thread holds it, signal handlers are deferred."""
+    """The session's lock. While the main thread holds it, signal handlers are deferred; while any does, finalizers."""
 
-    __slots__ = ("_acquire", "_enter_section", "_exit_section", "_release", "acquire", "release")
+    __slots__ = ("_acquire", "_enter_section", "_exit_section", "_hold_garbage", "_release", "acquire", "release")
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         lock = threading.RLock()
@@ -88,10 +91,13 @@ class CriticalLock:
         self._release = self.release = lock.release
         self._enter_section = dispatcher.enter_section
         self._exit_section = dispatcher.exit_section
+        self._hold_garbage = dispatcher.hold_garbage
 
     def __enter__(self) -> None:
-        self._enter_section()  # first, so that no handler runs with the lock held
+        has_section = self._enter_section()  # first, so that no handler runs with the lock held
         self._acquire()
+        if not has_section:
+            self._hold_garbage()
 
     def __exit__(self, *_: object) -> None:
         self._release()

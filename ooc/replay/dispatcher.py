@@ -112,8 +112,17 @@ class Dispatcher(Protocol):
     def postpone(self, number: int, always: bool) -> bool:
         """Let a signal come again when the section ends. False outside sections (unless `always`)."""
 
-    def enter_section(self) -> None:
-        """From now on signal handlers wait."""
+    def enter_section(self) -> bool:
+        """From now on signal handlers and finalizers wait, and frames do not count towards the recursion limit.
+
+        Returns False on another thread than the session's: nothing has begun.
+        """
 
     def exit_section(self) -> None:
-        """The section ends; what has waited comes at the next bytecode."""
+        """The section ends: what has waited comes at the next bytecode. On another thread, `hold_garbage` does."""
+
+    def hold_garbage(self) -> None:
+        """On another thread, which holds the session's lock: finalizers wait until its `exit_section`."""
+
+    def be_alone(self) -> None:
+        """In a forked child: the sections of threads that are not there are over."""

@@ -16,6 +16,7 @@
 #include "demand.h"
 #include "sparse.h"
 #include "trials.h"
+#include "undisturbed.h"
 
 namespace {
 
@@ -71,6 +72,8 @@ struct Dispatcher {
   uint64_t session_thread;
   uint32_t depth;
   uint64_t postponed;  // bit n - 1: signal n
+  bool is_underway;    // a section began as torch took an op towards Python; the op's own takes over from it
+  ooc::Collector collector;
   ooc::Head head;          // which ops on demand are Python's because something may begin with them
   int watched_grad_mode;   // ops on demand in the other grad mode are Python's; -1: it does not matter
   PyObject* awaited_func;  // this one, too; null: none
@@ -84,7 +87,8 @@ struct Dispatcher {
   void (*detach)(Dispatcher*);
 };
 
-// Python's signal handlers run on the main thread alone, so only its sections count.
+// Nothing of the program's comes in between: signal handlers, which run on the main thread alone, wait, so do finalizers,
+// and there are frames enough. On another thread than the session's it is none: what must be whole there holds the lock.
 class Section {
  public:
   explicit Section(Dispatcher* self) : self_(self->this_thread() == self->session_thread ? self : nullptr) { enter(); }
@@ -92,8 +96,16 @@ class Section {
   Section(const Section&) = delete;
   Section& operator=(const Section&) = delete;
 
-  static void enter(Dispatcher* self) { ++self->depth; }
+  static void enter(Dispatcher* self) {
+    if (self->depth++ > 0) return;
+    ooc::add_frames(ooc::kOwnFrames);
+    self->collector.wait();
+  }
   static void exit(Dispatcher* self) {
+    if (self->depth == 1) {
+      ooc::add_frames(-ooc::kOwnFrames);
+      self->collector.go_on(self->postponed != 0 && collect_after_signals(self));
+    }
     if (self->depth > 0) --self->depth;
     if (self->depth == 0 && self->postponed != 0) rearm(self);
   }
@@ -104,6 +116,19 @@ class Section {
   }
   void exit() {
     if (self_ != nullptr) exit(self_);
+  }
+  // Signals that were postponed come before garbage that was: what a handler raises within a finalizer would be lost. The
+  // interpreter calls what it was asked to between two bytecodes after the handlers. False: it has no place left for it.
+  static bool collect_after_signals(Dispatcher* self) {
+    Py_INCREF(self);
+    const auto catch_up = [](void* object) {
+      static_cast<Dispatcher*>(object)->collector.catch_up();
+      Py_DECREF(static_cast<PyObject*>(object));
+      return 0;
+    };
+    if (Py_AddPendingCall(catch_up, self) == 0) return true;
+    Py_DECREF(self);
+    return false;
   }
   // Let the interpreter believe that the signals arrive now.
   static void rearm(Dispatcher* self) {
