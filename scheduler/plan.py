@@ -327,7 +327,7 @@ class Plan:
         """Read a plan back. Raises `PlanError` naming what is wrong with the text."""
         try:
             document = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # nested too deeply, a number too long
             raise PlanError(f"not JSON: {error}") from error
         if not isinstance(document, dict) or document.get("schema") != "ooc.plan":
             raise PlanError("not an ooc plan: its 'schema' is not 'ooc.plan'")

@@ -269,7 +269,7 @@ class Trace:
 def _load(text: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # nested too deeply, a number too long
         raise TraceError(f"not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("schema") != "ooc.trace":
         found = document.get("schema") if isinstance(document, dict) else None

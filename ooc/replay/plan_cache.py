@@ -86,7 +86,7 @@ class PlanCache:
             plan = replace(kept, machine=machine)
             verify(plan, trace)
             result = simulate(plan, trace, with_timeline=False)
-        except (PlanError, LookupError, TypeError, ValueError, AssertionError) as error:
+        except (PlanError, LookupError, TypeError, ValueError, ArithmeticError, AssertionError) as error:
             self._reject(path, error)
             return None
         with contextlib.suppress(OSError):

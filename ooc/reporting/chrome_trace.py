@@ -261,7 +261,7 @@ def _read_profile(path: Path) -> dict[str, Any]:
         data = json.loads(body)
     except (OSError, EOFError) as error:
         raise BadDocument(f"cannot be read: {error}", path=str(path)) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, BadDocument):
             raise
         raise BadDocument(f"not JSON: {error}", path=str(path)) from error

@@ -160,7 +160,7 @@ def profile_from_json(text: str) -> Profile:
     """Read a profile. Raises `ProfileError` naming what is wrong with the text."""
     try:
         document = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # nested too deeply, a number too long
         raise ProfileError(f"not JSON: {error}") from error
     if not isinstance(document, dict) or document.pop("schema", None) != "ooc.profile":
         raise ProfileError("not an ooc profile: its 'schema' is not 'ooc.profile'")

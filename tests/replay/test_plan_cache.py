@@ -96,7 +96,24 @@ def _damage_chunks(text: str) -> str:
     return json.dumps(document)
 
 
-@pytest.mark.parametrize("damage", [_damage_text, _damage_schema, _damage_chunks])
+def _damage_depth(_: str) -> str:
+    return "[" * 100_000
+
+
+def _damage_number(text: str) -> str:
+    return text.replace('"schema_version":1', '"schema_version":1' + "0" * 5000)
+
+
+def _damage_nbytes(text: str) -> str:
+    document = json.loads(text)
+    for residency in document["residencies"]:
+        residency["chunks"] = [[10**30, 1]]
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    "damage", [_damage_text, _damage_schema, _damage_chunks, _damage_depth, _damage_number, _damage_nbytes]
+)
 def test_damaged_file_is_ignored_with_a_warning(
     cache: PlanCache, caplog: pytest.LogCaptureFixture, damage: object
 ) -> None:
