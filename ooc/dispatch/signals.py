@@ -10,7 +10,7 @@ Python handler by default, still end the process. Planning, which can take secon
 a Ctrl-C: it has changed nothing (`stoppable`).
 
 Critical sections keep out `RecursionError` and the garbage collector, whose finalizers may use tensors, too
-(native/undisturbed.h).
+(native/undisturbed.h). While garbage is collected handlers wait, too: Python swallows what they raise in a finalizer.
 
 Not covered: exceptions set from other threads (`PyThreadState_SetAsyncExc`), and modules that took
 a reference to `signal.signal` before the session was opened and install a handler during it.
@@ -19,6 +19,7 @@ a reference to `signal.signal` before the session was opened and install a handl
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import sys
 import threading
@@ -142,6 +143,8 @@ class SignalGate:
             return
         self._set, self._get = signal.signal, signal.getsignal
         self._is_installed = True
+        gc.callbacks.insert(0, self._dispatcher.collection_begins)
+        gc.callbacks.append(self._dispatcher.collection_ends)
         for number, handler in handlers.items():
             self._handlers[number] = handler
             self._set(number, self._arrived)
@@ -153,6 +156,10 @@ class SignalGate:
         if not self._is_installed:
             return
         self._is_installed = False
+        for callback in self._dispatcher.collection_begins, self._dispatcher.collection_ends:
+            if callback in gc.callbacks:  # a test may have put the list back
+                gc.callbacks.remove(callback)
+        self._dispatcher.collection_ends("stop", {})  # a finalizer may have called
         # Code that has replaced these functions after us calls ours, which from now on only pass on.
         if signal.signal == self._signal:
             signal.signal = self._set

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ooc.memory.record import VariableRecord
 from ooc.tracing.op_log import OpLog
@@ -123,6 +123,12 @@ class Dispatcher(Protocol):
 
     def hold_garbage(self) -> None:
         """On another thread, which holds the session's lock: finalizers wait until its `exit_section`."""
+
+    def collection_begins(self, phase: Literal["start", "stop"], info: dict[str, int]) -> None:
+        """The first of `gc.callbacks`: signal handlers wait until `collection_ends`."""
+
+    def collection_ends(self, phase: Literal["start", "stop"], info: dict[str, int]) -> None:
+        """The last of `gc.callbacks`: what has waited comes at the next bytecode."""
 
     def be_alone(self) -> None:
         """In a forked child: the sections of threads that are not there are over."""

@@ -223,6 +223,30 @@ def test_what_a_handler_raises_is_not_lost_in_a_finalizer(monkeypatch: pytest.Mo
     assert num_raised == 60
 
 
+def test_what_comes_while_garbage_is_collected_is_not_lost() -> None:
+    """Python calls handlers within finalizers, and swallows what they raise: here they come when it is over."""
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+            told.append("went on")
+
+    told: list[str] = []
+    own = list(gc.callbacks)
+    with ooc.Session("1MiB", plan_cache=False):
+        for last in (False, True):
+            Garbage()
+            with pytest.raises(KeyboardInterrupt):
+                gc.collect()
+            if not last:
+                gc.callbacks.pop()  # ours, by a program that takes it for its own
+        assert told == ["went on"] * 2
+    assert gc.callbacks == own
+
+
 def test_a_collector_that_is_off_stays_off() -> None:
     gc.disable()
     try:

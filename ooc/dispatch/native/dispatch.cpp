@@ -451,6 +451,8 @@ PyMethodDef dispatcher_methods[] = {
     {"exit_section", dispatcher_exit, METH_NOARGS, "The section ends; what has waited comes at the next bytecode."},
     {"hold_garbage", dispatcher_hold_garbage, METH_NOARGS, "Another thread holds the session's lock."},
     {"be_alone", dispatcher_be_alone, METH_NOARGS, "In a forked child: other threads' sections are over."},
+    {"collection_begins", dispatcher_collection_begins, METH_VARARGS, "For gc.callbacks: signal handlers wait."},
+    {"collection_ends", dispatcher_collection_ends, METH_VARARGS, "For gc.callbacks: they come again."},
     {"guarded", dispatcher_guarded, METH_VARARGS, "Call a function as one critical section."},
     {"postpone", dispatcher_postpone, METH_VARARGS, "Let a signal come again when the section ends."},
     {nullptr, nullptr, 0, nullptr}};

@@ -73,6 +73,7 @@ struct Dispatcher {
   uint32_t depth;
   uint64_t postponed;  // bit n - 1: signal n
   bool is_underway;    // a section began as torch took an op towards Python; the op's own takes over from it
+  bool is_collecting;  // garbage, on the session's thread
   ooc::Collector collector;
   ooc::Head head;          // which ops on demand are Python's because something may begin with them
   int watched_grad_mode;   // ops on demand in the other grad mode are Python's; -1: it does not matter
@@ -104,10 +105,13 @@ class Section {
   static void exit(Dispatcher* self) {
     if (self->depth == 1) {
       ooc::add_frames(-ooc::kOwnFrames);
-      self->collector.go_on(self->postponed != 0 && collect_after_signals(self));
+      self->collector.go_on();
     }
     if (self->depth > 0) --self->depth;
-    if (self->depth == 0 && self->postponed != 0) rearm(self);
+    handle_postponed(self);
+  }
+  static void handle_postponed(Dispatcher* self) {
+    if (self->depth == 0 && !self->is_collecting && self->postponed != 0) rearm(self);
   }
 
  private:
@@ -116,19 +120,6 @@ class Section {
   }
   void exit() {
     if (self_ != nullptr) exit(self_);
-  }
-  // Signals that were postponed come before garbage that was: what a handler raises within a finalizer would be lost. The
-  // interpreter calls what it was asked to between two bytecodes after the handlers. False: it has no place left for it.
-  static bool collect_after_signals(Dispatcher* self) {
-    Py_INCREF(self);
-    const auto catch_up = [](void* object) {
-      static_cast<Dispatcher*>(object)->collector.catch_up();
-      Py_DECREF(static_cast<PyObject*>(object));
-      return 0;
-    };
-    if (Py_AddPendingCall(catch_up, self) == 0) return true;
-    Py_DECREF(self);
-    return false;
   }
   // Let the interpreter believe that the signals arrive now.
   static void rearm(Dispatcher* self) {

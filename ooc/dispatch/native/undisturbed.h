@@ -8,6 +8,9 @@
 //   So it waits for the end of the section. The switch is the process's: another thread that asks `gc.isenabled()`
 //   meanwhile hears no, and what it switches off meanwhile is on again afterwards.
 //
+// While the collector runs signal handlers wait, too (`collection_begins`, `collection_ends`): Python swallows what a
+// handler raises within a finalizer, and all garbage of a section, in which handlers waited, is collected at its end.
+//
 // Both are counted by the session whose sections they are, not by thread: a forked child, where other threads are no
 // more, begins anew.
 #pragma once
@@ -23,29 +26,21 @@ namespace ooc {
 class Collector {
  public:
   void wait() {
-    if (num_waiting_++ > 0) return;
-    if (!is_off_) collects_afterwards_ = PyGC_Disable() != 0;
-    is_off_ = true;
+    if (num_waiting_++ == 0) collects_afterwards_ = PyGC_Disable() != 0;
   }
   // One too many is none, as of a lock that was taken before the session counted.
-  void go_on(bool later = false) {
-    if (num_waiting_ > 0 && --num_waiting_ == 0 && !later) catch_up();
-  }
-  // What `go_on(later)` has put off.
-  void catch_up() {
-    if (num_waiting_ > 0 || !is_off_) return;
-    is_off_ = false;
-    if (collects_afterwards_) PyGC_Enable();
+  void go_on() {
+    if (num_waiting_ > 0) leave(num_waiting_ - 1);
   }
   // So many sections remain.
   void leave(uint32_t num_waiting) {
+    const bool was_waiting = num_waiting_ > 0;
     num_waiting_ = num_waiting;
-    catch_up();
+    if (was_waiting && num_waiting == 0 && collects_afterwards_) PyGC_Enable();
   }
 
  private:
   uint32_t num_waiting_ = 0;
-  bool is_off_ = false;
   bool collects_afterwards_ = false;
 };
 
