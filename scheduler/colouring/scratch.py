@@ -54,8 +54,7 @@ def _with_scratch(colouring: Colouring, reruns: Sequence[Rerun], num_variables: 
     """Take the rooms of `reruns`, coloured as variables from `num_variables` on, out of a colouring again."""
     scratch = tuple(
         Scratch(before_op=reruns[r.variable - num_variables].before_op, chunks=r.chunks)
-        for r in (sorted(colouring.residencies, key=lambda r: r.variable) if reruns else ())
-        if r.variable >= num_variables
+        for r in sorted((r for r in colouring.residencies if r.variable >= num_variables), key=lambda r: r.variable)
     )
     coloured = tuple(r for r in colouring.residencies if r.variable < num_variables)
     other = None if colouring.other is None else _with_scratch(colouring.other, reruns, num_variables)

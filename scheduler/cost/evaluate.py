@@ -95,14 +95,10 @@ def best_way(coloured: ScratchColouring, trace: Trace, machine: Machine) -> tupl
     They are its two chunk assignments, if it has two; and what gave way at the step's border copied within memory
     there, or evicted.
     """
-    found = []
-    for own in (coloured, coloured.other):
-        if own is not None:
-            found += [replace(own, other=None)]
-            if own.colouring.border_copies:
-                found += [replace(own, colouring=own.colouring.evicting(trace), other=None)]
+    ways = [replace(own, other=None) for own in (coloured, coloured.other) if own is not None]
+    ways += [replace(w, colouring=w.colouring.evicting(trace)) for w in ways if w.colouring.border_copies]
     best: tuple[int, ScratchColouring, Plan, Simulation] | None = None
-    for own in found:
+    for own in ways:
         colouring = own.colouring
         plan = Plan(
             trace_fingerprint="",
