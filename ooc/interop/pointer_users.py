@@ -27,21 +27,24 @@ accelerate 1.15."""
 
 def call_of_pointer() -> int | None:
     """Identify the outermost of these calls that this thread is in; None: it is in none of them."""
-    found = None
-    for frame in _frames():
-        modules = _CALLS.get(frame.f_code.co_name)
-        if modules is not None and frame.f_globals.get("__name__") in modules:
-            found = id(frame)
-    return found
+    calls = list(_calls())
+    return calls[-1] if calls else None
 
 
 def calls_under_way() -> set[int]:
-    """Identities of the calls that this thread is in. One that has returned may be taken for another, later one."""
-    return {id(frame) for frame in _frames()}
+    """Identities of those of these calls that this thread is in.
+
+    They are addresses of frames, which are used again: frames of other functions are left out, else one of them could
+    be taken for a call that has returned.
+    """
+    return set(_calls())
 
 
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
+def _calls() -> Iterator[int]:
+    """Identities of the calls that this thread is in, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield frame
+        modules = _CALLS.get(frame.f_code.co_name)
+        if modules is not None and frame.f_globals.get("__name__") in modules:
+            yield id(frame)
         frame = frame.f_back

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 import ooc
+from ooc.interop.pointer_users import call_of_pointer, calls_under_way
 from ooc.memory.record import State
 from tests.interop.cases import (
     BUDGET,
@@ -439,3 +440,13 @@ def test_a_step_goes_on_with_its_plan_after_a_checkpoint_that_keeps_its_pointers
     after = NUM_STEPS - 3
     assert found["safetensors.torch"][after] == "planned", found
     assert found["another"][after] != "planned", found
+
+
+def test_a_call_that_has_returned_is_taken_for_no_other_whose_frame_is_at_its_address() -> None:
+    """Remedy: `calls_under_way` leaves out frames of other functions."""
+    scope: dict[str, Any] = {"__name__": "safetensors.torch"}
+    exec("def save_file(ask): return ask()\ndef another(ask, n): return another(ask, n - 1) if n else ask()", scope)
+    returned = {scope["save_file"](call_of_pointer) for _ in range(10)}
+    assert None not in returned
+    assert returned.isdisjoint(scope["another"](calls_under_way, 50))
+    assert scope["save_file"](calls_under_way)
