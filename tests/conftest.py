@@ -89,6 +89,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def collector_as_before() -> Iterator[None]:
+    """A session's critical sections keep the garbage collector off: each must have ended."""
+    before = gc.isenabled()
+    yield
+    assert gc.isenabled() == before
+
+
 @pytest.fixture(scope="module", autouse=True)
 def store_of_usual_speed() -> Iterator[None]:
     """Tests of the store itself, which measure it, have a fixture of this name that does nothing."""

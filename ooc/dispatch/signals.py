@@ -9,6 +9,9 @@ session. A section that waits for a disk is not interrupted, but SIGQUIT and SIG
 Python handler by default, still end the process. Planning, which can take seconds, is abandoned on
 a Ctrl-C: it has changed nothing (`stoppable`).
 
+Critical sections keep out `RecursionError` and the garbage collector, whose finalizers may use tensors, too
+(native/undisturbed.h). While garbage is collected handlers wait, too: Python swallows what they raise in a finalizer.
+
 Not covered: exceptions set from other threads (`PyThreadState_SetAsyncExc`), and modules that took
 a reference to `signal.signal` before the session was opened and install a handler during it.
 """
@@ -16,6 +19,7 @@ a reference to `signal.signal` before the session was opened and install a handl
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import sys
 import threading
@@ -78,9 +82,9 @@ class HeldSignals:
 
 
 class CriticalLock:
-    """The session's lock. While the main thread holds it, signal handlers are deferred."""
+    """The session's lock. While the main thread holds it, signal handlers are deferred; while any does, finalizers."""
 
-    __slots__ = ("_acquire", "_enter_section", "_exit_section", "_release", "acquire", "release")
+    __slots__ = ("_acquire", "_enter_section", "_exit_section", "_hold_garbage", "_release", "acquire", "release")
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         lock = threading.RLock()
@@ -88,10 +92,13 @@ class CriticalLock:
         self._release = self.release = lock.release
         self._enter_section = dispatcher.enter_section
         self._exit_section = dispatcher.exit_section
+        self._hold_garbage = dispatcher.hold_garbage
 
     def __enter__(self) -> None:
-        self._enter_section()  # first, so that no handler runs with the lock held
+        has_section = self._enter_section()  # first, so that no handler runs with the lock held
         self._acquire()
+        if not has_section:
+            self._hold_garbage()
 
     def __exit__(self, *_: object) -> None:
         self._release()
@@ -136,6 +143,8 @@ class SignalGate:
             return
         self._set, self._get = signal.signal, signal.getsignal
         self._is_installed = True
+        gc.callbacks.insert(0, self._dispatcher.collection_begins)
+        gc.callbacks.append(self._dispatcher.collection_ends)
         for number, handler in handlers.items():
             self._handlers[number] = handler
             self._set(number, self._arrived)
@@ -147,6 +156,10 @@ class SignalGate:
         if not self._is_installed:
             return
         self._is_installed = False
+        for callback in self._dispatcher.collection_begins, self._dispatcher.collection_ends:
+            if callback in gc.callbacks:  # a test may have put the list back
+                gc.callbacks.remove(callback)
+        self._dispatcher.collection_ends("stop", {})  # a finalizer may have called
         # Code that has replaced these functions after us calls ours, which from now on only pass on.
         if signal.signal == self._signal:
             signal.signal = self._set

@@ -159,6 +159,7 @@ class HostForks:
         self._manager.fork_readers.close()
         os.write(descriptors[1], PID.pack(os.getpid()))  # this end remains open for the life of the process
         self._descriptors = None
+        self._runner.dispatcher.be_alone()
         self._runner.lock.__exit__(None, None, None)
 
     def _store(self, record: VariableRecord, scratch: list[Slot] | None) -> Slot:
@@ -205,6 +206,7 @@ class DeviceForks:
     def after_in_child(self) -> None:
         """Make the session inert, and touch nothing else of it."""
         self._become_inherited()
+        self._runner.dispatcher.be_alone()
         self._runner.lock.__exit__(None, None, None)
 
 

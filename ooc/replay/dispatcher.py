@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ooc.memory.record import VariableRecord
 from ooc.tracing.op_log import OpLog
@@ -112,8 +112,23 @@ class Dispatcher(Protocol):
     def postpone(self, number: int, always: bool) -> bool:
         """Let a signal come again when the section ends. False outside sections (unless `always`)."""
 
-    def enter_section(self) -> None:
-        """From now on signal handlers wait."""
+    def enter_section(self) -> bool:
+        """From now on signal handlers and finalizers wait, and frames do not count towards the recursion limit.
+
+        Returns False on another thread than the session's: nothing has begun.
+        """
 
     def exit_section(self) -> None:
-        """The section ends; what has waited comes at the next bytecode."""
+        """The section ends: what has waited comes at the next bytecode. On another thread, `hold_garbage` does."""
+
+    def hold_garbage(self) -> None:
+        """On another thread, which holds the session's lock: finalizers wait until its `exit_section`."""
+
+    def collection_begins(self, phase: Literal["start", "stop"], info: dict[str, int]) -> None:
+        """The first of `gc.callbacks`: signal handlers wait until `collection_ends`."""
+
+    def collection_ends(self, phase: Literal["start", "stop"], info: dict[str, int]) -> None:
+        """The last of `gc.callbacks`: what has waited comes at the next bytecode."""
+
+    def be_alone(self) -> None:
+        """In a forked child: the sections of threads that are not there are over."""

@@ -16,6 +16,7 @@
 #include <atomic>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -215,14 +216,48 @@ bool play_boxed(const Vtable& torchs, const c10::OperatorHandle& op, Stack* stac
   return true;
 }
 
-// Torch's own interpreter object in all but `dispatch`.
+// An op on its way to Python. Torch takes our mode off the stack and runs Python of its own before it calls the mode.
+// What a signal or the collector calls there would use tensors unseen. So the op's critical section begins here; the
+// mode's own takes over from it (`dispatcher_call`), or it ends here, where the op has not arrived.
+class Underway {
+ public:
+  Underway() {
+    Dispatcher* self = attached.load(std::memory_order_relaxed);
+    if (self == nullptr || attached_thread.load(std::memory_order_relaxed) != self->this_thread()) return;
+    const int64_t num_modes = TorchDispatchModeTLS::stack_len();
+    if (num_modes == 0) return;
+    gil_.emplace();
+    if (self != attached.load(std::memory_order_relaxed) || self->owner == nullptr || self->is_underway) return;
+    if (TorchDispatchModeTLS::get_stack_at(num_modes - 1)->ptr(getPyInterpreter()) != self->owner) return;
+    owner_ = Py_NewRef(self->owner);  // the mode owns the dispatcher
+    self_ = self;
+    self->is_underway = true;
+    Section::enter(self);
+  }
+  ~Underway() {
+    if (self_ == nullptr) return;
+    if (std::exchange(self_->is_underway, false)) Section::exit(self_);
+    Py_DECREF(owner_);
+  }
+  Underway(const Underway&) = delete;
+  Underway& operator=(const Underway&) = delete;
+
+ private:
+  std::optional<Gil> gil_;  // to the end
+  Dispatcher* self_ = nullptr;
+  PyObject* owner_ = nullptr;
+};
+
+// Torch's own interpreter object in all but `dispatch`, and that critical sections begin where ops leave for Python.
 class Interpreter final : public Vtable {
  public:
   explicit Interpreter(const Vtable* torchs) : torchs_(*torchs) {}
   const Vtable* torchs() const { return &torchs_; }
 
   void dispatch(const c10::OperatorHandle& op, Stack* stack) const override {
-    if (!play_boxed(torchs_, op, stack)) torchs_.dispatch(op, stack);
+    if (play_boxed(torchs_, op, stack)) return;
+    const Underway way;
+    torchs_.dispatch(op, stack);
   }
 
   std::string name() const override { return torchs_.name(); }
@@ -231,6 +266,7 @@ class Interpreter final : public Vtable {
   bool try_incref(const c10::impl::PyObjectSlot& slot) const override { return torchs_.try_incref(slot); }
   size_t refcnt(PyObject* object) const override { return torchs_.refcnt(object); }
   c10::intrusive_ptr<c10::TensorImpl> detach(const c10::TensorImpl* tensor) const override {
+    const Underway way;  // an op, too: what is saved for a backward pass
     return torchs_.detach(tensor);
   }
   void reportErrorCallback(PyObject* callback, c10::DispatchKey key) const override {

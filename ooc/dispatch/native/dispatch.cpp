@@ -9,7 +9,8 @@
 //   failed(index, func, args, kwargs) the op raised
 //
 // Each call is one critical section on the session's thread: a signal's Python handler that comes
-// up meanwhile is postponed and runs at the next bytecode after the section (ooc/dispatch/signals.py).
+// up meanwhile is postponed and runs at the next bytecode after the section (ooc/dispatch/signals.py). Its Python frames
+// are beyond the program's recursion limit, and no garbage is collected (undisturbed.h).
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -23,6 +24,7 @@
 #include "play.h"
 #include "prepare_acts.h"
 #include "run_on_demand.h"
+#include "sections.h"
 
 namespace {
 
@@ -114,8 +116,10 @@ PyObject* dispatcher_call(PyObject* object, PyObject* positional, PyObject*) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   PyObject *func, *types, *args = nullptr, *kwargs = Py_None;
   if (!PyArg_UnpackTuple(positional, "__torch_dispatch__", 2, 4, &func, &types, &args, &kwargs)) return nullptr;
-  if (self->rare != nullptr && self->this_thread() == self->session_thread) return take_note(self, func, args, kwargs);
+  const bool is_ours = self->this_thread() == self->session_thread;
+  if (self->rare != nullptr && is_ours) return take_note(self, func, args, kwargs);
   const Section section(self);
+  if (is_ours && std::exchange(self->is_underway, false)) Section::exit(self);  // which `section` takes over from
   const NoTorchFunction none;
   const bool is_plain = args != nullptr && are_plain(self, types);
   if (is_plain && expected_next(self, func, args, kwargs) && is_native(self->ops[self->cursor])) {
@@ -306,44 +310,6 @@ PyObject* dispatcher_address(PyObject* object, PyObject* tensor) {
   return PyLong_FromUnsignedLongLong(arena_address(self, tensor));
 }
 
-PyObject* dispatcher_enter(PyObject* object, PyObject*) {
-  auto* self = reinterpret_cast<Dispatcher*>(object);
-  if (self->this_thread() == self->session_thread) Section::enter(self);
-  Py_RETURN_NONE;
-}
-
-PyObject* dispatcher_exit(PyObject* object, PyObject*) {
-  auto* self = reinterpret_cast<Dispatcher*>(object);
-  if (self->this_thread() == self->session_thread) Section::exit(self);
-  Py_RETURN_NONE;
-}
-
-// call(function, *arguments): as one section from before its first bytecode to after its last.
-PyObject* dispatcher_guarded(PyObject* object, PyObject* positional) {
-  auto* self = reinterpret_cast<Dispatcher*>(object);
-  const Py_ssize_t count = PyTuple_GET_SIZE(positional);
-  if (count == 0) {
-    PyErr_SetString(PyExc_TypeError, "guarded: a function, please");
-    return nullptr;
-  }
-  const Section section(self);
-  PyObject* arguments = PyTuple_GetSlice(positional, 1, count);
-  if (arguments == nullptr) return nullptr;
-  PyObject* result = PyObject_Call(PyTuple_GET_ITEM(positional, 0), arguments, nullptr);
-  Py_DECREF(arguments);
-  return result;
-}
-
-// postpone(signal, always) -> whether it will come again at the end of the section (or of the next).
-PyObject* dispatcher_postpone(PyObject* object, PyObject* positional) {
-  auto* self = reinterpret_cast<Dispatcher*>(object);
-  int number, always;
-  if (!PyArg_ParseTuple(positional, "ip", &number, &always)) return nullptr;
-  if ((self->depth == 0 && !always) || number < 1 || number > 64) Py_RETURN_FALSE;
-  self->postponed |= uint64_t{1} << (number - 1);
-  Py_RETURN_TRUE;
-}
-
 PyObject* get_depth(PyObject* object, void*) {
   return PyLong_FromUnsignedLong(reinterpret_cast<Dispatcher*>(object)->depth);
 }
@@ -454,6 +420,7 @@ void dispatcher_dealloc(PyObject* object) {
   PyObject_GC_UnTrack(object);
   dispatcher_clear(object);
   delete reinterpret_cast<Dispatcher*>(object)->trials;
+  reinterpret_cast<Dispatcher*>(object)->collector.leave(0);
   Py_CLEAR(reinterpret_cast<Dispatcher*>(object)->tensor_type);
   Py_CLEAR(reinterpret_cast<Dispatcher*>(object)->plain_type);
   Py_TYPE(object)->tp_free(object);
@@ -480,8 +447,12 @@ PyMethodDef dispatcher_methods[] = {
     {"at_head", dispatcher_at_head, METH_O, "Which ops on demand Python sees because something may begin with them."},
     {"watch", dispatcher_watch, METH_VARARGS, "Leave ops on demand in another grad mode to Python."},
     {"leave", dispatcher_leave, METH_NOARGS, "Stop comparing ops with the plan."},
-    {"enter_section", dispatcher_enter, METH_NOARGS, "From now on signal handlers wait."},
+    {"enter_section", dispatcher_enter, METH_NOARGS, "From now on nothing of the program's comes in between."},
     {"exit_section", dispatcher_exit, METH_NOARGS, "The section ends; what has waited comes at the next bytecode."},
+    {"hold_garbage", dispatcher_hold_garbage, METH_NOARGS, "Another thread holds the session's lock."},
+    {"be_alone", dispatcher_be_alone, METH_NOARGS, "In a forked child: other threads' sections are over."},
+    {"collection_begins", dispatcher_collection_begins, METH_VARARGS, "For gc.callbacks: signal handlers wait."},
+    {"collection_ends", dispatcher_collection_ends, METH_VARARGS, "For gc.callbacks: they come again."},
     {"guarded", dispatcher_guarded, METH_VARARGS, "Call a function as one critical section."},
     {"postpone", dispatcher_postpone, METH_VARARGS, "Let a signal come again when the section ends."},
     {nullptr, nullptr, 0, nullptr}};

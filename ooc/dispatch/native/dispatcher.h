@@ -16,6 +16,7 @@
 #include "demand.h"
 #include "sparse.h"
 #include "trials.h"
+#include "undisturbed.h"
 
 namespace {
 
@@ -71,6 +72,9 @@ struct Dispatcher {
   uint64_t session_thread;
   uint32_t depth;
   uint64_t postponed;  // bit n - 1: signal n
+  bool is_underway;    // a section began as torch took an op towards Python; the op's own takes over from it
+  bool is_collecting;  // garbage, on the session's thread
+  ooc::Collector collector;
   ooc::Head head;          // which ops on demand are Python's because something may begin with them
   int watched_grad_mode;   // ops on demand in the other grad mode are Python's; -1: it does not matter
   PyObject* awaited_func;  // this one, too; null: none
@@ -84,7 +88,8 @@ struct Dispatcher {
   void (*detach)(Dispatcher*);
 };
 
-// Python's signal handlers run on the main thread alone, so only its sections count.
+// Nothing of the program's comes in between: signal handlers, which run on the main thread alone, wait, so do finalizers,
+// and there are frames enough. On another thread than the session's it is none: what must be whole there holds the lock.
 class Section {
  public:
   explicit Section(Dispatcher* self) : self_(self->this_thread() == self->session_thread ? self : nullptr) { enter(); }
@@ -92,10 +97,21 @@ class Section {
   Section(const Section&) = delete;
   Section& operator=(const Section&) = delete;
 
-  static void enter(Dispatcher* self) { ++self->depth; }
+  static void enter(Dispatcher* self) {
+    if (self->depth++ > 0) return;
+    ooc::add_frames(ooc::kOwnFrames);
+    self->collector.wait();
+  }
   static void exit(Dispatcher* self) {
+    if (self->depth == 1) {
+      ooc::add_frames(-ooc::kOwnFrames);
+      self->collector.go_on();
+    }
     if (self->depth > 0) --self->depth;
-    if (self->depth == 0 && self->postponed != 0) rearm(self);
+    handle_postponed(self);
+  }
+  static void handle_postponed(Dispatcher* self) {
+    if (self->depth == 0 && !self->is_collecting && self->postponed != 0) rearm(self);
   }
 
  private:
