@@ -64,7 +64,7 @@ def retimed(
         residencies: Of any policy; when their loads and releases happen is forgotten.
         waits_ns: What each op waits, by a simulation. If not given, as if nothing ever waited.
     """
-    stays = _shortest(list(residencies), trace, machine)
+    stays = shortest(residencies, trace, machine)
     seen = set()
     for timing in _TIMINGS:
         found = _timed(list(stays), trace, machine, timing, waits_ns)
@@ -86,8 +86,12 @@ def _timed(
     return ordered(slack.stays, trace)
 
 
-def _shortest(stays: list[Residency], trace: Trace, machine: Machine) -> list[Residency]:
-    """Each stay from its first use to its last: loads at the op that needs them, releases right after the last one."""
+def shortest(residencies: Iterable[Residency], trace: Trace, machine: Machine) -> tuple[Residency, ...]:
+    """Each stay from its first use to its last: loads at the op that needs them, releases right after the last one.
+
+    Schedules that differ in when they move the same bytes between the same uses become one.
+    """
+    stays = list(residencies)
     used = [{index for index, _ in own} for own in trace.uses_by_variable()]
     for rerun in reruns_of(stays, trace, machine):
         for variable in rerun.sources:
@@ -109,7 +113,7 @@ def _shortest(stays: list[Residency], trace: Trace, machine: Machine) -> list[Re
             if last >= 0 and trace.ops[ops[last]].stop_tick > begin:
                 stop = Evicted(write_op=stop.write_op, release_op=max(ops[last], stop.write_op) + 1)
         found.append(replace(stay, start=start, stop=stop))
-    return found
+    return ordered(found, trace)
 
 
 class _Slack:

@@ -53,7 +53,7 @@ from scheduler.policies._mixed_walk import MUCH_STALL, mixed
 from scheduler.policies._placement import Placement
 from scheduler.policies._recompute import exchanged, with_reruns, with_slack
 from scheduler.policies._remat_search import fewest_reruns
-from scheduler.policies._slack import retimed
+from scheduler.policies._slack import retimed, shortest
 from scheduler.selection import Selection
 from scheduler.trace import Trace
 
@@ -483,8 +483,11 @@ class _Search:
         for found in sorted(self.candidates, key=lambda found: found.rank):
             if self.is_perfect or len(self.trace.ops) > _MOST_OPS_FOR_ANOTHER:
                 return
-            if found.proposal not in seen and len(seen) < self._most(_MOST_ADOPTED):
-                seen.add(found.proposal)
+            if len(seen) == self._most(_MOST_ADOPTED):
+                break
+            stays = shortest(found.proposal, self.trace, self.machine)
+            if stays not in seen:  # or it was timed anew in the same ways
+                seen.add(stays)
                 self._retime(found, ())
         for _ in range(_ROUNDS):
             best = min(self.candidates, key=lambda found: found.rank)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,10 +13,12 @@ from scheduler.budget import BudgetTooSmall, smallest_num_chunks
 from scheduler.colouring.colouring import Shortage
 from scheduler.colouring.scratch import colour_with_scratch
 from scheduler.plan import Born, Dies, Dropped, Loaded, Machine, Plan, Residency, occupied_ticks
-from scheduler.policies import POLICIES
-from scheduler.policies._slack import retimed, use_slack
+from scheduler.planning import make_plan
+from scheduler.policies import POLICIES, auto
+from scheduler.policies._slack import retimed, shortest, use_slack
 from scheduler.trace import Op, Trace, Use, Variable
 from scheduler.verify import verify
+from tests.scheduler.model_traces import conv_net
 from tests.scheduler.random_traces import TIMES, random_machine, random_trace, replayable
 
 
@@ -108,3 +114,23 @@ def test_timings_differ_where_both_ways_share_a_rate() -> None:
     )
     assert [own[0].start for own in retimed(stays, trace, alone)] == [Loaded(5)]
     assert [own[0].start for own in retimed(stays, trace, shared)] == [Loaded(5), Loaded(3)]
+
+
+def test_auto_times_schedules_anew_that_differ_in_what_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of them differed in their transfers' times alone, which are forgotten, and crowded out others."""
+    asked: list[tuple[Residency, ...]] = []
+
+    def watched(
+        residencies: Iterable[Residency], trace: Trace, machine: Machine, waits_ns: Sequence[int] = ()
+    ) -> Iterator[tuple[Residency, ...]]:
+        if not waits_ns:
+            asked.append(shortest(residencies, trace, machine))
+        return retimed(residencies, trace, machine, waits_ns)
+
+    monkeypatch.setattr(auto, "retimed", watched)
+    trace = conv_net(num_blocks=3)
+    machine = Machine(chunk_nbytes=1 << 20, num_chunks=1, load_bytes_per_s=1e9, evict_bytes_per_s=1e9)
+    machine = replace(machine, num_chunks=int(trace.peak_nbytes() * 0.6) >> 20)
+    make_plan(trace, machine, "auto")
+    assert len(set(asked)) > 1
+    assert len(asked) - len(set(asked)) <= 1, "one more at most is the search's while training waits, which asks itself"
