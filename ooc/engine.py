@@ -133,7 +133,9 @@ class Engine:
             watch=self.memory.watch(self.manager),
             recompute=options.recompute,
         )
-        act_natively(self.runner.dispatcher, manager=self.manager, lock=self.runner.lock)
+        act_natively(
+            self.runner.dispatcher, manager=self.manager, acts=self.runner.executor.acts, lock=self.runner.lock
+        )
         self.collectives = self.runner.collectives
         self.executor = self.runner.executor
         self.lock = self.runner.lock

@@ -15,6 +15,7 @@ gradients are switched on or off (an evaluation), where a plan ends. What begins
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -24,6 +25,7 @@ import torch
 
 from ooc.dispatch.op_runner import OpRunner
 from ooc.interop.exports import Exports
+from ooc.memory.record import VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.first_sightings import name_of
@@ -284,17 +286,19 @@ class StepCycle:
         self, func: Any, addresses: list[int], grad_mode: bool, only: ExecutablePlan | None = None
     ) -> ExecutablePlan | None:
         """The plan for what begins with this op; with `only`, that or none."""
-        records = {record.address: record for record in self._executor.live_records()}
-        records.update(self._manager.records)
+
+        @functools.cache
+        def records() -> dict[int, VariableRecord]:  # most ops begin no plan: nobody asks
+            return {record.address: record for record in self._executor.live_records()} | self._manager.records
 
         def fits(plan: ExecutablePlan) -> bool:
             return (
                 plan not in self._tried
                 and only in (None, plan)
-                and plan.may_start_with(func, addresses, grad_mode, records.get)
+                and plan.may_start_with(func, addresses, grad_mode, lambda address: records().get(address))
             )
 
-        return self._sequences.starting_with(fits, len(records))
+        return self._sequences.starting_with(fits, lambda: len(records()))
 
     def _end_segment(self) -> None:
         """End a segment of a period that is not planned whole. What begins now is told by its first op."""

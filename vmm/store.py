@@ -326,7 +326,7 @@ class FileStore:
             self._descriptor, slot.offset, prepared, tickets, drop_cache=not self._is_direct
         )
         if len(slot._reads) >= 8:
-            slot._reads = [read for read in slot._reads if not self._engine.done(read)]
+            slot._reads = [read for read in slot._reads if not self._engine.has_finished(read)]
         slot._reads.append(ticket)
         return Transfer(self._engine, ticket, prepared.nbytes)
 
@@ -395,7 +395,7 @@ class FileStore:
     def _pending(self, slot: Slot) -> list[int]:
         """Tickets of the slot's transfers that are not over."""
         tickets = slot._reads if slot._last_write is None else [*slot._reads, slot._last_write]
-        return [ticket for ticket in tickets if not self._engine.done(ticket)]
+        return [ticket for ticket in tickets if not self._engine.has_finished(ticket)]
 
     def _reap(self) -> None:
         """Make extents free whose last transfers are over."""

@@ -77,6 +77,40 @@ class Event(NamedTuple):
     ordinal: int = 0
 
 
+class EventLog:
+    """Entries of the allocator's log, kept as they came: most of a planned step's are never looked at.
+
+    A tuple for each would be a thousand objects a step for the cycle collector to follow.
+
+    Args:
+        events: What it begins with.
+    """
+
+    __slots__ = ("_events", "_rows")
+
+    def __init__(self, events: Sequence[Event] = ()) -> None:
+        self._events = list(events)
+        self._rows: list[npt.NDArray[Any]] = []
+
+    def __repr__(self) -> str:
+        return f"<EventLog of {len(self)} events>"
+
+    def __len__(self) -> int:
+        return len(self._events) + sum(map(len, self._rows))
+
+    def append(self, rows: npt.NDArray[Any]) -> None:
+        """Keep rows of the native log, which nobody else changes."""
+        self._rows.append(rows)
+
+    def take(self) -> list[Event]:
+        """All of them, oldest first; it is empty then."""
+        found, rows = self._events, self._rows
+        self._events, self._rows = [], []
+        for some in rows:
+            found.extend(map(Event._make, some.tolist()))
+        return found
+
+
 class AllocatorState(ctypes.Structure):
     """`State` of native/table.h: what native code and Python both read and set.
 
@@ -300,16 +334,32 @@ class AllocatorTable:
 
     def drain(self) -> list[Event]:
         """Take the log's entries, oldest first."""
-        found: list[Event] = []
+        events = EventLog()
+        self.drain_to(events)
+        return events.take()
+
+    def drain_to(self, log: EventLog) -> list[int]:
+        """Move the log's entries to `log`, as `drain`.
+
+        Returns:
+            The addresses of what was freed.
+        """
+        freed: list[int] = []
         while self.state.num_events:
             count = self._library.vmm_allocator_drain(self._buffer_address, _DRAIN_CAPACITY)
-            found.extend(map(Event._make, self._buffer[:count].tolist()))
+            rows = self._buffer[:count].copy()
+            here = rows["address"][rows["kind"] != ALLOC].tolist()
+            gone = (
+                [address for address in here if self.detached.pop(address, None) is not None] if self.detached else []
+            )
+            if gone:
+                rows = rows[~np.isin(rows["address"], np.array(gone, dtype=np.uint64))]
+                here = [address for address in here if address not in gone]
+            log.append(rows)
+            freed += here
             if count < _DRAIN_CAPACITY:
                 break
-        if self.detached:
-            gone = [e.address for e in found if e.kind == FREE and self.detached.pop(e.address, None) is not None]
-            found = [e for e in found if e.address not in gone] if gone else found
-        return found
+        return freed
 
     def is_alive(self, address: int) -> bool:
         """Whether the storage that starts at this address of the arena is alive."""

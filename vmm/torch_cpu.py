@@ -24,6 +24,7 @@ from vmm.table import (
     SERVED_APART,
     AllocatorTable,
     Event,
+    EventLog,
     PlanTables,
 )
 
@@ -39,6 +40,7 @@ __all__ = [
     "AllocatorTable",
     "CpuAllocator",
     "Event",
+    "EventLog",
     "PlanTables",
     "cpu_allocator",
     "load_table",

@@ -150,6 +150,8 @@ class TransferEngine:
                 code.value, f"{os.strerror(code.value)}: cannot start {num_writers} + {num_readers} transfer threads"
             )
         self._handle: int = handle
+        address, length = self.finished_ring
+        self._ring = (ctypes.c_int64 * length).from_address(address)
         self._is_closed = False
         self._finalizer = weakref.finalize(self, _close_and_free, self._lib, handle)
         self._finalizer.atexit = False  # at exit `_close_all` joins the threads; other threads may still hold us
@@ -203,6 +205,11 @@ class TransferEngine:
         if state < 0:
             raise self._refusal(state, f"done({ticket})")
         return state != 0
+
+    def has_finished(self, ticket: int) -> bool:
+        """As `done`, in a tenth of the time if it was over not long ago. For who looks at none of its bytes then."""
+        last: int = self._ring[ticket % len(self._ring)]
+        return last in (ticket, -ticket) or self.done(ticket)
 
     def wait(self, ticket: int) -> None:
         """Block, without the GIL, until the job is over.

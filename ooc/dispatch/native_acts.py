@@ -5,6 +5,7 @@ from __future__ import annotations
 from ooc.dispatch.signals import CriticalLock
 from ooc.memory.record import NO_GUARD, State, VariableRecord
 from ooc.memory.residency import ResidencyManager
+from ooc.replay.acts import ResidencyActs
 from ooc.replay.dispatcher import Dispatcher, NativeReleases
 from ooc.replay.executable_plan import Before
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
@@ -25,7 +26,7 @@ _SLOTS: tuple[tuple[type, tuple[str, ...]], ...] = (
 """In the order of `Slot` in native/acts.h."""
 
 
-def act_natively(dispatcher: Dispatcher, *, manager: ResidencyManager, lock: CriticalLock) -> None:
+def act_natively(dispatcher: Dispatcher, *, manager: ResidencyManager, acts: ResidencyActs, lock: CriticalLock) -> None:
     """Tell native code where it finds what `Executor.before` looks at and changes.
 
     On a device all of that stays Python's: there ops wait for transfers, not the host.
@@ -42,6 +43,7 @@ def act_natively(dispatcher: Dispatcher, *, manager: ResidencyManager, lock: Cri
         Transfer,
         *manager.store.engine.finished_ring,
         NO_GUARD,
+        (manager.guards.lift, acts.reread, acts.guard),
         tuple(owner.__dict__[name] for owner, names in _SLOTS for name in names),
     )
     dispatcher.allow_releases(NativeReleases.NONE if manager.debug else NativeReleases.ALL)

@@ -44,7 +44,7 @@ class ResidencyActs:
     def guard_releases(self, is_on: bool) -> None:
         """Say whether code that no op tells us of may touch variables from now on."""
         self.guards_releases = is_on
-        which = NativeReleases.OWN if is_on else NativeReleases.ALL
+        which = NativeReleases.GUARDED if is_on else NativeReleases.ALL
         self._dispatcher.allow_releases(NativeReleases.NONE if self._manager.debug else which)
 
     def __repr__(self) -> str:
@@ -89,14 +89,33 @@ class ResidencyActs:
         """Let ops wait for a load, and show its chunks. Raises `StoreFailed`, with the plan left."""
         try:
             self._manager.settle(record, for_ops=True)
-            if self._manager.guards.lift(record):
-                # Touched on its way in: what was read may be older than what the store's file holds now.
-                runs = record.runs
-                record.load_undone()
-                self._manager.settle_load(record, runs)
         except StoreFailed as error:
             self._abandon(error)
+        if self._manager.guards.lift(record):
+            self.reread(record)
         self._space.map(record.reservation, record.runs)
+
+    def reread(self, record: VariableRecord) -> None:
+        """Load again what was touched on its way in: what came may be older than what the store's file holds now.
+
+        Raises `StoreFailed`, with the plan left.
+        """
+        runs = record.runs
+        record.load_undone()
+        try:
+            self._manager.settle_load(record, runs)
+        except StoreFailed as error:
+            self._abandon(error)
+        self._space.map(record.reservation, runs)
+
+    def guard(self, records: list[VariableRecord]) -> bool:
+        """Serve stray touches of what has just been released. False: that cannot be, and the step has bailed out."""
+        try:
+            self._manager.guards.guard_away(records)
+        except (MemoryFault, OSError) as fault:
+            self._bail_out(str(fault))
+            return False
+        return True
 
     def await_transfer(self, residency: ExecutableResidency) -> None:
         """Let ops wait for the residency's transfer. One that has ended may have failed: it is seen only here."""
@@ -139,11 +158,7 @@ class ResidencyActs:
         self._manager.check_clean(record)
         record.released(residency.transfer)
         if self._manager.debug or (self.guards_releases and not residency.variable.dies_within):
-            try:
-                self._manager.guards.guard_away([record])
-            except (MemoryFault, OSError) as fault:
-                self._bail_out(str(fault))
-                return False
+            return self.guard([record])
         return True
 
     def prepare_birth(self, residency: ExecutableResidency) -> None:

@@ -11,12 +11,12 @@ from ooc.tracing.op_log import OpLog
 
 
 class NativeReleases(enum.IntEnum):
-    """Which variables native code may let go of: those after which Python has nothing to do."""
+    """Which variables native code may let go of."""
 
     NONE = 0
     """In debug mode each is compared with its copy, and hidden."""
-    OWN = 1
-    """Those that are born and freed within the step: while stray touches of others are to be served."""
+    GUARDED = 1
+    """All; stray touches of those that are not born and freed within the step are served from then on."""
     ALL = 2
 
 

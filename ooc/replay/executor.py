@@ -37,7 +37,7 @@ from ooc.tracing.recording import StepRecording
 from scheduler.plan import Loaded, occupied_ticks
 from vmm.chunks import ChunkPool
 from vmm.nvtx_ranges import names_ops
-from vmm.torch_cpu import MODE_DEMAND, MODE_PLANNED, AllocatorTable, Event
+from vmm.torch_cpu import MODE_DEMAND, MODE_PLANNED, AllocatorTable, EventLog
 
 _log = logging.getLogger(__name__)
 
@@ -67,17 +67,17 @@ class Executor:
         self._bindings = Bindings(manager, allocator)
         self.active: ExecutablePlan | None = None
         self.bailout_reason = ""
-        self.events: list[Event] = []  # of the present period
+        self.events = EventLog()  # of the present period
         self._next_death = 0  # in `ExecutablePlan.deaths`
         self.mid_op_pins: list[VariableRecord] = []  # unpinned by `finish`
         self._thread = threading.get_ident()
         self._start_successors: list[tuple[PlanVariable, VariableRecord]] = []
         self._start_foreign: dict[int, VariableRecord] = {}
-        self._acts = ResidencyActs(manager, dispatcher, bail_out=self.bail_out)
-        self._border = BorderRelocation(manager, self._acts, self._check_deaths, bail_out=self.bail_out)
+        self.acts = ResidencyActs(manager, dispatcher, bail_out=self.bail_out)
+        self._border = BorderRelocation(manager, self.acts, self._check_deaths, bail_out=self.bail_out)
         self._trials = new_trials(self.bail_out)
         self.reruns = Reruns(
-            manager, allocator, dispatcher, self._acts, rerun_device, self._trials, bail_out=self.bail_out
+            manager, allocator, dispatcher, self.acts, rerun_device, self._trials, bail_out=self.bail_out
         )
 
     def __repr__(self) -> str:
@@ -114,7 +114,7 @@ class Executor:
         if not self._bindings.may_make_way(executable, bound, targets):
             self.bailout_reason = self._bindings.refusal
             return False
-        failure = self._bindings.place(executable, others, bound, targets, self._new_pool, self._acts.loads)
+        failure = self._bindings.place(executable, others, bound, targets, self._new_pool, self.acts.loads)
         if self._bindings.refusal:
             self.bailout_reason = self._bindings.refusal
             return False
@@ -125,14 +125,14 @@ class Executor:
             self.bail_out("a load could not be started")
             raise failure
         self._arrive(bound)
-        if self._acts.guards_releases:
+        if self.acts.guards_releases:
             self._bindings.guard_away(executable)  # as at the end of the step, which is over
         return True
 
     def _arrive(self, bound: Bound) -> None:
         for _, record in bound:
             if record.state is State.LOADING:
-                self._acts.arrive(record)
+                self.acts.arrive(record)
 
     def retire(self, executable: ExecutablePlan) -> None:
         """Give back what a plan that will not be replayed again keeps for the variables born in it."""
@@ -151,7 +151,7 @@ class Executor:
         self.active = executable
 
     def _start_period(self, executable: ExecutablePlan) -> None:
-        self.events = []
+        self.events = EventLog()
         self.reruns.begin()
         executable.between.begin()
         self.bailout_reason = ""
@@ -181,8 +181,8 @@ class Executor:
             self.bail_out(f"not over at the step's end: {', '.join(self._manager.flights.names())}")
             return False
         for residency in executable.last_releases:
-            self._acts.write_late(executable, residency)  # if allocated after the last op: no op's end was there
-            if self.active is None or not self._acts.release(executable, residency):
+            self.acts.write_late(executable, residency)  # if allocated after the last op: no op's end was there
+            if self.active is None or not self.acts.release(executable, residency):
                 return False
         self.absorb_events()
         if not self._bindings.can_pass_on(executable):
@@ -191,7 +191,7 @@ class Executor:
         if not self._border.cross(executable):
             return False
         self._bindings.pass_on(executable)
-        self._acts.prune()
+        self.acts.prune()
         if self._trials.installed is not executable.trials:
             self._install(executable)
         self._start_period(executable)
@@ -213,17 +213,17 @@ class Executor:
             return False
         for residency in acts.releases:
             if residency.is_written_before:
-                self._acts.write_late(executable, residency)
-            if self.active is None or not self._acts.release(executable, residency):
+                self.acts.write_late(executable, residency)
+            if self.active is None or not self.acts.release(executable, residency):
                 return False
         for residency in acts.loads:
             if alive[residency.variable.index]:
                 self._manager.counters.num_crowded += 1
-                self._acts.start_load(residency)
+                self.acts.start_load(residency)
                 continue
             for other in residency.waits:  # the next residency of these chunks looks no further back than to this one
                 if other.transfer is not None:
-                    self._acts.await_transfer(other)
+                    self.acts.await_transfer(other)
         started = 0
         for residency in acts.arrivals:
             record = residency.variable.record
@@ -231,12 +231,12 @@ class Executor:
                 continue
             if record.state is State.LOADING:
                 started = started or time.monotonic_ns()
-                self._acts.arrive(record)
+                self.acts.arrive(record)
             elif record.state is not State.RESIDENT:
                 self.bail_out("a variable was not where the plan expects it")
                 return False
         if acts.rerun is not None:
-            started = self._acts.end_wait(executable, index, started)
+            started = self.acts.end_wait(executable, index, started)
             if not self.reruns.play(executable, acts.rerun):
                 return False
         for residency in acts.births:
@@ -248,9 +248,9 @@ class Executor:
                 if other.transfer is not None:
                     if not other.transfer.done():
                         started = started or time.monotonic_ns()
-                    self._acts.await_transfer(other)  # ended, too: after a failed write nothing may be put there
-            self._acts.prepare_birth(residency)
-        self._acts.end_wait(executable, index, started)
+                    self.acts.await_transfer(other)  # ended, too: after a failed write nothing may be put there
+            self.acts.prepare_birth(residency)
+        self.acts.end_wait(executable, index, started)
         return True
 
     def _check_deaths(self, executable: ExecutablePlan, tick: int) -> bool:
@@ -268,7 +268,7 @@ class Executor:
             if record.exports or shared or gone or not (variable.evictable or record.seen):
                 self.bail_out("a variable was freed later than planned")
                 return False
-            if not self._acts.may_move(record):
+            if not self.acts.may_move(record):
                 return False
             self._bindings.expel(executable, variable)
         return True
@@ -292,18 +292,16 @@ class Executor:
             self.bail_out(self.reruns.broken)
             return
         for residency in acts.writes:
-            record = self._acts.movable(executable, residency)
+            record = self.acts.movable(executable, residency)
             if record is not None:
-                self._acts.start_write(executable, residency, record)
+                self.acts.start_write(executable, residency, record)
             elif self.active is None:
                 return
         for residency in acts.drops:
-            record = self._acts.movable(executable, residency)
+            record = self.acts.movable(executable, residency)
             if record is not None:
-                self._acts.start_write(
-                    executable, residency, record
-                )  # in a plan's first step the store has no copy yet
-                self._acts.release(executable, residency)
+                self.acts.start_write(executable, residency, record)  # in a plan's first step the store has no copy yet
+                self.acts.release(executable, residency)
             if self.active is None:
                 return
         for residency in acts.discards:
@@ -349,21 +347,18 @@ class Executor:
                 return 0
             for other in residency.waits:
                 if other.transfer is not None:
-                    self._acts.await_transfer(other)
-            self._acts.prepare_birth(residency)
+                    self.acts.await_transfer(other)
+            self.acts.prepare_birth(residency)
             executable.variable_nbytes[variable.index] = nbytes
             self._bindings.set_alive(executable, variable, variable.record, is_born=True)
             return variable.record.address
         return 0
 
-    def absorb_events(self) -> list[Event]:
+    def absorb_events(self) -> None:
         """Append the allocator's log to this period's, and free those of its variables that the manager has."""
-        events = self._allocator.drain()
-        self.events.extend(events)
-        for event in events:
-            if event.kind != 0 and event.address in self._manager.records:
-                self._manager.free(event.address)
-        return events
+        for address in self._allocator.drain_to(self.events):
+            if address in self._manager.records:
+                self._manager.free(address)
 
     # -- bailout
 
@@ -382,11 +377,11 @@ class Executor:
         assert recorder is not None
         parts = self._manager, self._bindings, self.reruns
         try:
-            bound = over.carry_out(*parts, self._acts.loads, self._new_pool, self.absorb_events)
+            bound = over.carry_out(*parts, self.acts.loads, self._new_pool, self.absorb_events)
         finally:
             self.absorb_events()
-            recorder.events += self.events
-            self.events, self.reruns.pending = [], None
+            recorder.events += self.events.take()
+            self.reruns.pending = None
             if bound is None:
                 self.reruns.pending = over.remake_of(over.lost(self._manager))
                 self.reruns.remake()
@@ -394,7 +389,7 @@ class Executor:
             return False
         self._install(new)
         self._bindings.unbind_freed(new, bound)
-        self.events, self.bailout_reason = recorder.events, ""
+        self.events, self.bailout_reason = EventLog(recorder.events), ""
         self._recording.stop()
         self.reruns.take_over(noted)
         self._allocator.state.set_between(over.at)
@@ -427,14 +422,13 @@ class Executor:
             for record in executable.dirtied_by(cursor - 1):
                 record.written()
         self._manager.flights.settle()  # sends and receives stay pinned: on demand that is enough
-        failure = land_transfers(self._manager, executable, writes=self._acts.writes, loads=self._acts.loads)
-        self._acts.writes.clear()
-        self._acts.loads.clear()
+        failure = land_transfers(self._manager, executable, writes=self.acts.writes, loads=self.acts.loads)
+        self.acts.writes.clear()
+        self.acts.loads.clear()
         self.absorb_events()
         start = {**self._start_foreign, **{record.address: record for _, record in self._start_successors}}
         num_ops = cursor if not is_over else 0
-        recorder = recorder_so_far(executable, num_ops, start_records=start, events=self.events)
-        self.events = []
+        recorder = recorder_so_far(executable, num_ops, start_records=start, events=self.events.take())
         pinned = pinned_by(executable, cursor) if inside else set()
         self.reruns.leave(executable, cursor + 1 if inside else cursor)
         self.mid_op_pins += return_records(self._manager, self._allocator, executable, pinned)
@@ -498,7 +492,7 @@ class Executor:
             return False
         if executable.variable_alive[variable.index]:
             if variable.record is not None and (
-                variable.record.state is State.DISCARDED or not self._acts.may_move(variable.record)
+                variable.record.state is State.DISCARDED or not self.acts.may_move(variable.record)
             ):
                 return False
             self._bindings.expel(executable, variable)
@@ -511,8 +505,8 @@ class Executor:
         start = residency.planned.start
         started = time.monotonic_ns()
         if not (isinstance(start, Loaded) and start.before_op == index):
-            self._acts.start_load(residency)
-            self._acts.arrive(record)
+            self.acts.start_load(residency)
+            self.acts.arrive(record)
         # Else `before` loads it, after it has released the variable that has the chunks until this very op.
         if executable.is_written_from(variable, index):
             record.written()  # the op that was to note the first write may have been another's
@@ -521,7 +515,7 @@ class Executor:
 
     def guard_away(self) -> None:
         """Guard what is away at the step's end, or goes away until `step_begins`: stray touches of it are served."""
-        self._acts.guard_releases(True)
+        self.acts.guard_releases(True)
         executable = self.active
         if executable is None:
             return
@@ -532,7 +526,7 @@ class Executor:
 
     def step_begins(self) -> None:
         """From now on nothing but ops touches variables."""
-        self._acts.guard_releases(False)
+        self.acts.guard_releases(False)
 
     def unserve(self) -> None:
         """At the start of a step in debug mode: what was served between steps shows nothing again."""

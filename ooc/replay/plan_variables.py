@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ooc.memory.record import Runs, VariableRecord
 from scheduler.plan import Evicted, Kept, Residency
 from scheduler.trace import Trace
@@ -88,9 +90,22 @@ class ExecutableResidency:
         transfer: Its latest load or write.
         moved: The record that this transfer moves.
         segments: Its bytes as ranges of the linear view.
+        fitted: Its chunks, and its bytes made ready for the store, as far as records of other sizes need them: by bytes
+            and by chunks of the reservation (`ooc.replay.present_sizes`).
     """
 
-    __slots__ = ("dead", "is_written_before", "moved", "planned", "variable", "runs", "segments", "transfer", "waits")
+    __slots__ = (
+        "dead",
+        "fitted",
+        "is_written_before",
+        "moved",
+        "planned",
+        "runs",
+        "segments",
+        "transfer",
+        "variable",
+        "waits",
+    )
 
     def __init__(self, *, variable: PlanVariable, planned: Residency, segments: list[tuple[int, int]]) -> None:
         self.variable = variable
@@ -98,6 +113,7 @@ class ExecutableResidency:
         self.is_written_before = isinstance(planned.stop, Evicted) and planned.stop.write_op < 0
         self.runs: Runs = planned.chunks
         self.segments = segments
+        self.fitted: dict[tuple[int, int], tuple[Runs, Any]] = {}
         self.waits: tuple[ExecutableResidency, ...] = ()
         self.dead: tuple[int, ...] = ()
         self.transfer: Transfer | None = None

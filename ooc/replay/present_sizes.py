@@ -7,12 +7,17 @@ What moves, and what a record says of itself outside the plan, is the storage's 
 
 from __future__ import annotations
 
-from ooc.memory.record import Runs, Segments, State, VariableRecord
+from typing import Any
+
+from ooc.memory.record import Runs, State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
 from vmm.addresses import first_chunks
 from vmm.driver import MemoryFault
+
+_MOST_SIZES = 32
+"""So many sizes of a residency are kept ready: lengths of batches come again."""
 
 
 def note_present_nbytes(executable: ExecutablePlan, variable: PlanVariable) -> None:
@@ -42,18 +47,23 @@ def births_of(executable: ExecutablePlan, index: int) -> dict[int, int]:
     return {v: int(executable.variable_nbytes[v]) for v in executable.reruns.graph.births[index]}
 
 
-def fitting(manager: ResidencyManager, residency: ExecutableResidency, record: VariableRecord) -> tuple[Runs, Segments]:
-    """Chunks and bytes of a residency as far as the record needs them.
+def fitting(manager: ResidencyManager, residency: ExecutableResidency, record: VariableRecord) -> tuple[Runs, Any]:
+    """Chunks and bytes of a residency as far as the record needs them; the bytes are ready for the store.
 
     All of the chunks where its reservation is the plan's, so that the mapping stays in place. A record that came from
     outside of the plan has a reservation of its own size.
     """
-    variable = residency.variable
-    if record.nbytes == variable.nbytes:
-        return residency.runs, residency.segments
-    spanned = record.reservation.num_chunks
-    runs = residency.runs if spanned == manager.chunks_of(variable.nbytes) else first_chunks(residency.runs, spanned)
-    return runs, manager.segments(runs, record.nbytes)
+    nbytes, spanned = size = record.nbytes, record.reservation.num_chunks
+    found = residency.fitted.get(size)
+    if found is None:
+        runs, segments, variable = residency.runs, residency.segments, residency.variable
+        if nbytes != variable.nbytes:
+            runs = runs if spanned == manager.chunks_of(variable.nbytes) else first_chunks(runs, spanned)
+            segments = manager.segments(runs, nbytes)
+        if len(residency.fitted) >= _MOST_SIZES:
+            residency.fitted.clear()
+        found = residency.fitted[size] = runs, manager.store.segments(segments)
+    return found
 
 
 def spans(manager: ResidencyManager, record: VariableRecord, variable: PlanVariable) -> bool:

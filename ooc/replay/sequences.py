@@ -519,24 +519,24 @@ class Sequences:
         keys = (self._predictor.next(), self._last_ended, self._last_played)
         return next((self._plans[key] for key in keys if key is not None and key in self._plans), None)
 
-    def starting_with(self, fits: Callable[[ExecutablePlan], bool], num_alive: int) -> ExecutablePlan | None:
+    def starting_with(
+        self, fits: Callable[[ExecutablePlan], bool], num_alive: Callable[[], int]
+    ) -> ExecutablePlan | None:
         """The plan for what begins now, of those that fit: what is expected, or else the one replayed last.
 
-        But of micro-batches that begin alike, all but the first find gradients there: so see `likeliest`.
+        But of micro-batches that begin alike, all but the first find gradients there: so see `likeliest`. Where no more
+        than one fits, as for most ops, nobody is asked what is likely.
         """
-        known: dict[str, bool] = {}
-
-        def may_come(key: str) -> bool:
-            plan = self._plans.get(key)
-            if plan is None or plan.num_idle == plan.num_ops or (self.is_segmented and key not in self._segments):
-                return False
-            if key not in known:
-                known[key] = fits(plan)
-            return known[key]
-
-        keys = (self._predictor.next(may_come), self._last_played, *reversed(self._plans))
-        found = [self._plans[key] for key in keys if key is not None and may_come(key)]
-        return likeliest(found, lambda plan: plan.num_alive, num_alive)
+        fitting = {
+            key: plan
+            for key, plan in reversed(self._plans.items())
+            if plan.num_idle != plan.num_ops and (key in self._segments or not self.is_segmented) and fits(plan)
+        }
+        if len(fitting) < 2:
+            return next(iter(fitting.values()), None)
+        keys = (self._predictor.next(fitting.__contains__), self._last_played, *fitting)
+        found = [fitting[key] for key in keys if key is not None and key in fitting]
+        return likeliest(found, lambda plan: plan.num_alive, num_alive())
 
     def begin(self, executable: ExecutablePlan) -> None:
         """Note that a plan is entered, or replayed again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -14,11 +14,14 @@ from torch import Tensor
 import ooc
 import ooc.engine
 from ooc.errors import StoreFailed
-from ooc.memory.record import State, VariableRecord
+from ooc.memory.guards import Guards
+from ooc.memory.record import NO_GUARD, State, VariableRecord
+from ooc.replay.acts import ResidencyActs
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.executor import Executor
 from tests.dispatch.test_boxed import train
 from tests.store_speed import USUAL, store_speed
+from vmm.driver import MemoryFault
 
 BUDGET = "900KiB"
 NUM_STEPS = 9
@@ -243,7 +246,7 @@ def _next_release(executable: ExecutablePlan, cursor: int) -> tuple[int, Variabl
 def test_what_native_code_lets_go_of_can_still_be_touched(policy: str) -> None:
     """Where a step ends with the optimizer's, any code may touch a variable at any time: C code by its address, here.
 
-    Remedy: `Acts::kOwn`. What exists throughout is let go of by Python, which guards it.
+    Remedy: `Acts::kGuarded`. What exists throughout is guarded when it is let go of.
     """
     expected: list[list[int]] = []
     updates(lambda _index, weights: expected.append([hash(w.detach().numpy().tobytes()) for w in weights]))
@@ -267,3 +270,95 @@ def test_what_native_code_lets_go_of_can_still_be_touched(policy: str) -> None:
         updates(look)
         assert num_away > 0
         assert session.engine.runner.dispatcher.num_acts > 0
+
+
+@pytest.mark.parametrize("policy", ["capuchin", "window"])
+def test_what_is_touched_on_its_way_in_is_read_again(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C code writes to a variable that is away, or has just been read: the next op sees what it wrote.
+
+    Remedies, without Python's `Executor.before`: that what is let go of is guarded, and read again if it was touched.
+    """
+    natively = {"guard": 0, "reread": 0}
+    in_python = 0
+    before = Executor.before
+
+    def in_before(executor: Executor, index: int) -> bool:
+        nonlocal in_python
+        in_python += 1
+        try:
+            return before(executor, index)
+        finally:
+            in_python -= 1
+
+    def count(name: str) -> None:
+        function = getattr(ResidencyActs, name)
+
+        def counted(*arguments: Any) -> Any:
+            natively[name] += in_python == 0
+            return function(*arguments)
+
+        monkeypatch.setattr(ResidencyActs, name, counted)
+
+    monkeypatch.setattr(Executor, "before", in_before)
+    count("guard")
+    count("reread")
+    noted: list[tuple[int, int]] = []  # the look, and the weight that is written there
+    num_looks = 0
+
+    def write(address: int, value: int) -> None:
+        ctypes.c_float.from_address(address + 4 * 160).value = value / 1000
+
+    def look(index: int, weights: list[Tensor]) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        executor = session.engine.executor
+        if index < 6 or executor.active is None:
+            return
+        records = {record.address: record for record in executor.live_records()}
+        for number, weight in enumerate(weights):
+            record = records.get(address_of(weight))
+            if record is not None and record.state is not State.RESIDENT and record.guard != NO_GUARD:
+                session.engine.manager.store.engine.wait_all()
+                noted.append((num_looks, number))
+                write(record.address, num_looks)
+
+    with open_session(policy=policy, step_boundary="optimizer") as session:
+        address_of = session.engine.runner.dispatcher.address
+        found = updates(look)
+        assert session.steps.rows[-1].mode == "planned"
+    num_looks = 0
+
+    def write_again(_index: int, weights: list[Tensor]) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        for at, number in noted:
+            if at == num_looks:
+                write(weights[number].data_ptr(), num_looks)
+
+    assert updates(write_again) == found
+    assert min(natively.values()) > 0
+
+
+def test_what_cannot_be_guarded_leaves_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel refuses (too many mappings): the step goes on on demand. Remedy: `ResidencyActs.guard`'s `except`."""
+    expected = updates(lambda _index, _weights: None)
+    guard_away = Guards.guard_away
+    is_armed = False
+    num_refused = 0
+
+    def refuse(guards: Guards, records: Iterable[VariableRecord]) -> None:
+        nonlocal is_armed, num_refused
+        if is_armed:
+            is_armed, num_refused = False, num_refused + 1
+            raise MemoryFault("too many mappings")
+        guard_away(guards, records)
+
+    def look(index: int, _weights: list[Tensor]) -> None:
+        nonlocal is_armed
+        is_armed = index == 6 and num_refused == 0 and session.engine.executor.active is not None
+
+    monkeypatch.setattr(Guards, "guard_away", refuse)
+    with open_session(step_boundary="optimizer") as session:
+        assert updates(look) == expected
+        assert num_refused == 1
+        assert "too many mappings" in [row.why for row in session.steps.rows if row.mode != "planned"][-1]

@@ -101,7 +101,7 @@ def test_no_growth_over_a_thousand_steps() -> None:
         assert plan is not None
         assert session.engine.memory.allocator.state.num_events < 1000  # those since the last boundary
         # Transfers of the last step at most: how many are under way at its end is a matter of timing.
-        assert len(session.engine.executor._acts.writes) + len(session.engine.executor._acts.loads) <= 2 * len(
+        assert len(session.engine.executor.acts.writes) + len(session.engine.executor.acts.loads) <= 2 * len(
             plan.residencies
         )
     # What grows does so in each third; something that others have left in this process may go or come in one.

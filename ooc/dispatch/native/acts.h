@@ -1,7 +1,7 @@
 // What goes before a planned op where nothing is to be moved or waited for: variables that should be dead are, what is
 // released is in the store, what was loaded has arrived, and what is born finds its chunks mapped. What
 // `Executor.before` does for such an op, under the session's lock like there. Any doubt, and all of it is Python's:
-// nothing is changed before everything has been looked at.
+// nothing is changed before everything has been looked at. Guards are Python's, too; it is called for each.
 //
 // Residencies, variables, records, reservations and transfers are Python objects with slots, read and written in
 // place. So there is one truth, whoever looks.
@@ -39,17 +39,18 @@ struct PlanActs {
 
 class Acts {
  public:
-  enum class Outcome { kDone, kPythons, kError };
+  enum class Outcome { kDone, kPythons, kLeft, kError };  // left: the step is off its plan
 
   // All of these are owned. `empty`: lists that hold something while collectives are under way.
   PyObject *acquire = nullptr, *release = nullptr, *resident = nullptr, *loading = nullptr, *away = nullptr;
   PyObject *empty = nullptr, *transfer_type = nullptr;
+  PyObject *lift = nullptr, *reread = nullptr, *guard = nullptr;  // functions of Python's: see `arrive` and `play`
   PyObject* strangers = nullptr;  // a dict: the record of what was allocated beside the plan in this step, by address
   const std::atomic<int64_t>* ring = nullptr;  // TransferEngine.finished_ring
   int64_t ring_length = 0;
   long no_guard = 0;
-  enum Releases : int { kNone = 0, kOwn = 1, kAll = 2 };
-  Releases releases = kNone;  // kOwn: of what is born and freed within the step; nobody else may touch that
+  enum Releases : int { kNone = 0, kGuarded = 1, kAll = 2 };
+  Releases releases = kNone;  // kGuarded: all, and stray touches are served of what is not born and freed in the step
   std::array<Py_ssize_t, kNumSlots> slots{};
   PlanActs plan;
   uint32_t num_dead = 0;   // deaths seen in this step
@@ -63,14 +64,16 @@ class Acts {
     Py_XDECREF(plan.before);
   }
 
-  std::array<PyObject*, 8> objects() const {
-    return {acquire, release, resident, loading, away, empty, transfer_type, strangers};
+  std::array<PyObject*, 11> objects() const {
+    return {acquire, release, resident, loading, away, empty, transfer_type, lift, reread, guard, strangers};
   }
   // What was parsed is borrowed until `own`; `disown` forgets it.
   void own() const {  // before there are strangers
     for (PyObject* object : objects()) Py_XINCREF(object);
   }
-  void disown() { acquire = release = resident = loading = away = empty = transfer_type = strangers = nullptr; }
+  void disown() {
+    acquire = release = resident = loading = away = empty = transfer_type = lift = reread = guard = strangers = nullptr;
+  }
 
   // Op `cursor` comes next; with 0 a step begins.
   void start(uint32_t cursor) {
@@ -101,17 +104,24 @@ class Acts {
     PyObject* locked = PyObject_CallNoArgs(acquire);
     if (locked == nullptr) return Outcome::kError;
     Py_DECREF(locked);
-    const bool is_done = is_expected() && is_quiet() && are_dead(index) && may_play(acts);
-    if (is_done) {
-      each(acts, kReleases, [&](PyObject* residency) { let_go(residency); return true; });
-      each(acts, kArrivals, [&](PyObject* residency) { arrive(residency); return true; });
-      each(acts, kBirths, [&](PyObject* residency) { bear(residency); return true; });
+    Outcome outcome = Outcome::kPythons;
+    if (is_expected() && is_quiet() && are_dead(index) && may_play(acts)) {
+      const Kept kept(acts);  // Python may be called: whatever comes of that, it stays
+      outcome = carry_out(acts, is_expected);
       ++num_done;
     }
+    PyObject *type, *value, *traceback;  // of Python's, if it has raised: not the unlocking's
+    PyErr_Fetch(&type, &value, &traceback);
     PyObject* unlocked = PyObject_CallNoArgs(release);
-    if (unlocked == nullptr) return Outcome::kError;
+    if (unlocked == nullptr) {
+      Py_XDECREF(type);
+      Py_XDECREF(value);
+      Py_XDECREF(traceback);
+      return Outcome::kError;
+    }
     Py_DECREF(unlocked);
-    return is_done ? Outcome::kDone : Outcome::kPythons;
+    PyErr_Restore(type, value, traceback);
+    return outcome;
   }
 
  private:
@@ -122,6 +132,41 @@ class Acts {
   bool is_true(PyObject* object, Slot slot) const { return at(object, slot) == Py_True; }
   bool is_zero(PyObject* object, Slot slot) const { return PyLong_AsLong(at(object, slot)) == 0; }
   Py_ssize_t size(PyObject* acts, Slot list) const { return PyList_GET_SIZE(at(acts, list)); }
+
+  // Holds an object while Python is called.
+  class Kept {
+   public:
+    explicit Kept(PyObject* object) : object_(Py_NewRef(object)) {}
+    ~Kept() { Py_DECREF(object_); }
+    Kept(const Kept&) = delete;
+    Kept& operator=(const Kept&) = delete;
+
+   private:
+    PyObject* object_;
+  };
+
+  // What has been looked at is done, in the order of `Executor.before`.
+  template <class IsExpected>
+  Outcome carry_out(PyObject* acts, IsExpected&& is_expected) const {
+    Outcome outcome = Outcome::kDone;
+    PyObject* to_guard = nullptr;
+    const bool is_listed =
+        each(acts, kReleases, [&](PyObject* residency) { return let_go(residency, to_guard); });
+    if (to_guard != nullptr) {  // what was released is guarded, in one go, or Python leaves the plan
+      PyObject* stays = is_listed ? PyObject_CallOneArg(guard, to_guard) : nullptr;
+      Py_DECREF(to_guard);
+      if (stays != nullptr) outcome = stays == Py_True && is_expected() ? Outcome::kDone : Outcome::kLeft;
+      Py_XDECREF(stays);
+      if (stays == nullptr) return Outcome::kError;
+    }
+    if (!is_listed) return Outcome::kError;
+    const bool have_arrived = outcome == Outcome::kDone && each(acts, kArrivals, [&](PyObject* residency) {
+      outcome = arrive(residency, is_expected);
+      return outcome == Outcome::kDone;
+    });
+    if (have_arrived) each(acts, kBirths, [&](PyObject* residency) { bear(residency); return true; });
+    return outcome;
+  }
 
   template <class Visit>
   bool each(PyObject* acts, Slot list, Visit&& visit) const {
@@ -170,10 +215,12 @@ class Acts {
     return (last < 0 ? -last : last) < ticket ? Ended::kNot : Ended::kUnknown;
   }
 
-  // Whether its addresses show these chunks, and nothing guards them.
+  bool is_guarded(PyObject* record) const { return PyLong_AsLong(at(record, kGuard)) != no_guard; }
+
+  // Whether its addresses show these chunks, but for a guard.
   bool shows(PyObject* record, PyObject* runs) const {
     PyObject* reservation = at(record, kReservation);
-    if (PyLong_AsLong(at(record, kGuard)) != no_guard || at(reservation, kIsProtected) != Py_False) return false;
+    if (at(reservation, kIsProtected) != Py_False) return false;
     PyObject* given = at(reservation, kGiven);
     if (given == runs) return true;
     const int are_equal = PyObject_RichCompareBool(given, runs, Py_EQ);  // tuples of numbers
@@ -185,18 +232,21 @@ class Acts {
     PyObject* record = live(residency);
     if (record == nullptr) return true;
     if (at(record, kState) != resident) return at(record, kState) != loading;
-    const bool is_own = is_true(at(residency, kVariable), kDiesWithin);
-    return releases >= (is_own ? kOwn : kAll) && is_zero(record, kExports) && is_true(record, kStored) &&
+    return releases != kNone && is_zero(record, kExports) && is_true(record, kStored) &&
            (is_true(record, kSeen) || is_true(at(residency, kVariable), kEvictable)) &&
            ended(at(residency, kTransfer)) != Ended::kUnknown;
   }
-  void let_go(PyObject* residency) const {  // ResidencyActs.release
+  // ResidencyActs.release. What is to be guarded is appended to a list, made for the first one. False with an error.
+  bool let_go(PyObject* residency, PyObject*& to_guard) const {
     PyObject* record = live(residency);
-    if (record == nullptr || at(record, kState) != resident) return;
+    if (record == nullptr || at(record, kState) != resident) return true;
     if (ended(at(residency, kTransfer)) == Ended::kWell) set(residency, kTransfer, Py_None);
     set(record, kState, away);
     Demand::set(record, slots[kRuns], PyTuple_New(0));  // the one empty tuple
     set(record, kRecordTransfer, at(residency, kTransfer));
+    if (releases == kAll || is_true(at(residency, kVariable), kDiesWithin)) return true;
+    if (to_guard == nullptr) to_guard = PyList_New(0);
+    return to_guard != nullptr && PyList_Append(to_guard, record) == 0;
   }
 
   bool may_arrive(PyObject* residency) const {
@@ -205,11 +255,23 @@ class Acts {
     return at(record, kState) == loading && at(record, kRecordTransfer) != Py_None &&
            ended(at(record, kRecordTransfer)) == Ended::kWell && shows(record, at(record, kRuns));
   }
-  void arrive(PyObject* residency) const {  // ResidencyActs.arrive
+  // ResidencyActs.arrive. A guard is lifted, which says whether a touch was served meanwhile: then it is read once more.
+  template <class IsExpected>
+  Outcome arrive(PyObject* residency, IsExpected&& is_expected) const {
     PyObject* record = live(residency);
-    if (record == nullptr || at(record, kState) == resident) return;
+    if (record == nullptr || at(record, kState) == resident) return Outcome::kDone;
     set(record, kState, resident);
     set(record, kRecordTransfer, Py_None);
+    if (!is_guarded(record)) return Outcome::kDone;
+    const Kept kept(record);
+    PyObject* done = PyObject_CallOneArg(lift, record);
+    if (done == Py_True) {
+      Py_DECREF(done);
+      done = PyObject_CallOneArg(reread, record);
+    }
+    if (done == nullptr) return Outcome::kError;
+    Py_DECREF(done);
+    return is_expected() ? Outcome::kDone : Outcome::kLeft;
   }
 
   bool may_bear(PyObject* residency) const {
@@ -224,7 +286,7 @@ class Acts {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(waits); ++i) {
       if (ended(at(PyTuple_GET_ITEM(waits, i), kTransfer)) != Ended::kWell) return false;
     }
-    return shows(record, at(residency, kPlannedRuns));
+    return !is_guarded(record) && shows(record, at(residency, kPlannedRuns));
   }
   void bear(PyObject* residency) const {  // ResidencyActs.prepare_birth
     PyObject* record = at(at(residency, kVariable), kRecord);

@@ -56,6 +56,7 @@ Start start_planned(Dispatcher* self, uint32_t index) {
   const bool has_acts = (op.flags & kBefore) != 0;
   const Outcome acts = has_acts && self->acts != nullptr ? self->acts->play(index, is_expected) : Outcome::kPythons;
   if (acts == Outcome::kError) return Start::kError;
+  if (acts == Outcome::kLeft) return Start::kLeft;
   if (has_acts && acts == Outcome::kPythons) {
     PyObject* stays = call_with_index(self->before, index);
     if (stays == nullptr) return Start::kError;

@@ -16,8 +16,8 @@ Py_ssize_t slot_offset(PyObject* descriptor) {
   return reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member->offset;
 }
 
-// prepare_acts(acquire, release, resident, loading, away, empty, transfer_type, ring, ring_length, no_guard, slots):
-// see `Acts`.
+// prepare_acts(acquire, release, resident, loading, away, empty, transfer_type, ring, ring_length, no_guard,
+//              (lift, reread, guard), slots): see `Acts`.
 PyObject* dispatcher_prepare_acts(PyObject* object, PyObject* positional) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   auto* acts = new (std::nothrow) ooc::Acts();
@@ -25,9 +25,10 @@ PyObject* dispatcher_prepare_acts(PyObject* object, PyObject* positional) {
   unsigned long long ring = 0;
   long long length = 0;
   PyObject* slots = nullptr;
-  bool is_right = PyArg_ParseTuple(positional, "OOOOOO!OKLlO!", &acts->acquire, &acts->release, &acts->resident,
+  bool is_right = PyArg_ParseTuple(positional, "OOOOOO!OKLl(OOO)O!", &acts->acquire, &acts->release, &acts->resident,
                                    &acts->loading, &acts->away, &PyTuple_Type, &acts->empty, &acts->transfer_type,
-                                   &ring, &length, &acts->no_guard, &PyTuple_Type, &slots);
+                                   &ring, &length, &acts->no_guard, &acts->lift, &acts->reread, &acts->guard,
+                                   &PyTuple_Type, &slots);
   if (is_right && (PyTuple_GET_SIZE(slots) != ooc::kNumSlots || length <= 0)) {
     PyErr_Format(PyExc_ValueError, "prepare_acts: %zd slots, please, and a ring", Py_ssize_t{ooc::kNumSlots});
     is_right = false;
