@@ -150,12 +150,12 @@ class TransferEngine:
                 code.value, f"{os.strerror(code.value)}: cannot start {num_writers} + {num_readers} transfer threads"
             )
         self._handle: int = handle
-        address, length = self.finished_ring
-        self._ring = (ctypes.c_int64 * length).from_address(address)
         self._is_closed = False
         self._finalizer = weakref.finalize(self, _close_and_free, self._lib, handle)
         self._finalizer.atexit = False  # at exit `_close_all` joins the threads; other threads may still hold us
         _live_engines.add(self)
+        address, length = self.finished_ring
+        self._ring = (ctypes.c_int64 * length).from_address(address)
 
     def __repr__(self) -> str:
         writers, readers = self._num_threads

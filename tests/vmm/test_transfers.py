@@ -171,10 +171,17 @@ def test_done_and_wait_agree(engine: TransferEngine, memory: Memory, file: int) 
     engine.inject_faults(delay_ns=HELD_UP_NS)
     ticket = engine.submit_write(file, 0, [(memory.address, 4096)])
     assert not engine.done(ticket)
+    assert not engine.has_finished(ticket)
     assert engine.num_pending == 1
     engine.inject_faults(delay_ns=30_000_000)
     engine.wait(ticket)
     assert engine.done(ticket)
+    assert engine.has_finished(ticket)
+    ring = engine._ring
+    ring[ticket % len(ring)] += len(ring)  # a later one's, which has taken its place
+    assert engine.has_finished(ticket)
+    assert not engine.has_finished(engine.submit_read(file, 0, [(memory.address, 4096)]))  # delayed, too
+    engine.wait_all()
     engine.wait(ticket)
     assert engine.num_pending == 0
 
