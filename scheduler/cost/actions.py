@@ -17,6 +17,8 @@ from scheduler.plan import Born, Evicted, Kept, Loaded, Plan, Recomputed, Reside
 from scheduler.reruns import reruns_of
 from scheduler.trace import Trace
 
+_Spans = list[tuple[int, int]]  # `occupied_ticks` of a plan's residencies, which are asked for often
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerunWork:
@@ -86,13 +88,15 @@ def step_actions(plan: Plan, trace: Trace) -> StepActions:
     What waits for what follows from the chunks; without them (of a plan that is not coloured yet) it is a guess.
     """
     num_ops = len(trace.ops)
-    uses = _uses(plan, trace)
-    waits_for, scratch_waits_for = _waits_for(plan, trace)
-    reruns = _reruns(plan, trace, scratch_waits_for)
+    spans = [occupied_ticks(r, trace) for r in plan.residencies]
+    uses = _uses(plan, trace, spans)
+    waits_for, scratch_waits_for = _waits_for(plan, trace, spans)
+    reruns = _reruns(plan, trace, spans, scratch_waits_for)
     first_use: dict[int, int] = {r: index for index, work in sorted(reruns.items(), reverse=True) for r in work.sources}
     for index, own in enumerate(uses):
         for r in own:
-            first_use[r] = min(first_use.get(r, index), index)
+            if first_use.setdefault(r, index) > index:
+                first_use[r] = index
     loads: list[list[int]] = [[] for _ in range(num_ops)]
     births: list[list[int]] = [[] for _ in range(num_ops)]
     writes: list[list[int]] = [[] for _ in range(num_ops)]
@@ -101,7 +105,7 @@ def step_actions(plan: Plan, trace: Trace) -> StepActions:
         if isinstance(stay.start, Loaded):
             loads[stay.start.before_op].append(index)
         elif isinstance(stay.start, Born) and num_ops:
-            births[first_op_to_end_after(trace, occupied_ticks(stay, trace)[0])].append(index)
+            births[first_op_to_end_after(trace, spans[index][0])].append(index)
         if isinstance(stay.stop, Evicted):
             over_border = stay.stop.write_op < 0  # in the step before: after the same op of this one for the next
             writes[stay.stop.write_op % num_ops].append(index)
@@ -118,34 +122,36 @@ def step_actions(plan: Plan, trace: Trace) -> StepActions:
     )
 
 
-def _uses(plan: Plan, trace: Trace) -> tuple[tuple[int, ...], ...]:
-    at = _StayFinder(plan, trace)
-    return tuple(tuple(at.find(u.variable, op.start_tick) for u in op.uses) for op in trace.ops)
+def _uses(plan: Plan, trace: Trace, spans: _Spans) -> tuple[tuple[int, ...], ...]:
+    at = _StayFinder(plan, trace, spans)
+    return tuple(tuple([at.find(u.variable, op.start_tick) for u in op.uses]) for op in trace.ops)
 
 
 class _StayFinder:
     """Finds a variable's residency by tick."""
 
-    def __init__(self, plan: Plan, trace: Trace) -> None:
+    def __init__(self, plan: Plan, trace: Trace, spans: _Spans) -> None:
         self.stops: list[list[int]] = [[] for _ in trace.variables]
         self.stays: list[list[int]] = [[] for _ in trace.variables]
         for index, r in enumerate(plan.residencies):
             self.stays[r.variable].append(index)
-            self.stops[r.variable].append(occupied_ticks(r, trace)[1])
+            self.stops[r.variable].append(spans[index][1])
 
     def find(self, variable: int, tick: int) -> int:
         """The first residency that lasts beyond `tick`."""
         return self.stays[variable][bisect_left(self.stops[variable], tick + 1)]
 
 
-def _reruns(plan: Plan, trace: Trace, scratch_waits_for: dict[int, tuple[int, ...]]) -> dict[int, RerunWork]:
+def _reruns(
+    plan: Plan, trace: Trace, spans: _Spans, scratch_waits_for: dict[int, tuple[int, ...]]
+) -> dict[int, RerunWork]:
     made: dict[int, list[int]] = {}
     for index, r in enumerate(plan.residencies):
         if isinstance(r.start, Recomputed):
             made.setdefault(r.start.before_op, []).append(index)
     if not made:
         return {}
-    at = _StayFinder(plan, trace)
+    at = _StayFinder(plan, trace, spans)
     return {
         rerun.before_op: RerunWork(
             ops=rerun.ops,
@@ -197,13 +203,15 @@ def _is_written_early(stay: Residency) -> bool:
     return isinstance(stay.stop, Evicted) and stay.stop.write_op < 0
 
 
-def _waits_for(plan: Plan, trace: Trace) -> tuple[tuple[tuple[int, ...], ...], dict[int, tuple[int, ...]]]:
+def _waits_for(
+    plan: Plan, trace: Trace, spans: _Spans
+) -> tuple[tuple[tuple[int, ...], ...], dict[int, tuple[int, ...]]]:
     """For each residency, and for the scratch of each re-run, the writes that must be done first."""
     num_stays = len(plan.residencies)
     evicted = np.array([isinstance(r.stop, Evicted) for r in plan.residencies], dtype=np.bool_)
     found: list[list[int]] = [[] for _ in range(num_stays + len(plan.scratch))]
     is_coloured = any(r.chunks for r in plan.residencies)
-    pairs = _occupants_before(plan, trace) if is_coloured else likely_holders_before(plan, trace)
+    pairs = _occupants_before(plan, trace, spans) if is_coloured else likely_holders_before(plan, trace)
     early = _written_early(plan, trace)
     for holder, last in pairs:
         before = early.get(last, last)
@@ -226,14 +234,14 @@ def _waits_for(plan: Plan, trace: Trace) -> tuple[tuple[tuple[int, ...], ...], d
     return tuple(tuple(own) for own in found[:num_stays]), in_scratch
 
 
-def _occupants_before(plan: Plan, trace: Trace) -> list[tuple[int, int]]:
+def _occupants_before(plan: Plan, trace: Trace, spans: _Spans) -> list[tuple[int, int]]:
     """Pairs of holders, in order: one, and another that held one of its chunks last before it.
 
     Holders are residencies, then scratch rooms, by index. In a cyclic trace the first holder of a chunk comes after
     its last one.
     """
     num_stays = len(plan.residencies)
-    starts = [(occupied_ticks(r, trace)[0], 1, index) for index, r in enumerate(plan.residencies)]
+    starts = [(start, 1, index) for index, (start, _) in enumerate(spans)]
     rooms = [(trace.ops[room.before_op].start_tick, 0, num_stays + i) for i, room in enumerate(plan.scratch)]
     order = [holder for _, _, holder in sorted([*starts, *rooms])] if rooms else list(range(num_stays))
     holders = [*(r.chunks for r in plan.residencies), *(room.chunks for room in plan.scratch)]

@@ -64,8 +64,8 @@ class Simulation:
         loaded_nbytes, evicted_nbytes: Bytes moved in and out; `dropped_nbytes`: freed without a write;
             `discarded_nbytes`: freed without a copy anywhere, to be recomputed.
         peak_nbytes: Most chunk bytes held at once.
-        memory_curve: `(time, bytes held from then on)` wherever it changes.
-        timeline: Ops, stalls and transfers in order of start.
+        memory_curve: `(time, bytes held from then on)` wherever it changes; empty unless asked for with the timeline.
+        timeline: Ops, stalls and transfers in order of start; likewise.
     """
 
     duration_ns: int
@@ -175,19 +175,19 @@ class _Run:
 
     def _ready_ns(self, index: int) -> int:
         """When the op's variables are loaded and its births have their chunks."""
-        ready_ns = self.now_ns
-        for r in self.actions.births[index]:
-            for before in self.actions.waits_for[r]:
-                if before in self.write_of:
-                    ready_ns = max(ready_ns, self.links.wait(self.write_of[before]))
-        for r in self.actions.uses[index]:
-            if r in self.load_of:
-                ready_ns = max(ready_ns, self.links.wait(self.load_of[r]))
+        ready_ns, actions = self.now_ns, self.actions
+        transfers = [self.write_of.get(before) for r in actions.births[index] for before in actions.waits_for[r]]
+        transfers += [self.load_of.get(r) for r in actions.uses[index]]
+        for transfer in transfers:
+            if transfer is not None:  # most are done: no call for those
+                stop_ns = self.links.wait(transfer) if transfer.stop_ns is None else transfer.stop_ns
+                ready_ns = max(ready_ns, stop_ns)
         return ready_ns
 
     def _issue_load(self, r: int) -> None:
-        writes = [self.write_of[before] for before in self.actions.waits_for[r] if before in self.write_of]
-        self.load_of[r] = self._transfer(r, is_load=True, after=writes)
+        writes = [self.write_of.get(before) for before in self.actions.waits_for[r]]
+        under_way = [write for write in writes if write is not None and write.stop_ns is None]
+        self.load_of[r] = self._transfer(r, is_load=True, after=under_way)
 
     def _issue_write(self, r: int) -> None:
         self.write_of[r] = self._transfer(r, is_load=False, after=[])
@@ -195,7 +195,6 @@ class _Run:
     def _transfer(self, r: int, *, is_load: bool, after: list[LinkTransfer]) -> LinkTransfer:
         variable = self.plan.residencies[r].variable
         nbytes = self.trace.variables[variable].nbytes
-        after = [write for write in after if write.stop_ns is None]
         transfer = LinkTransfer(variable=variable, nbytes=nbytes, is_load=is_load, after=after)
         self.links.issue(transfer, self.now_ns)
         self.transfers.append(transfer)
@@ -225,7 +224,9 @@ class _Run:
             evicted_nbytes=evicted,
             dropped_nbytes=self._nbytes(r for r in self.plan.residencies if isinstance(r.stop, Dropped)),
             peak_nbytes=max(curve, default=0),
-            memory_curve=tuple((self._time_of(tick), held) for tick, held in zip(change, curve, strict=True)),
+            memory_curve=tuple((self._time_of(tick), held) for tick, held in zip(change, curve, strict=True))
+            if with_timeline
+            else (),
             timeline=self._timeline() if with_timeline else (),
             recompute_ns=recompute_ns,
             discarded_nbytes=self._nbytes(r for r in self.plan.residencies if isinstance(r.stop, Discarded)),

@@ -77,8 +77,11 @@ class Advice:
 
     def victims(self, walk: Walk, op_index: int, candidates: Sequence[int]) -> Iterable[Victim]:
         """Victims, the first to go first; the walk takes as many as it needs, and asks again for each op."""
-        heap = [(-walk.next_use(v, op_index), v) for v in candidates]
-        heapify(heap)  # a few of thousands are taken
+        known = walk.known_next_uses
+        heap = [
+            (-(at if (at := known.get(v, -1)) >= op_index else walk.next_use(v, op_index)), v) for v in candidates
+        ]  # thousands, most of which are known: no call for those
+        heapify(heap)  # a few are taken
         return (Victim(heappop(heap)[1], False) for _ in candidates)
 
     def eager(self, walk: Walk, op_index: int, candidates: Sequence[int]) -> Iterable[Victim]:  # noqa: ARG002
@@ -115,7 +118,8 @@ class Facts:
         self.heirs = {
             i: v.becomes for i, v in enumerate(trace.variables) if v.becomes is not None and may_wrap(trace, i)
         }
-        self.forced = {v for v in self.heirs.values() if not trace.variables[v].evictable}
+        self.never_away = {i for i, v in enumerate(trace.variables) if not v.evictable}
+        self.forced = self.never_away.intersection(self.heirs.values())
         starts = trace.op_starts
         self.last_op = [  # the last op that starts within the variable's life
             len(trace.ops) - 1 if v.death_tick is None else bisect_left(starts, v.death_tick) - 1
@@ -159,7 +163,7 @@ class Walk:
         self.last_used_ns: dict[int, int] = {}
         self.discarded: set[int] = set()
         self.stored = {i for i, v in enumerate(self.trace.variables) if v.birth_tick is None}
-        self._next_uses: dict[int, int] = {}  # as of the op for which each was last asked
+        self.known_next_uses: dict[int, int] = {}  # as of the op for which each was last asked; see `next_use`
 
     # -- what advice asks ----------------------------------------------------------------------
 
@@ -168,9 +172,9 @@ class Walk:
 
         A walk asks for ops in their order, so an answer holds until that op is past.
         """
-        known = self._next_uses.get(variable)
+        known = self.known_next_uses.get(variable)
         if known is None or known < op_index:
-            known = self._next_uses[variable] = self._find_next_use(variable, op_index)
+            known = self.known_next_uses[variable] = self._find_next_use(variable, op_index)
         return known
 
     def _find_next_use(self, variable: int, op_index: int) -> int:
@@ -389,7 +393,8 @@ class Walk:
 
     def _candidates(self, pinned: dict[int, Pin], guarded: set[int], among: Iterable[int]) -> list[int]:
         """What of `among` may be released right before an op, in its order: least recently used first."""
-        return [v for v in among if v not in pinned and v not in guarded and self.trace.variables[v].evictable]
+        kept = {*pinned, *guarded, *self.facts.never_away}
+        return [v for v in among if v not in kept]
 
     def _release(self, victim: Victim, zone: int) -> None:
         v = victim.variable
