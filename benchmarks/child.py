@@ -29,6 +29,9 @@ PAGING_ONLY = "ours, paging only"
 BY_POLICY = "ours by "
 """And a policy's name: ours by another policy than `auto`, with re-runs where it has them (`throttled.py`)."""
 
+BY_PLAN = "the plan in "
+"""And a file's name: ours by this plan, at the budget that it was made for; other steps run on demand (`modes.py`)."""
+
 CHECKPOINT_IN_BACKWARD = "checkpoint_in_backward"
 """Checkpointing with the optimizer inside the backward pass, without a session (`throttled.py`)."""
 
@@ -64,6 +67,17 @@ def _train(variant: str, options: TrialOptions) -> dict[str, object]:
             order,
             Session(options.budget_nbytes, store=options.store, policy=policy, recompute=recompute) as session,
         ):
+            _follow_parent(run(step_context=session.step))
+            return session.report()
+    if variant.startswith(BY_PLAN):
+        from ooc.replay.given_plan import read_plan
+        from ooc.session import Session
+
+        plan = read_plan(variant.removeprefix(BY_PLAN))
+        own = plan.machine
+        with Session(
+            own.budget_nbytes, chunk_nbytes=own.chunk_nbytes, store=options.store, policy="on_demand", plan=plan
+        ) as session:
             _follow_parent(run(step_context=session.step))
             return session.report()
     if variant == "checkpoint":

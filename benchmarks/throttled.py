@@ -145,13 +145,18 @@ def measure(
 ) -> list[TimedContestant]:
     """All variants, stepped by turns."""
     with _contestants(case, budget_nbytes, variants, throttle, store) as own:
-        for each in own:
-            is_in_core = each.inner.variant in _IN_CORE
-            each.take_turn(2 if is_in_core else _LEARNING_STEPS, is_counted=False)
-        for _ in range(rounds):
-            for each in own:
-                each.take_turn(_TURN_STEPS, is_counted=True)
+        take_turns(own, rounds)
     return own
+
+
+def take_turns(own: Sequence[TimedContestant], rounds: int) -> None:
+    """Let all of them learn, then take a few counted steps each, by turns."""
+    for each in own:
+        is_in_core = each.inner.variant in _IN_CORE
+        each.take_turn(2 if is_in_core else _LEARNING_STEPS, is_counted=False)
+    for _ in range(rounds):
+        for each in own:
+            each.take_turn(_TURN_STEPS, is_counted=True)
 
 
 def joules(duration_s: float, step: Mapping[str, Any] | None, rate: int) -> float:
@@ -220,7 +225,7 @@ def lines(own: Sequence[TimedContestant], needed: Mapping[str, int], budget_nbyt
     return found
 
 
-_HEADINGS = (
+HEADINGS = (
     "variant",
     "s a step",
     "time / stock",
@@ -249,7 +254,8 @@ def _least_moved(gradients_nbytes: int, excess_nbytes: int, rate: int) -> str:
     )
 
 
-def _rows(name: str, own: Sequence[TimedContestant]) -> list[Row]:
+def rows_of(name: str, own: Sequence[TimedContestant]) -> list[Row]:
+    """Times and bytes of each, for programs."""
     rows = []
     for each in own:
         inner, steps = each.inner, _steps(each)
@@ -307,12 +313,12 @@ def main() -> int:
                     print(f"## {name}\n\nNot measured: {reason}.\n", flush=True)
                 else:
                     found = lines(own, needed, budget_nbytes, rate)
-                    rows += _rows(name, own)
+                    rows += rows_of(name, own)
                     is_equal = is_equal and all(line[-1] != "OTHER LOSSES" for line in found)
                     conditions = f"Load before and after: {load:.1f}, {os.getloadavg()[0]:.1f}."
                     if excess_nbytes:
                         conditions += " " + _least_moved(gradients, excess_nbytes, rate)
-                    print(f"## {name}\n\n{conditions}\n\n{markdown(_HEADINGS, found)}\n", flush=True)
+                    print(f"## {name}\n\n{conditions}\n\n{markdown(HEADINGS, found)}\n", flush=True)
                 write(rows, options.out / "throttled.jsonl")
     return 0 if is_equal else 1
 
