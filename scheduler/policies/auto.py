@@ -99,6 +99,9 @@ _MOST_OPS_FOR_FEWEST = 10_000  # for which the fewest re-runs are looked for: ab
 _MOST_ADOPTED = 6
 _OPS_AT_LEAST = 2_000
 
+# Shares of the memory within which a short step's transfers are timed, too, so that some stays free: fewer remaps.
+_SHARES_FOR_TRANSFERS = (0.94, 0.8)
+
 # With more ops, training waits for so many choices only, and for no placement to be coloured before the next: estimates
 # say when ops start.
 _MOST_OPS_WITH_CARE = 500
@@ -489,14 +492,19 @@ class _Search:
             if stays not in seen:  # or it was timed anew in the same ways
                 seen.add(stays)
                 self._retime(found, ())
-        for _ in range(_ROUNDS):
+        if seen and self._most(_MOST_ADOPTED) > _MOST_ADOPTED:
+            best = min(self.candidates, key=lambda found: found.rank)
+            for share in _SHARES_FOR_TRANSFERS:
+                self._retime(best, (), share)
+        for _ in range(_ROUNDS if seen else 0):
             best = min(self.candidates, key=lambda found: found.rank)
             if self.is_perfect or not self._retime(best, best.simulation.op_stall_ns):
                 return
 
-    def _retime(self, found: Evaluation, waits_ns: Sequence[int]) -> bool:
-        """Note other timings of a candidate; says whether one is better."""
-        proposals = retimed(found.proposal, self.trace, self.machine, waits_ns)
+    def _retime(self, found: Evaluation, waits_ns: Sequence[int], share: float = 1.0) -> bool:
+        """Note other timings of a candidate, within a share of the memory; says whether one is better."""
+        machine = replace(self.machine, num_chunks=int(self.machine.num_chunks * share))
+        proposals = retimed(found.proposal, self.trace, machine, waits_ns)
         outcomes = [self.consider(proposal, self.retimed) for proposal in proposals]
         return any(outcome is not None and outcome.rank < found.rank for outcome in outcomes)
 
