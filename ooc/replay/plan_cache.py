@@ -74,9 +74,12 @@ class PlanCache:
         path = self._path(trace, machine, policy, parameters)
         try:
             text = path.read_text()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
+            return None  # where nothing can be kept, `save` says so
+        except OSError as error:  # too many open files, a broken disk: the plan may be good the next time
+            _log.warning("cannot read the kept plan %s: %s", path, error)
             return None
-        except (OSError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
             self._reject(path, error)
             return None
         try:

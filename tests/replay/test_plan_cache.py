@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -166,6 +167,23 @@ def test_unusable_directory_costs_a_warning(tmp_path: Path, caplog: pytest.LogCa
         cache.save(make_plan(trace, MACHINE), trace, {})
         assert cache.load(trace, MACHINE, "auto", {}) is None
     assert "cannot keep a plan" in caplog.text
+    assert "is removed" not in caplog.text  # there was nothing to remove
+
+
+def test_plan_that_cannot_be_read_now_is_kept(
+    cache: PlanCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = make_trace()
+    plan = kept(cache, trace)
+
+    def refuse(self: Path, *_: object, **__: object) -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(self))
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(Path, "read_text", refuse)
+        assert cache.load(trace, MACHINE, "auto", {}) is None
+    assert "cannot read the kept plan" in caplog.text
+    assert cache.load(trace, MACHINE, "auto", {}) == plan
 
 
 def test_second_session_plans_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
