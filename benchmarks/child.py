@@ -79,7 +79,11 @@ def _train(variant: str, options: TrialOptions) -> dict[str, object]:
             own.budget_nbytes, chunk_nbytes=own.chunk_nbytes, store=options.store, policy="on_demand", plan=plan
         ) as session:
             _follow_parent(run(step_context=session.step))
-            return session.report()
+            report = session.report()
+        played = (report["plan"] or {}).get("parameters")
+        if played != dict(plan.parameters):
+            raise RuntimeError(f"not the plan that was given ({plan.policy} {plan.parameters}) was played: {played}")
+        return report
     if variant == "checkpoint":
         _follow_parent(run(transform=checkpointed))
     elif variant == CHECKPOINT_IN_BACKWARD:

@@ -28,6 +28,7 @@ from benchmarks.throttled import HEADINGS, Throttle, ThrottleUnavailable, lines,
 from benchmarks.updates import TimedContestant
 from ooc import Session, models
 from ooc.cli.trial import TrialOptions, train
+from ooc.errors import BudgetTooSmall
 from ooc.units import GIB, KIB
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
@@ -40,10 +41,10 @@ _CHUNK_NBYTES: Final = 256 * KIB
 _NUM_STEPS: Final = 6
 
 
-def record() -> Trace:
-    """A step in core."""
+def record(budget_nbytes: int) -> Trace:
+    """A step, on demand. The budget says into how many parts large ops are split."""
     workload = models.get(_WORKLOAD, "full")
-    with Session(2 * GIB, policy="on_demand", chunk_nbytes=_CHUNK_NBYTES, plan_cache=False) as session:
+    with Session(budget_nbytes, policy="on_demand", chunk_nbytes=_CHUNK_NBYTES, plan_cache=False) as session:
         for _ in train(workload, num_steps=_NUM_STEPS, optimizer="sgd", seed=0, step_context=session.step):
             pass
         trace = session.trace()
@@ -52,16 +53,28 @@ def record() -> Trace:
     return trace
 
 
-def plan_within_least(trace: Trace, machine: Machine, mode: Mode) -> Plan:
-    """A mode's plan, for the least budget that its chunks fit in. Raises `PlanError` if no budget is enough."""
-    plan = make_plan(trace, machine, "nntrainer", mode=mode, lookahead=1)
-    num_chunks = machine.chunks_of(int(plan.predicted["peak_nbytes"]))
-    while num_chunks < machine.num_chunks:
+def plan_within_least(in_core: Trace, machine: Machine, mode: Mode) -> Plan:
+    """A mode's plan, for the least budget that its chunks fit in, and the step as it is within that budget.
+
+    Raises:
+        PlanError, ooc.errors.BudgetTooSmall: Half of the machine's memory is not enough for it.
+    """
+    best = None
+    peak = make_plan(in_core, machine, "nntrainer", mode=mode, lookahead=1).predicted["peak_nbytes"]
+    num_chunks = machine.chunks_of(peak)
+    while best is None or num_chunks < best.machine.num_chunks:
+        own = replace(machine, num_chunks=num_chunks)
         try:
-            return make_plan(trace, replace(machine, num_chunks=num_chunks), "nntrainer", mode=mode, lookahead=1)
-        except PlanError:
+            best = make_plan(record(own.budget_nbytes), own, "nntrainer", mode=mode, lookahead=1)
+        except (PlanError, BudgetTooSmall):
+            if best is not None:
+                break
             num_chunks += max(num_chunks // 50, 1)
-    return plan
+            if num_chunks > machine.num_chunks // 2:
+                raise
+        else:
+            num_chunks = machine.chunks_of(best.predicted["peak_nbytes"])
+    return best
 
 
 def measure(plans: Mapping[Mode, Plan], throttle: Throttle, *, rounds: int, store: Path) -> list[TimedContestant]:
@@ -97,10 +110,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # control groups are removed then, too
     os.environ["OOC_PLAN_CACHE"] = "off"
     options.out.mkdir(parents=True, exist_ok=True)
-    trace = record()
+    trace = record(2 * GIB)
     plenty = 2 * -(-trace.peak_nbytes() // _CHUNK_NBYTES)
     rows: list[Row] = []
-    is_equal = True
+    is_good = True
     for rate in options.rate or (100,):
         rates = {"load_bytes_per_s": rate * 1e6, "evict_bytes_per_s": rate * 1e6}
         machine = Machine(chunk_nbytes=_CHUNK_NBYTES, num_chunks=plenty, **rates)
@@ -118,11 +131,12 @@ def main() -> int:
             needed["stock"] = trace.peak_nbytes()
             found = lines(own, needed, min(needed.values()), rate)
             rows += rows_of(name, own)
-            is_equal = is_equal and all(line[-1] != "OTHER LOSSES" for line in found)
+            failures = [f"{each.inner.variant}: {each.inner.failure}" for each in own if each.inner.failure]
+            is_good = is_good and not failures and all(line[-1] != "OTHER LOSSES" for line in found)
             print(f"## {name}\n\nLoad before and after: {load:.1f}, {os.getloadavg()[0]:.1f}.\n", flush=True)
-            print(f"{markdown(HEADINGS, found)}\n", flush=True)
+            print(f"{markdown(HEADINGS, found)}\n", *failures, sep="\n", flush=True)
         write(rows, options.out / "modes.jsonl")
-    return 0 if is_equal else 1
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":
