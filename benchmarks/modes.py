@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -41,6 +42,7 @@ _CHUNK_NBYTES: Final = 256 * KIB
 _NUM_STEPS: Final = 6
 
 
+@cache
 def record(budget_nbytes: int) -> Trace:
     """A step, on demand. The budget says into how many parts large ops are split."""
     workload = models.get(_WORKLOAD, "full")

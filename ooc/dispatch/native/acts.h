@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "demand.h"
+#include "set_aside.h"
 
 namespace ooc {
 
@@ -110,17 +111,10 @@ class Acts {
       outcome = carry_out(acts, is_expected);
       ++num_done;
     }
-    PyObject *type, *value, *traceback;  // of Python's, if it has raised: not the unlocking's
-    PyErr_Fetch(&type, &value, &traceback);
+    SetAside error;  // of Python's, if it has raised
     PyObject* unlocked = PyObject_CallNoArgs(release);
-    if (unlocked == nullptr) {
-      Py_XDECREF(type);
-      Py_XDECREF(value);
-      Py_XDECREF(traceback);
-      return Outcome::kError;
-    }
-    Py_DECREF(unlocked);
-    PyErr_Restore(type, value, traceback);
+    error.pass_on(unlocked, nullptr);
+    if (unlocked == nullptr) return Outcome::kError;
     return outcome;
   }
 

@@ -14,6 +14,7 @@
 #include "../../../vmm/native/allocator.h"
 #include "acts.h"
 #include "demand.h"
+#include "set_aside.h"
 #include "sparse.h"
 #include "trials.h"
 #include "undisturbed.h"
@@ -204,34 +205,7 @@ bool for_each_operand(const Dispatcher* self, PyObject* object, Visit&& visit) {
   return true;
 }
 
-// An error that is set aside while Python is called.
-class SetAside {
- public:
-  SetAside() { PyErr_Fetch(&type_, &value_, &traceback_); }
-  SetAside(const SetAside&) = delete;
-  SetAside& operator=(const SetAside&) = delete;
-  ~SetAside() {
-    Py_XDECREF(type_);
-    Py_XDECREF(value_);
-    Py_XDECREF(traceback_);
-  }
-
-  // Pass on what was there, after a call that returned `done`: the result (owned; null where there was an error), with
-  // the error that was set aside. Where the call failed, its own error stands, and the result is dropped.
-  PyObject* pass_on(PyObject* done, PyObject* result) {
-    if (done == nullptr) {
-      Py_XDECREF(result);
-      return nullptr;
-    }
-    Py_DECREF(done);
-    PyErr_Restore(type_, value_, traceback_);
-    type_ = value_ = traceback_ = nullptr;
-    return result;
-  }
-
- private:
-  PyObject *type_, *value_, *traceback_;
-};
+using ooc::SetAside;
 
 inline PyObject* call_op(PyObject* call, PyObject* args, PyObject* kwargs) {
   const bool named = kwargs != nullptr && kwargs != Py_None && PyDict_GET_SIZE(kwargs) > 0;
