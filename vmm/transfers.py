@@ -1,6 +1,6 @@
 """Moving memory to and from files on threads of their own, without the GIL.
 
-The work is done by native/transfers.cpp; this is its door. A submitted job has a ticket, a number;
+The work is done by native/transfer_engine.h; this is its door. A submitted job has a ticket, a number;
 it may wait for earlier tickets. `submit_*` and `done` cost a few microseconds and never block.
 """
 
@@ -91,6 +91,7 @@ class TransferStatistics:
         num_jobs: Jobs finished, failed ones too.
         nbytes: Bytes moved.
         num_calls: System calls.
+        num_queued: Of the jobs, those that the kernel's own queue did, without a thread of ours.
         busy_ns: Time during which at least one call was under way: `nbytes / busy_ns` is the rate.
         call_ns: Time summed over calls: `call_ns / busy_ns` is how many were under way on average.
     """
@@ -98,6 +99,7 @@ class TransferStatistics:
     num_jobs: int
     nbytes: int
     num_calls: int
+    num_queued: int
     busy_ns: int
     call_ns: int
 
@@ -134,9 +136,18 @@ class TransferEngine:
         num_readers: Threads that read.
         piece_nbytes: Larger jobs are cut into pieces of this size, which the threads share; a
             multiple of 4096, for files opened with O_DIRECT.
+        kernel_queue: Let the kernel's asynchronous I/O do small jobs (512 KiB) on files opened with O_DIRECT, where it
+            has that: waking a thread costs more than they do. Without, the threads do all.
     """
 
-    def __init__(self, *, num_writers: int = 2, num_readers: int = 2, piece_nbytes: int = _PIECE_NBYTES) -> None:
+    def __init__(
+        self,
+        *,
+        num_writers: int = 2,
+        num_readers: int = 2,
+        piece_nbytes: int = _PIECE_NBYTES,
+        kernel_queue: bool = True,
+    ) -> None:
         if num_writers < 1 or num_readers < 1:
             raise ValueError(f"num_writers={num_writers}, num_readers={num_readers}: at least one each way")
         if piece_nbytes <= 0 or piece_nbytes % 4096:
@@ -144,7 +155,7 @@ class TransferEngine:
         self._lib = _library()
         self._num_threads = (num_writers, num_readers)
         code = ctypes.c_int()
-        handle = self._lib.open(num_writers, num_readers, piece_nbytes, ctypes.byref(code))
+        handle = self._lib.open(num_writers, num_readers, piece_nbytes, kernel_queue, ctypes.byref(code))
         if not handle:
             raise OSError(
                 code.value, f"{os.strerror(code.value)}: cannot start {num_writers} + {num_readers} transfer threads"
@@ -246,6 +257,7 @@ class TransferEngine:
             num_jobs=raw.num_jobs[kind],
             nbytes=raw.nbytes[kind],
             num_calls=raw.num_calls[kind],
+            num_queued=raw.num_queued[kind],
             busy_ns=raw.busy_ns[kind],
             call_ns=raw.call_ns[kind],
         )
@@ -386,7 +398,10 @@ class _Record(ctypes.Structure):
 
 class _Statistics(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64 * 2) for name in ("num_jobs", "nbytes", "num_calls", "busy_ns", "call_ns")),
+        *(
+            (name, ctypes.c_int64 * 2)
+            for name in ("num_jobs", "nbytes", "num_calls", "num_queued", "busy_ns", "call_ns")
+        ),
         ("num_pending", ctypes.c_int64),
         ("num_records_lost", ctypes.c_int64),
     )
@@ -411,7 +426,7 @@ class _Library:
         # and safe since no thread of the engine ever wants it.
         blocking, short = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         handle, number, wide, pointer = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-        self.open = _function(blocking, "open", ctypes.c_void_p, number, number, wide, pointer)
+        self.open = _function(blocking, "open", ctypes.c_void_p, number, number, wide, number, pointer)
         self.submit = _function(
             short, "submit", wide, handle, number, number, wide, number, pointer, number, pointer, number
         )
@@ -437,7 +452,8 @@ def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> 
 @functools.cache
 def _library() -> _Library:
     native = Path(__file__).parent / "native"
-    return _Library(build("transfers", [native / "transfers.cpp", native / "transfer_jobs.h"]))
+    sources = ("transfers.cpp", "transfer_engine.h", "transfer_jobs.h", "kernel_queue.h")
+    return _Library(build("transfers", [native / name for name in sources]))
 
 
 def _close_and_free(library: _Library, handle: int) -> None:

@@ -34,6 +34,7 @@ struct Record {
 
 struct Statistics {
   int64_t num_jobs[kNumKinds], nbytes[kNumKinds], num_calls[kNumKinds];
+  int64_t num_queued[kNumKinds];  // of the jobs, those that the kernel's queue did
   int64_t busy_ns[kNumKinds];  // at least one call was under way
   int64_t call_ns[kNumKinds];  // summed over calls
   int64_t num_pending, num_records_lost;
@@ -47,6 +48,7 @@ struct Faults {  // for tests
   int64_t call_nbytes;   // a call moves at most this many bytes; 0: no limit
   int64_t num_failures;  // calls in a row that fail
 
+  bool is_set() const { return calls_until_failure > 0 || delay_ns > 0 || call_nbytes > 0; }
   bool concerns(int32_t which) const { return kind == kNumKinds || kind == which; }
 };
 
@@ -89,6 +91,35 @@ void sleep_ns(int64_t ns) {
   while (nanosleep(&t, &t) && errno == EINTR) {
   }
 }
+
+// Counts and times calls, several of which may be under way at once.
+class Meter {
+ public:
+  Statistics counts{};
+
+  void begin(Kind kind, int64_t start_ns) {
+    if (num_under_way_[kind]++ == 0) busy_since_ns_[kind] = start_ns;
+  }
+
+  void end(Kind kind, int64_t start_ns, int64_t moved) {
+    int64_t stop_ns = now_ns();
+    counts.call_ns[kind] += stop_ns - start_ns;
+    if (--num_under_way_[kind] == 0) counts.busy_ns[kind] += stop_ns - busy_since_ns_[kind];
+    ++counts.num_calls[kind];
+    if (moved > 0) counts.nbytes[kind] += moved;
+  }
+
+  Statistics totals() const {
+    Statistics totals = counts;
+    for (int kind = 0; kind < kNumKinds; ++kind)
+      if (num_under_way_[kind]) totals.busy_ns[kind] += now_ns() - busy_since_ns_[kind];
+    return totals;
+  }
+
+ private:
+  int num_under_way_[kNumKinds] = {0, 0};
+  int64_t busy_since_ns_[kNumKinds] = {0, 0};
+};
 
 class Lock {
  public:
