@@ -291,7 +291,7 @@ class DeviceStore:
     def statistics(self, direction: Direction) -> TransferStatistics:
         """Totals of one direction. How long the link was busy is not known: nobody waits to find out."""
         num_jobs, nbytes = self._moved[direction]
-        return TransferStatistics(num_jobs=num_jobs, nbytes=nbytes, num_calls=0, busy_ns=0, call_ns=0)
+        return TransferStatistics(num_jobs=num_jobs, nbytes=nbytes, num_calls=0, num_queued=0, busy_ns=0, call_ns=0)
 
     def take_records(self) -> tuple[TransferRecord, ...]:
         """No times are known of single transfers."""

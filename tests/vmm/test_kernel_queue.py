@@ -147,9 +147,8 @@ def test_a_descriptor_that_is_closed_is_an_error(engine: TransferEngine, memory:
     assert caught.value.errno == errno.EBADF
 
 
-def test_places_that_the_file_does_not_have_yet(
-    engine: TransferEngine, memory: Memory, tmp_path: Path, file: int
-) -> None:
+@pytest.mark.usefixtures("file")
+def test_places_that_the_file_does_not_have_yet(engine: TransferEngine, memory: Memory, tmp_path: Path) -> None:
     """Room must be found for them, which the kernel does not do at once: the threads do it."""
     descriptor = os.open(tmp_path / "sparse", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
     os.truncate(descriptor, 4 * MIB)

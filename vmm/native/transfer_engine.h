@@ -42,6 +42,7 @@ constexpr int kMostRefusals = 40;          // EAGAIN in a row before a transfer 
 constexpr int64_t kFirstPauseNs = 1000000, kLongestPauseNs = 128000000;  // between them, doubled each time
 constexpr int64_t kLongestNapNs = 1000000;  // of a delay that a test asked for
 constexpr int64_t kQueuedNbytes = 512 << 10;  // of a larger job, pinning its pages would hold up who submits it
+constexpr int64_t kQueuedAtOnceNbytes = 1 << 20;  // each way: what becomes ready later may be needed first
 constexpr size_t kNumFailuresKept = 4096;  // failed tickets that can still be asked about
 constexpr size_t kNumFinished = 8192;      // tickets in the ring of finished ones; more are never under way
 constexpr size_t kNumRecordsKept = 16384;  // finished tickets in the timeline, oldest dropped first
@@ -231,6 +232,7 @@ class Engine {
   // to the threads alone.
   bool queue_one(Job& job) {
     if (!queue_.is_open() || is_closing_ || job.nbytes > std::min(kQueuedNbytes, piece_nbytes_)) return false;
+    if (queued_nbytes_[job.kind] + job.nbytes > kQueuedAtOnceNbytes) return false;
     if (job.flags || faults_.is_set() || job.segments.size() > IOV_MAX || !ready_[job.kind].empty()) return false;
     int64_t start_ns = now_ns();
     if (!queue_.submit(job.kind == kWrite, job.fd, job.segments.data(), int(job.segments.size()), job.offset,
@@ -239,6 +241,7 @@ class Engine {
     job.start_ns = start_ns;
     job.left_nbytes = 0;
     job.num_pieces = 1;
+    queued_nbytes_[job.kind] += job.nbytes;
     meter_.begin(job.kind, start_ns);
     return true;
   }
@@ -256,6 +259,7 @@ class Engine {
 
   void end_queued(Job& job, int64_t moved) {
     queue_.forget_one();
+    queued_nbytes_[job.kind] -= job.nbytes;
     meter_.end(job.kind, job.start_ns, moved);
     job.num_pieces = 0;
     if (moved == job.nbytes) {
@@ -469,6 +473,7 @@ class Engine {
   pthread_cond_t finished_;
   std::vector<pthread_t> threads_;
   KernelQueue queue_;
+  int64_t queued_nbytes_[kNumKinds] = {0, 0};  // under way in it
   bool is_queue_closed_ = false;
 
   bool is_closing_ = false;
