@@ -146,7 +146,8 @@ def check_environment(environment: Mapping[str, str] | None = None) -> list[str]
     for name, options in _SWITCHES.items():
         text = environment.get(name, "")
         if text and text.strip().lower() not in options:
-            raise BadSetting(name, f"{text!r} is neither on nor off. Options: {', '.join(options)}.")
+            where = " OOC_CACHE_DIR says in which directory." if os.sep in text else ""
+            raise BadSetting(name, f"{text!r} is neither on nor off. Options: {', '.join(options)}.{where}")
     known = {*(setting.variable for setting in SETTINGS), *_SWITCHES, *_OTHER_VARIABLES}
     slips = []
     for name in environment:

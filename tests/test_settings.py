@@ -70,6 +70,8 @@ def test_switches_are_checked_and_slips_of_the_pen_are_named() -> None:
     assert check_environment({"OOC_PLAN_CACHE": "off", "OOC_NVTX": "1", "OOC_CACHE_DIR": "/x", "OOCYTE": "1"}) == []
     with pytest.raises(BadSetting, match=r"OOC_PLAN_CACHE: 'perhaps' is neither on nor off. Options: 0, 1, off"):
         check_environment({"OOC_PLAN_CACHE": "perhaps"})
+    with pytest.raises(BadSetting, match=r"OOC_PLAN_CACHE: '/x/y' .* OOC_CACHE_DIR says in which directory"):
+        check_environment({"OOC_PLAN_CACHE": "/x/y"})
     with pytest.raises(BadSetting, match=r"OOC_NVTX: 'on' is neither on nor off. Options: 0, 1"):
         check_environment({"OOC_NVTX": "on"})
     assert check_environment({"OOC_BUGDET": "1GiB"}) == [

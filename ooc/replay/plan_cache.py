@@ -58,6 +58,7 @@ class PlanCache:
         self.num_hits = 0
         self._nbytes = 0  # of all files when the directory was looked at, and of those saved since
         self._num_saved = 0  # since then
+        self._has_complained = False  # of a plan that could not be kept, since the last that could
 
     def __repr__(self) -> str:
         return f"<PlanCache in {self.directory}, {self.num_hits} hits>"
@@ -119,8 +120,11 @@ class PlanCache:
             else:
                 self._nbytes += nbytes
             self._num_saved += 1
+            self._has_complained = False
         except OSError as error:
-            _log.warning("cannot keep a plan in %s: %s", self.directory, error)
+            if not self._has_complained:
+                _log.warning("cannot keep a plan in %s: %s", self.directory, error)
+            self._has_complained = True
         finally:
             if partial is not None:
                 with contextlib.suppress(OSError):
