@@ -73,6 +73,19 @@ def retimed(
             yield found
 
 
+def timed_with_less(
+    stays: Sequence[Residency], trace: Trace, machine: Machine, withheld: IntArray, *, puts_off: bool
+) -> tuple[Residency, ...]:
+    """The shortest stays (`shortest`) timed by the links' shared rate, with so many chunks less around each op."""
+    slack = _Slack(list(stays), trace, machine, [0] * len(trace.ops))
+    slack.held = slack.held + withheld
+    shared = while_both_busy(machine)
+    if puts_off:
+        slack.put_off_releases(shared.evict_bytes_per_s)
+    slack.issue_loads_ahead(shared.load_bytes_per_s)
+    return ordered(slack.stays, trace)
+
+
 def _timed(
     stays: list[Residency], trace: Trace, machine: Machine, timing: _Timing, waits_ns: Sequence[int] = ()
 ) -> tuple[Residency, ...]:

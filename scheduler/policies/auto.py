@@ -54,6 +54,7 @@ from scheduler.policies._placement import Placement
 from scheduler.policies._recompute import exchanged, with_reruns, with_slack
 from scheduler.policies._remat_search import fewest_reruns
 from scheduler.policies._slack import retimed, shortest
+from scheduler.policies._timing_climb import climbed
 from scheduler.selection import Selection
 from scheduler.trace import Trace
 
@@ -94,8 +95,7 @@ _RECOMPUTING = (poet, capuchin, melon, dtr, sublinear, checkmate)
 _SLOW_OR_LIKE_FEWEST = (poet, melon, dtr, sublinear, checkmate)
 
 _MOST_OPS_FOR_FEWEST = 10_000  # for which the fewest re-runs are looked for: about ten seconds of a core for 8,000
-# Of so many of the fastest candidates the gaps are placed by our own rules, and the transfers timed anew. Of short
-# steps more: so many ops together.
+# So many of the fastest candidates are placed by our own rules and timed anew; of short steps, so many ops together.
 _MOST_ADOPTED = 6
 _OPS_AT_LEAST = 2_000
 
@@ -499,7 +499,8 @@ class _Search:
         for _ in range(_ROUNDS if seen else 0):
             best = min(self.candidates, key=lambda found: found.rank)
             if self.is_perfect or not self._retime(best, best.simulation.op_stall_ns):
-                return
+                break
+        self.retimed.extend(climbed(self.candidates, self.trace) if seen else ())
 
     def _retime(self, found: Evaluation, waits_ns: Sequence[int], share: float = 1.0) -> bool:
         """Note other timings of a candidate, within a share of the memory; says whether one is better."""

@@ -244,7 +244,7 @@ def test_rounded_schedules_keep_the_rules_and_the_bound_holds(seed: int, paging:
     assert rounded.objective >= best.objective * (1 - 1e-3)
 
 
-def test_rounding_ends_where_every_schedule_takes_as_long_as_what_is_known() -> None:
+def test_programs_end_where_every_schedule_takes_as_long_as_what_is_known() -> None:
     """`auto` knows a plan already when it asks the programs, which took most of its time and lost."""
     graph = poet_graph("linear", "m4")
     request = Request(budget_nbytes=4065.6, objective="time", charge_paging=True)
@@ -255,6 +255,11 @@ def test_rounding_ends_where_every_schedule_takes_as_long_as_what_is_known() -> 
     assert beyond.schedule is None
     within = solve_by_rounding(graph, replace(request, limit_s=plain.bound * 1.01))
     assert (within.status, within.objective) == (plain.status, plain.objective)
+    best = solve(graph, request)
+    assert best.objective is not None
+    assert solve(graph, replace(request, limit_s=best.objective * 0.99)).status is Status.TOO_LONG
+    below = solve(graph, replace(request, limit_s=best.objective * 1.01))
+    assert below.objective == pytest.approx(best.objective, rel=2 * request.relative_gap)
     energy = replace(request, objective="energy")
     assert solve_by_rounding(graph, replace(energy, limit_s=0.0)).status is solve_by_rounding(graph, energy).status
 
