@@ -206,7 +206,7 @@ class PosixDriver:
         try:
             for piece in pieces:
                 self._show(piece)
-            self._keep_from_children(pieces[0].start, place)
+            self._advise(pieces[0].start, place)
         except BaseException as error:
             self._restore(before)
             if not isinstance(error, OSError):
@@ -257,7 +257,7 @@ class PosixDriver:
         piece: Piece[_Mapped] = Piece(place, place + num_chunks, _File(descriptor, offset, nbytes, place))
         try:
             self._show(piece)
-            self._keep_from_children(place, place + num_chunks)
+            self._advise(place, place + num_chunks)
         except BaseException as error:
             self._restore(before)
             if not isinstance(error, OSError):
@@ -420,9 +420,13 @@ class PosixDriver:
         flags = _CHUNKS | mmap.MAP_POPULATE if access is Access.READ_WRITE else _CHUNKS
         self._sys.mmap(address, nbytes, _prot(access), flags, self._file.descriptor, offset)
 
-    def _keep_from_children(self, start: int, stop: int) -> None:
+    def _advise(self, start: int, stop: int) -> None:
+        """Say of new mappings what the kernel is to know of all of ours."""
+        address, nbytes = self._places.address(start), (stop - start) * self._chunk_nbytes
         if self._dontfork:
-            self._sys.madvise(self._places.address(start), (stop - start) * self._chunk_nbytes, mmap.MADV_DONTFORK)
+            self._sys.madvise(address, nbytes, mmap.MADV_DONTFORK)
+        if self._file.is_split:
+            self._sys.madvise(address, nbytes, mmap.MADV_NOHUGEPAGE)
 
     def _restore(self, pieces: Sequence[Piece[_Mapped]]) -> None:
         """Undo: let addresses show again what the layout says that they show."""
@@ -430,7 +434,7 @@ class PosixDriver:
             for piece in pieces:
                 self._show(piece)
                 if piece.value is not None:
-                    self._keep_from_children(piece.start, piece.stop)
+                    self._advise(piece.start, piece.stop)
         except OSError as error:
             first, last = self._places.address(pieces[0].start), self._places.address(pieces[-1].stop)
             raise self._fault(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import vmm.huge_pages
-from tests.vmm.memory_cases import PosixCase, shown, smaps_nbytes, stamp
+from tests.vmm.memory_cases import PosixCase, shown, smaps_nbytes, stamp, vm_flags
 from vmm import machine
 from vmm.posix import PosixDriver, Syscalls
 
@@ -55,6 +55,11 @@ def test_huge_pages_whatever_the_setting_for_memfds(
         stamp(case, driver)
         assert shown(case, driver, driver.view_address, num_chunks) == list(range(num_chunks))
         assert smaps_nbytes(driver.view_address, "ShmemPmdMapped") == (0 if are_sampled else 4 << 20)
+        address = driver.reserve(num_chunks)
+        driver.map(address, [(0, num_chunks)])
+        driver.map(address + CHUNK, [(2, 1)])
+        for shown_at in driver.view_address, address, address + CHUNK, address + 2 * CHUNK:
+            assert ("nh" in vm_flags(shown_at)) == are_sampled  # else the kernel would put them together again
     assert case.holdings() == before
 
 

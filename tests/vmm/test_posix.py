@@ -120,17 +120,20 @@ def shown_pieces(driver: PosixDriver, place: int, count: int) -> list[object]:
     return [piece.value for piece in driver._layout.pieces(place, place + count)]
 
 
-def test_neighbouring_runs_are_one_mapping_and_one_call() -> None:
+@pytest.mark.parametrize("are_sampled", [False, True])
+def test_neighbouring_runs_are_one_mapping_and_one_call(monkeypatch: pytest.MonkeyPatch, are_sampled: bool) -> None:
+    monkeypatch.setattr(machine, "samples_accesses", lambda: are_sampled)
     calls = RecordingSyscalls()
     with PosixDriver(16, CHUNK, syscalls=calls) as driver:
+        advices = ["madvise", "madvise"] if driver._file.is_split else ["madvise"]
         address = driver.reserve(16)
         calls.calls.clear()
         driver.map(address, [(0, 4), (4, 4), (8, 8)])
-        assert calls.calls == ["mmap", "madvise"]
+        assert calls.calls == ["mmap", *advices]
         assert num_kernel_mappings(driver) == 2  # the reservation and the rest of the arena
         calls.calls.clear()
         driver.map(address, [(3, 1), (2, 1), (1, 1)])
-        assert calls.calls == ["mmap", "mmap", "mmap", "madvise"]
+        assert calls.calls == ["mmap", "mmap", "mmap", *advices]
         assert num_kernel_mappings(driver) == 5
 
 
