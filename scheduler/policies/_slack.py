@@ -77,22 +77,25 @@ def timed_with_less(
     stays: Sequence[Residency], trace: Trace, machine: Machine, withheld: IntArray, *, puts_off: bool
 ) -> tuple[Residency, ...]:
     """The shortest stays (`shortest`) timed by the links' shared rate, with so many chunks less around each op."""
-    slack = _Slack(list(stays), trace, machine, [0] * len(trace.ops))
-    slack.held = slack.held + withheld
-    shared = while_both_busy(machine)
-    if puts_off:
-        slack.put_off_releases(shared.evict_bytes_per_s)
-    slack.issue_loads_ahead(shared.load_bytes_per_s)
-    return ordered(slack.stays, trace)
+    timing = _Timing(shared_loads=True, shared_writes=True, puts_off=puts_off)
+    return _timed(list(stays), trace, machine, timing, withheld=withheld)
 
 
 def _timed(
-    stays: list[Residency], trace: Trace, machine: Machine, timing: _Timing, waits_ns: Sequence[int] = ()
+    stays: list[Residency],
+    trace: Trace,
+    machine: Machine,
+    timing: _Timing,
+    waits_ns: Sequence[int] = (),
+    *,
+    withheld: IntArray | None = None,
 ) -> tuple[Residency, ...]:
     if not trace.ops:
         return tuple(stays)
     shared = while_both_busy(machine)
     slack = _Slack(stays, trace, machine, waits_ns or [0] * len(trace.ops))
+    if withheld is not None:
+        slack.held = slack.held + withheld
     if timing.puts_off:
         slack.put_off_releases((shared if timing.shared_writes else machine).evict_bytes_per_s)
     slack.issue_loads_ahead((shared if timing.shared_loads else machine).load_bytes_per_s)

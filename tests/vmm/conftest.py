@@ -10,6 +10,7 @@ from tests.vmm.fake_cases import GRANULE, OK
 from tests.vmm.memory_cases import CASES, DriverCase
 from vmm.driver import Driver
 from vmm.testing.fake_cuda import FakeCuda
+from vmm.transfers import TransferEngine
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,3 +38,9 @@ def fake() -> Iterator[FakeCuda]:
     assert made.cuInit(0) == (OK,)
     yield made
     made.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[TransferEngine]:
+    with TransferEngine() as made:
+        yield made

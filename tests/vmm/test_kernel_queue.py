@@ -57,12 +57,6 @@ def file(path: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
-@pytest.fixture
-def engine() -> Iterator[TransferEngine]:
-    with TransferEngine() as made:
-        yield made
-
-
 def num_queued(engine: TransferEngine) -> int:
     return sum(engine.statistics(way).num_queued for way in ("write", "read"))
 

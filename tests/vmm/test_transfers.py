@@ -43,12 +43,6 @@ def file(tmp_path: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
-@pytest.fixture
-def engine() -> Iterator[TransferEngine]:
-    with TransferEngine() as made:
-        yield made
-
-
 def test_a_round_trip_through_scattered_segments(engine: TransferEngine, memory: Memory, file: int) -> None:
     noise = random.Random(1).randbytes(8 * MIB)
     memory[: 8 * MIB] = noise

@@ -59,10 +59,6 @@ class Engine {
     if (queues) queue_.open();
   }
 
-  ~Engine() {
-    if (queue_.is_open() && !is_queue_closed_) queue_.close();
-  }
-
   // Starts the threads. An errno, with those that did start stopped again, if one cannot be made.
   int start(const int num_threads[kNumKinds]) {
     // Signals belong to Python's main thread.
