@@ -1,8 +1,9 @@
 """The step boundary: records what the last step did, and chooses the plan that the next one replays.
 
 A *period* reaches from the start of one step to the start of the next, so that what the user does between steps is
-planned, too. At the boundary the period that ends is recorded or checked against its plan, and the plan of the sequence
-that is predicted to come next is entered.
+planned, too; where optimizers take turns, over a round of steps (`ooc.replay.optimizer_rounds`). At the boundary the
+period that ends is recorded or checked against its plan, and the plan of the sequence that is predicted to come next
+is entered.
 
 A period has *borders* within it, where one segment of it may end and another begin: where a backward pass ends, where
 gradients are switched on or off (an evaluation), where a plan ends. What begins there is told by its first op.
@@ -15,9 +16,11 @@ gradients are switched on or off (an evaluation), where a plan ends. What begins
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +33,7 @@ from ooc.memory.residency import ResidencyManager
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.first_sightings import name_of
 from ooc.replay.learning_budget import LearningBudget
+from ooc.replay.optimizer_rounds import OptimizerRounds
 from ooc.replay.segmentation import Segmentation
 from ooc.replay.sequences import Sequences
 from ooc.telemetry.progress import Position, Progress
@@ -45,6 +49,15 @@ _log = logging.getLogger(__name__)
 
 _MOST_IN_BETWEEN = 0.2
 """A step where no more than this part of the ops ran on demand had something in between, and was not new itself."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Stay:
+    """On a plan, from where it is entered to where another one is, or none."""
+
+    plan: ExecutablePlan
+    entered_ns: int  # how long it took to enter it
+    num_ops: int = 0  # played, of all periods that have ended
 
 
 class StepCycle:
@@ -87,6 +100,7 @@ class StepCycle:
         self._last_optimizer: int | None = None  # identity of the one that ended the last step
         self._why = UnplannedSteps(sequences.unplannable)
         self._segmentation = Segmentation()
+        self._rounds = OptimizerRounds()
         self._is_between = False  # in what comes between steps without gradients, in a period that is planned whole
         self._backward_depth = 0
         self._was_new = False  # what the period that ends had: something like nothing before
@@ -96,6 +110,7 @@ class StepCycle:
         # The plan of this period, to be entered again if it is left at its head.
         self._awaited: ExecutablePlan | None = None
         self._entered: ExecutablePlan | None = None  # the plan that was entered last
+        self._stay: _Stay | None = None  # of the same, until it ends
         self._tried: list[ExecutablePlan] = []  # plans that were entered and left at their heads before this very op
         self._most_ops = 0  # of the longest plan that was replayed
         self._at_begin = (0, 0)  # the same when the present step began, with the ops of its segment then
@@ -104,15 +119,21 @@ class StepCycle:
     def __repr__(self) -> str:
         return f"<StepCycle after {self._steps.num_steps} steps>"
 
+    @property
+    def num_steps_a_period(self) -> int:
+        """Steps that a plan is for: more than one where optimizers take turns."""
+        return self._rounds.num_steps
+
     def close(self) -> None:
         """End the profiler range of the present step. Idempotent."""
         self._range.end()
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, begins_period: bool = True) -> None:
         """Note that a step begins."""
         with self._lock:
             self._range.begin()
-            self._timeline.begin_step(self._executor.active)
+            if begins_period:
+                self._timeline.begin_step(self._executor.active)
             self._at_begin = self._num_ops()
             self._steps.begin(planned=self._executor.active is not None)
 
@@ -138,7 +159,9 @@ class StepCycle:
         in_a_row = self._num_backward == 0 and self._last_optimizer not in (None, id(optimizer))
         if not in_a_row:
             self._last_optimizer = id(optimizer)
-            self._pass_boundary()
+            if self._segmentation.is_on:
+                self._rounds.forget()
+            self._pass_boundary(ends_period=self._segmentation.is_on or self._rounds.ends_with(id(optimizer)))
 
     def backward_ended(self, *, has_optimizer: Callable[[], bool]) -> None:
         """Handle the end of a backward pass: in a program without an optimizer, it ends the step."""
@@ -166,20 +189,20 @@ class StepCycle:
                 self._end_segment()
         self._watch()
 
-    def _pass_boundary(self) -> None:
+    def _pass_boundary(self, *, ends_period: bool = True) -> None:
         with self._lock:  # all of it: what garbage or a signal calls comes afterwards
             self._num_backward = 0
             self._note_step()
-            self.begin_period()
-            self._exports.step_ends()
-            self.begin_step()
+            if ends_period:
+                self.begin_period()
+                self._exports.step_ends()
+            self.begin_step(begins_period=ends_period)
 
     def begin_period(self) -> None:
         """Learn from the period that ends, and enter the plan that is predicted for the next one."""
         with self._lock:
             self._exports.step_begins()
-            has_replayed = self._executor.active is not None and self._executor.is_complete()
-            self._learning.end_period(has_replayed=has_replayed, has_left_plan=self._steps.began_planned)
+            self._learning.end_period()
             if self._segmentation.is_on:
                 self._end_segment()
                 self._segmentation.note_segments(tuple(self._keys))
@@ -188,7 +211,10 @@ class StepCycle:
                 self._pass(self._sequences.expected)
                 planned, on_demand = (now - then for now, then in zip(self._num_ops(), self._at_start, strict=True))
                 is_new = self._was_new and on_demand > _MOST_IN_BETWEEN * (planned + on_demand)
-                self._segmentation.note_whole(is_new=is_new)
+                if self._rounds.num_steps > 1:
+                    self._rounds.note_period(is_new=is_new or self._keys[-1] is None)
+                else:
+                    self._segmentation.note_whole(is_new=is_new)
                 self._at_start = self._num_ops()
             self._keys.clear()
             self._sequences.is_segmented = self._segmentation.is_on
@@ -342,6 +368,8 @@ class StepCycle:
         if executor.active is not None:
             self._most_ops = max(self._most_ops, executor.active.num_ops)
             executor.active.num_alive = executor.active.num_entered
+            if self._stay is not None:
+                self._stay.num_ops += executor.active.num_ops
             key = sequences.active_key
             self._num_planned += executor.active.num_ops
             sequences.note_end(key)
@@ -368,10 +396,11 @@ class StepCycle:
     def _enter(self, follower: ExecutablePlan | None, *, is_begun: bool = False) -> None:
         """Begin a sequence by a plan, on demand without one, or where that cannot be entered."""
         executor = self._executor
+        self._end_stay()
         self._runner.start_recording()
         if follower is None:
             return
-        if self._learning.everything_fits if is_begun else not self._learning.may_enter():
+        if not self._learning.may_enter(follower):
             self._why.note_all_fits()
             return
         self._exports.end_returned()
@@ -379,8 +408,10 @@ class StepCycle:
         self._entered = follower
         self._tried.append(follower)
         left_because = executor.bailout_reason  # if this step has left a plan before
+        started_ns = time.monotonic_ns()
         if executor.enter(follower, self._sequences.others(follower), is_begun=is_begun):
             self._runner.recording.stop()
+            self._stay = _Stay(follower, entered_ns=time.monotonic_ns() - started_ns)
             self._steps.note_plan(self._manager.pool.num_chunks - self._manager.num_free)
         else:
             _log.info("cannot play the plan: %s", executor.bailout_reason)
@@ -390,6 +421,14 @@ class StepCycle:
                 self._sequences.retire(follower)
                 self.give_up_retired()
             executor.bailout_reason = left_because
+
+    def _end_stay(self) -> None:
+        if self._stay is None:
+            return
+        recorder = self._runner.recording.recorder
+        num_ops = self._stay.num_ops + (recorder.num_replayed if recorder is not None else 0)
+        self._learning.note_stay(self._stay.plan, num_ops=num_ops, entered_ns=self._stay.entered_ns)
+        self._stay = None
 
     def _num_ops(self) -> tuple[int, int]:
         """Ops so far that were planned, and on demand; the present segment's, too."""

@@ -55,16 +55,17 @@ def metrics_of(document: Document, view: StepView | None) -> Metrics:
     """The document's numbers; `view` is its step on a time axis, if it has one."""
     plan, trace = document.plan, document.trace
     predicted, bounds = (plan.predicted, plan.bounds) if plan is not None else ({}, {})
+    num_steps = _num_steps(document.run)
     values: dict[str, Any] = {
         "in_core_peak_nbytes": trace.peak_nbytes() if trace is not None else None,
         "num_ops": len(trace.ops) if trace is not None else None,
-        "planned_s": _seconds(predicted, "duration_ns"),
-        "bound_s": _bound_s(view)
+        "planned_s": _seconds(predicted, "duration_ns", num_steps),
+        "bound_s": _bound_s(view) / num_steps
         if view is not None and view.source == "measured"
-        else _seconds(bounds, "duration_ns"),
-        "recompute_s": _seconds(predicted, "recompute_ns"),
+        else _seconds(bounds, "duration_ns", num_steps),
+        "recompute_s": _seconds(predicted, "recompute_ns", num_steps),
         "relocated_nbytes": _integer(predicted, "relocated_nbytes"),
-        "compute_s": view.compute_ns / 1e9 if view is not None else None,
+        "compute_s": view.compute_ns / 1e9 / num_steps if view is not None else None,
     }
     if document.run is not None:
         values |= _run_metrics(document.run)
@@ -125,6 +126,13 @@ def _integer(values: Mapping[str, Any], key: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _seconds(values: Mapping[str, Any], key: str) -> float | None:
+def _num_steps(run: Mapping[str, Any] | None) -> int:
+    """Steps that a run's plan is for: more than one where optimizers take turns."""
+    plan = run.get("plan") if run is not None else None
+    return int(plan.get("num_steps", 1)) if plan else 1
+
+
+def _seconds(values: Mapping[str, Any], key: str, num_steps: int = 1) -> float | None:
+    """Seconds for each step of what is told for so many, in nanoseconds."""
     value = _integer(values, key)
-    return None if value is None else value / 1e9
+    return None if value is None else value / 1e9 / num_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 from ooc.memory.counters import Counters
@@ -18,17 +19,50 @@ FREE_SEQUENCES = 64
 _CALM_PERIODS = 4
 """Periods in a row that had to move nothing before all is taken to fit: an evaluation may move what steps do not."""
 _LONGEST_PAUSE = 64
+_SAVED_NS = 5_000
+"""What an op on a plan saves where nothing moves."""
+_LATEST_SHARE = 0.25
+"""Of the latest stay on a plan, in what such stays have gained of late."""
+
+
+class Account:
+    """What it has gained to enter a plan, or plans; if that is a loss, it is tried ever more seldom.
+
+    Attributes:
+        gain_ns: By each stay on the plan, of late; 0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.gain_ns = 0.0
+        self._pause = 0  # chances to let pass before the next trial
+        self._num_passed = 0
+
+    def __repr__(self) -> str:
+        return f"<Account: {self.gain_ns / 1e6:.3f} ms a stay, {self._num_passed} of {self._pause} chances passed>"
+
+    def may_try(self) -> bool:
+        """Whether to take this chance. Where not, it counts as passed."""
+        if self.gain_ns >= 0 or self._num_passed >= self._pause:
+            return True
+        self._num_passed += 1
+        return False
+
+    def note(self, gain_ns: float) -> None:
+        """Note what a stay has gained."""
+        self.gain_ns += (gain_ns - self.gain_ns) * _LATEST_SHARE
+        self._num_passed = 0
+        self._pause = 0 if gain_ns >= 0 else min(max(2 * self._pause, 1), _LONGEST_PAUSE)
 
 
 class LearningBudget:
-    """Decides at each boundary whether to learn from the period that ends, and whether to enter a plan for the next.
+    """Decides at each border whether to learn from what ends, and whether to enter a plan for what begins.
 
     A plan saves waiting for what is moved. Where nothing had to be moved for some periods it only saves a few
-    microseconds an op, so learning may take a small part of the time so far. After a step that left its plan there,
-    plans are not entered for a while, which doubles each time. As soon as anything moves for want of room, all plans
-    are entered, and learning may take a larger part of the time, and any at first. What plans themselves move says
-    nothing: layers skipped at random left a plan in each step, and each time what had outlived it was evicted, at four
-    times the memory that the step needs.
+    microseconds an op, so learning may take a small part of the time so far. Plans that take longer to enter than they
+    save until they are left are entered less and less often; so are all that were not entered yet, if most are such.
+    As soon as anything moves for want of room, all plans are entered, and learning may take a larger part of the time,
+    and any at first. What plans themselves move says nothing: layers skipped at random left a plan in each step, and
+    each time what had outlived it was evicted, at four times the memory that the step needs.
 
     Args:
         counters: Of what is moved.
@@ -45,8 +79,8 @@ class LearningBudget:
         self._num_learned = 0
         self._num_crowded = 0
         self._num_calm = 0
-        self._pause = 0  # periods without a plan after the last step that left its plan
-        self._num_paused = 0
+        self._account = Account()  # of all plans
+        self._accounts: weakref.WeakKeyDictionary[object, Account] = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
         return f"<LearningBudget, {self._num_calm} periods moved nothing, {self._spent_s:.2f} s spent>"
@@ -56,14 +90,9 @@ class LearningBudget:
         """Whether nothing had to be moved for some periods, so that plans are of little use."""
         return self._is_limited and self._num_calm >= _CALM_PERIODS
 
-    def end_period(self, *, has_left_plan: bool, has_replayed: bool) -> None:
-        """Note that a period ends: whether it left the plan that it began on, or was replayed to its end."""
+    def end_period(self) -> None:
+        """Note that a period ends."""
         self._num_calm = self._num_calm + 1 if self._counters.num_crowded == self._num_crowded else 0
-        if has_replayed:
-            self._pause = 0
-        elif has_left_plan:
-            self._pause = min(max(2 * self._pause, 1), _LONGEST_PAUSE)
-            self._num_paused = 0
 
     def begin_period(self) -> None:
         """Note that a period begins: what entering its plan has moved was not for want of room."""
@@ -78,12 +107,15 @@ class LearningBudget:
     def _is_within(self, fraction: float) -> bool:
         return self._spent_s <= fraction * (self._clock() - self._opened)
 
-    def may_enter(self) -> bool:
-        """Whether to enter a plan for the period that begins, if there is one."""
-        if not self.everything_fits or self._num_paused >= self._pause:
-            return True
-        self._num_paused += 1
-        return False
+    def may_enter(self, plan: object) -> bool:
+        """Whether to enter this plan for what begins. One that was never entered is judged by all others."""
+        return not self.everything_fits or self._accounts.get(plan, self._account).may_try()
+
+    def note_stay(self, plan: object, *, num_ops: int, entered_ns: int) -> None:
+        """Note that a plan is played no longer: how many ops were, all in all, and how long it took to enter it."""
+        if self.everything_fits:
+            for account in (self._account, self._accounts.setdefault(plan, Account())):
+                account.note(num_ops * _SAVED_NS - entered_ns)
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:

@@ -18,11 +18,15 @@ class _Clock:
         return self.now
 
 
+class _Plan:
+    """Stands for a plan: all that is asked of it is which one it is."""
+
+
 def _calm(counters: Counters, clock: _Clock, num_periods: int = 8) -> LearningBudget:
     learning = LearningBudget(counters, is_limited=True, clock=clock)
     for _ in range(num_periods):
         learning.begin_period()
-        learning.end_period(has_left_plan=False, has_replayed=False)
+        learning.end_period()
     return learning
 
 
@@ -44,9 +48,11 @@ def test_where_something_was_moved_all_is_learned() -> None:
         clock.now += 1.0
     learning.begin_period()
     counters.num_crowded += 1
-    learning.end_period(has_left_plan=True, has_replayed=False)
+    learning.end_period()
     assert learning.may_learn()
-    assert learning.may_enter()
+    plan = _Plan()
+    learning.note_stay(plan, num_ops=0, entered_ns=1_000_000)
+    assert all(learning.may_enter(plan) for _ in range(8))
 
 
 def test_where_something_moves_learning_takes_its_share_after_so_many_sequences() -> None:
@@ -67,7 +73,7 @@ def test_what_plans_move_where_all_fits_is_no_want_of_room() -> None:
     learning.begin_period()
     counters.evicted_nbytes += 1  # of what outlived its plan
     counters.loaded_nbytes += 1
-    learning.end_period(has_left_plan=True, has_replayed=False)
+    learning.end_period()
     assert learning.everything_fits
 
 
@@ -76,21 +82,42 @@ def test_what_entering_a_plan_moves_is_no_want_of_room() -> None:
     learning = _calm(counters, clock)
     counters.num_crowded += 1  # between the periods
     learning.begin_period()
-    learning.end_period(has_left_plan=False, has_replayed=False)
+    learning.end_period()
     assert learning.everything_fits
 
 
-def test_plans_that_are_left_are_entered_less_and_less_often() -> None:
-    learning = _calm(Counters(), _Clock())
+def _entered(learning: LearningBudget, plan: _Plan, num_chances: int) -> list[int]:
+    """The chances at which a plan is entered that is left at once each time."""
     entered = []
-    for _ in range(40):
-        entered.append(learning.may_enter())
-        learning.begin_period()
-        learning.end_period(has_left_plan=entered[-1], has_replayed=False)
-    assert [i for i, was in enumerate(entered) if was] == [0, 2, 5, 10, 19, 36]
-    assert not learning.may_enter()
-    learning.end_period(has_left_plan=True, has_replayed=True)
-    assert learning.may_enter()
+    for index in range(num_chances):
+        if learning.may_enter(plan):
+            entered.append(index)
+            learning.note_stay(plan, num_ops=0, entered_ns=1_000_000)
+    return entered
+
+
+def test_plans_that_are_left_are_entered_less_and_less_often() -> None:
+    learning, plan = _calm(Counters(), _Clock()), _Plan()
+    assert _entered(learning, plan, 40) == [0, 2, 5, 10, 19, 36]
+    assert not learning.may_enter(plan)
+    learning.note_stay(plan, num_ops=1_000_000, entered_ns=0)
+    assert _entered(learning, plan, 2) == [0, 1]  # what it gained is more than what it has cost
+
+
+def test_each_plan_is_judged_by_itself_and_a_new_one_by_all_others() -> None:
+    learning = _calm(Counters(), _Clock())
+    good, bad = _Plan(), _Plan()
+    for _ in range(20):
+        if learning.may_enter(good):
+            learning.note_stay(good, num_ops=1000, entered_ns=1_000_000)
+        if learning.may_enter(bad):
+            learning.note_stay(bad, num_ops=10, entered_ns=1_000_000)
+    assert all(learning.may_enter(good) for _ in range(20))
+    assert learning.may_enter(_Plan())  # most stays have gained something
+    for _ in range(20):
+        learning.note_stay(_Plan(), num_ops=10, entered_ns=1_000_000)
+    assert not any(learning.may_enter(_Plan()) for _ in range(20))
+    assert all(learning.may_enter(good) for _ in range(20))
 
 
 def test_without_limits_the_clock_decides_nothing() -> None:
@@ -99,9 +126,9 @@ def test_without_limits_the_clock_decides_nothing() -> None:
     for _ in range(8):
         with learning.spending():
             clock.now += 1.0
-        learning.end_period(has_left_plan=True, has_replayed=False)
+        learning.end_period()
     assert learning.may_learn()
-    assert learning.may_enter()
+    assert learning.may_enter(_Plan())
 
 
 def _train(num_steps: int, shrink_at: int | None, num_learned: int = 0) -> tuple[list[float], list[str]]:
