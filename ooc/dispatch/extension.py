@@ -35,7 +35,7 @@ def dispatcher_type() -> Any:
 
 @functools.cache
 def boxed_ops() -> Any | None:
-    """The native module that plays planned ops without Python (native/boxed.cpp); None where it cannot be built.
+    """The native module that runs ops without Python (native/boxed.cpp); None where it cannot be built.
 
     Its headers are ATen's, which take half a gigabyte to compile: a small board may have no room for that, and another
     torch may have changed what they say. Then ops take the way through Python, some microseconds longer each.
@@ -43,8 +43,8 @@ def boxed_ops() -> Any | None:
     try:
         libraries = ["c10", "torch_cpu", "torch_python"]
         return _load("boxed", libraries, memory_nbytes=_BOXED_NBYTES, is_optional=True)
-    except native_build.NativeBuildError as error:
-        _log.info("planned ops go through Python: native/boxed.cpp cannot be built: %s", error)
+    except (native_build.NativeBuildError, ImportError) as error:  # built, but torch has not what it calls
+        _log.info("ops go through Python: native/boxed.cpp cannot be built: %s", error)
         return None
 
 

@@ -40,6 +40,10 @@ class Dispatcher(Protocol):
         """Planned ops that were played without Python so far (native/boxed.cpp)."""
 
     @property
+    def num_boxed_demand(self) -> int:
+        """Ops on demand that were run without Python so far (native/boxed_demand.h)."""
+
+    @property
     def num_acts(self) -> int:
         """Planned ops, so far, before which something was to be done, and Python had no part in it (native/acts.h)."""
 

@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "kind_methods.h"
 #include "play.h"
 #include "prepare_acts.h"
 #include "run_on_demand.h"
@@ -81,6 +82,13 @@ PyObject* take_note(Dispatcher* self, PyObject* func, PyObject* args, PyObject* 
     case Rare::kFinish:
       done = PyObject_CallFunction(self->finish, "IOOOO", rare.index, func, args, or_none(kwargs), rare.result);
       break;
+    case Rare::kFailedOnDemand:
+      done = tell_failed(*self->demand, func, args, kwargs, rare.result);
+      if (done == nullptr || rare.type == nullptr) break;
+      Py_DECREF(done);  // what went wrong was no op's error: it is raised after all
+      PyErr_Restore(rare.type, rare.value, rare.traceback);
+      rare.type = rare.value = rare.traceback = nullptr;
+      return nullptr;
   }
   if (done == nullptr) return nullptr;
   Py_DECREF(done);
@@ -319,6 +327,9 @@ PyObject* get_cursor(PyObject* object, void*) {
 PyObject* get_num_boxed(PyObject* object, void*) {
   return PyLong_FromUnsignedLongLong(reinterpret_cast<Dispatcher*>(object)->num_boxed);
 }
+PyObject* get_num_boxed_demand(PyObject* object, void*) {
+  return PyLong_FromUnsignedLongLong(reinterpret_cast<Dispatcher*>(object)->num_boxed_demand);
+}
 PyObject* get_num_acts(PyObject* object, void*) {
   const ooc::Acts* acts = reinterpret_cast<Dispatcher*>(object)->acts;
   return PyLong_FromUnsignedLongLong(acts != nullptr ? acts->num_done : 0);
@@ -472,6 +483,7 @@ PyGetSetDef dispatcher_getset[] = {
     {"cursor", get_cursor, nullptr, "Index of the next planned op.", nullptr},
     {"depth", get_depth, nullptr, "Critical sections entered on the session's thread.", nullptr},
     {"num_boxed", get_num_boxed, nullptr, "Planned ops that were played without Python so far.", nullptr},
+    {"num_boxed_demand", get_num_boxed_demand, nullptr, "Ops on demand that were run without Python so far.", nullptr},
     {"num_acts", get_num_acts, nullptr, "Planned ops before which Python had nothing to do, though something was.", nullptr},
     {"planned", get_planned, nullptr, "Whether ops are compared with a plan.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};

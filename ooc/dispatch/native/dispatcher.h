@@ -34,9 +34,10 @@ struct PlanOp {
 
 // What `Dispatcher.__call__` is called for when an op that ran without Python is told to it.
 struct Rare {
-  enum Kind { kRaise, kFailed, kFinish } kind;  // raise what follows; the op raised; it left the plan while it ran
+  // Raise what follows; a planned op raised; it left the plan while it ran; an op on demand raised, or was refused memory.
+  enum Kind { kRaise, kFailed, kFinish, kFailedOnDemand } kind;
   uint32_t index = 0;
-  PyObject* result = nullptr;  // owned: the tensors that it has returned
+  PyObject* result = nullptr;  // owned: the tensors that it has returned; kFailedOnDemand: (records, written, raised)
   PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;  // owned: to be raised
   bool is_told = false;  // Python has taken note, and raised nothing
 
@@ -84,7 +85,8 @@ struct Dispatcher {
   ooc::Trials* trials;  // which kinds of op may run again
   // Set by boxed.cpp.
   Rare* rare;  // what the next call is for; null: an op to run
-  uint64_t num_boxed;  // ops that were played without Python
+  uint64_t num_boxed;         // planned ops that were played without Python
+  uint64_t num_boxed_demand;  // ops on demand that were run so
   PyObject* (*schemas_of)(PyObject* funcs, PyObject* calls);  // bytes: an address, or 0, for each op; owned
   void (*detach)(Dispatcher*);
 };

@@ -1,5 +1,6 @@
 // Kinds of op: what ops have in common that are tried once for all before they are run again
-// (ooc/replay/rerun_trials.py). A kind is a hash of the op, of the geometry of its operands and of its other arguments.
+// (ooc/replay/rerun_trials.py). A kind is a hash of the op, of the geometry of its operands and of its other arguments,
+// as torch hands them to Python. boxed_kinds.h finds the same from torch's stack of values.
 #pragma once
 
 #include <c10/core/DispatchKeySet.h>
@@ -14,23 +15,21 @@ namespace {
 
 constexpr uint64_t kAlignment = 64;  // of the widest vector register, and of what torch allocates
 
-uint64_t mixed(uint64_t hash, uint64_t value) {
+inline uint64_t mixed(uint64_t hash, uint64_t value) {
   hash ^= value + 0x9e3779b97f4a7c15ULL + (hash << 6) + (hash >> 2);
   hash ^= hash >> 31;
   return hash * 0xbf58476d1ce4e5b9ULL;
 }
 
 // False: a tensor of which no re-run could be given a stand-in.
-bool mix_tensor(const Dispatcher* self, PyObject* tensor, uint64_t& hash) {
-  if (self->cdata_offset < 0) return false;
-  const auto* impl = *reinterpret_cast<c10::TensorImpl**>(reinterpret_cast<char*>(tensor) + self->cdata_offset);
+inline bool mix_tensor(const Dispatcher* self, const c10::TensorImpl* impl, uint64_t& hash) {
   if (impl == nullptr || impl->layout() != c10::kStrided || !impl->has_storage()) return false;
   // Nested tensors have no sizes to be asked for, wrapper subclasses (the Python key) sizes of their own.
   const c10::DispatchKeySet keys = impl->key_set();
   if (keys.has(c10::DispatchKey::NestedTensor) || keys.has(c10::DispatchKey::Python)) return false;
   const c10::ScalarType type = c10::typeMetaToScalarType(impl->dtype());
   if (c10::isQIntType(type) || impl->is_conj() || impl->is_neg()) return false;
-  const bool is_managed = arena_address(self, tensor) != 0;
+  const bool is_managed = arena_address(self, impl) != 0;
   if (!is_managed && impl->unsafe_storage().nbytes() >= self->state->threshold) return false;
   hash = mixed(hash, static_cast<uint64_t>(type) * 4 + static_cast<uint64_t>(impl->requires_grad()) * 2 + is_managed);
   // Vectorized kernels may sum in another order where memory is aligned otherwise. Variables always begin with a page;
@@ -43,8 +42,10 @@ bool mix_tensor(const Dispatcher* self, PyObject* tensor, uint64_t& hash) {
   return true;
 }
 
-bool mix_value(const Dispatcher* self, PyObject* value, uint64_t& hash) {
-  if (PyObject_TypeCheck(value, self->tensor_type)) return mix_tensor(self, value, hash);
+inline bool mix_value(const Dispatcher* self, PyObject* value, uint64_t& hash) {
+  if (PyObject_TypeCheck(value, self->tensor_type)) {
+    return self->cdata_offset >= 0 && mix_tensor(self, tensor_impl(self, value), hash);
+  }
   hash = mixed(hash, reinterpret_cast<uint64_t>(Py_TYPE(value)));
   // A number that may change from step to step (a learning rate, a bias correction). Kernels, and how they divide the
   // work among threads, are chosen by types, sizes and integers; a factor only changes the values.
@@ -79,49 +80,11 @@ bool mix_value(const Dispatcher* self, PyObject* value, uint64_t& hash) {
 }
 
 // 0: an op that is not run again in any case.
-uint64_t kind_of(const Dispatcher* self, PyObject* func, PyObject* args, PyObject* kwargs) {
+inline uint64_t kind_of(const Dispatcher* self, PyObject* func, PyObject* args, PyObject* kwargs) {
   uint64_t hash = mixed(self->trials->environment, reinterpret_cast<uint64_t>(func));
   if (!mix_value(self, args, hash)) return 0;
   if (kwargs != nullptr && kwargs != Py_None && !mix_value(self, kwargs, hash)) return 0;
   return hash == 0 ? 1 : hash;
-}
-
-// kind(func, args, kwargs) -> int; 0: not run again in any case.
-PyObject* dispatcher_kind(PyObject* object, PyObject* positional) {
-  PyObject *func, *args, *kwargs;
-  if (!PyArg_UnpackTuple(positional, "kind", 3, 3, &func, &args, &kwargs)) return nullptr;
-  return PyLong_FromUnsignedLongLong(kind_of(reinterpret_cast<Dispatcher*>(object), func, args, kwargs));
-}
-
-// trial(kind) -> int, as `ooc::Trial`.
-PyObject* dispatcher_trial(PyObject* object, PyObject* kind) {
-  const uint64_t number = PyLong_AsUnsignedLongLong(kind);
-  if (PyErr_Occurred()) return nullptr;
-  return PyLong_FromLong(static_cast<long>(reinterpret_cast<Dispatcher*>(object)->trials->of(number)));
-}
-
-// set_trial(kind, trial)
-PyObject* dispatcher_set_trial(PyObject* object, PyObject* positional) {
-  unsigned long long kind;
-  int trial;
-  if (!PyArg_ParseTuple(positional, "Ki", &kind, &trial)) return nullptr;
-  reinterpret_cast<Dispatcher*>(object)->trials->set(kind, static_cast<ooc::Trial>(trial));
-  Py_RETURN_NONE;
-}
-
-// set_environment(number): a part of each kind from now on.
-PyObject* dispatcher_set_environment(PyObject* object, PyObject* number) {
-  const uint64_t environment = PyLong_AsUnsignedLongLongMask(number);
-  if (PyErr_Occurred()) return nullptr;
-  reinterpret_cast<Dispatcher*>(object)->trials->environment = environment;
-  Py_RETURN_NONE;
-}
-
-// refuse(func): never called replayable again.
-PyObject* dispatcher_refuse(PyObject* object, PyObject* func) {
-  auto* self = reinterpret_cast<Dispatcher*>(object);
-  if (self->demand != nullptr) self->demand->refuse(func);
-  Py_RETURN_NONE;
 }
 
 }  // namespace
