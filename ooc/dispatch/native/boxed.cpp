@@ -137,6 +137,16 @@ class Underway {
   PyObject* owner_ = nullptr;
 };
 
+// What is saved for a backward pass is detached, and torch tells a mode so by a call of its own. Null: it is Python's.
+c10::intrusive_ptr<c10::TensorImpl> detach_boxed(const Vtable& torchs, const c10::TensorImpl* tensor) {
+  if (attached.load(std::memory_order_relaxed) == nullptr || tensor->is_wrapped_number()) return {};
+  static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::detach", "");
+  auto* own = const_cast<c10::TensorImpl*>(tensor);
+  Stack stack{at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(own))};
+  if (!play_boxed(torchs, op, &stack)) return {};
+  return stack.back().toTensor().getIntrusivePtr();
+}
+
 // Torch's own interpreter object in all but `dispatch`, and that critical sections begin where ops leave for Python.
 class Interpreter final : public Vtable {
  public:
@@ -155,7 +165,8 @@ class Interpreter final : public Vtable {
   bool try_incref(const c10::impl::PyObjectSlot& slot) const override { return torchs_.try_incref(slot); }
   size_t refcnt(PyObject* object) const override { return torchs_.refcnt(object); }
   c10::intrusive_ptr<c10::TensorImpl> detach(const c10::TensorImpl* tensor) const override {
-    const Underway way;  // an op, too: what is saved for a backward pass
+    if (auto detached = detach_boxed(torchs_, tensor)) return detached;
+    const Underway way;
     return torchs_.detach(tensor);
   }
   void reportErrorCallback(PyObject* callback, c10::DispatchKey key) const override {
