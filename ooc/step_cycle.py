@@ -66,6 +66,9 @@ class StepCycle:
     Args:
         runner: Runs the ops; its executor replays plans.
         resident_nbytes: Bytes in memory now, for the progress line.
+
+    Attributes:
+        rounds: How many steps a period has.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class StepCycle:
         self._last_optimizer: int | None = None  # identity of the one that ended the last step
         self._why = UnplannedSteps(sequences.unplannable)
         self._segmentation = Segmentation()
-        self._rounds = OptimizerRounds()
+        self.rounds = OptimizerRounds()
         self._is_between = False  # in what comes between steps without gradients, in a period that is planned whole
         self._backward_depth = 0
         self._was_new = False  # what the period that ends had: something like nothing before
@@ -118,11 +121,6 @@ class StepCycle:
 
     def __repr__(self) -> str:
         return f"<StepCycle after {self._steps.num_steps} steps>"
-
-    @property
-    def num_steps_a_period(self) -> int:
-        """Steps that a plan is for: more than one where optimizers take turns."""
-        return self._rounds.num_steps
 
     def close(self) -> None:
         """End the profiler range of the present step. Idempotent."""
@@ -159,9 +157,7 @@ class StepCycle:
         in_a_row = self._num_backward == 0 and self._last_optimizer not in (None, id(optimizer))
         if not in_a_row:
             self._last_optimizer = id(optimizer)
-            if self._segmentation.is_on:
-                self._rounds.forget()
-            self._pass_boundary(ends_period=self._segmentation.is_on or self._rounds.ends_with(id(optimizer)))
+            self._pass_boundary(ends_period=self.rounds.ends_with(id(optimizer)))
 
     def backward_ended(self, *, has_optimizer: Callable[[], bool]) -> None:
         """Handle the end of a backward pass: in a program without an optimizer, it ends the step."""
@@ -203,19 +199,24 @@ class StepCycle:
         with self._lock:
             self._exports.step_begins()
             self._learning.end_period()
-            if self._segmentation.is_on:
+            is_other = self.rounds.take_change()
+            if self._segmentation.is_on and not is_other:
                 self._end_segment()
                 self._segmentation.note_segments(tuple(self._keys))
             else:
                 self._was_new = False
-                self._pass(self._sequences.expected)
+                self._pass((lambda: None) if is_other else self._sequences.expected)
                 planned, on_demand = (now - then for now, then in zip(self._num_ops(), self._at_start, strict=True))
                 is_new = self._was_new and on_demand > _MOST_IN_BETWEEN * (planned + on_demand)
-                if self._rounds.num_steps > 1:
-                    self._rounds.note_period(is_new=is_new or self._keys[-1] is None)
+                if self.rounds.num_steps > 1:
+                    self.rounds.note_period(is_new=is_new)
                 else:
                     self._segmentation.note_whole(is_new=is_new)
                 self._at_start = self._num_ops()
+            if is_other:  # what begins now begins as one of the plans so far, and would leave it
+                self._segmentation = Segmentation()
+                self._sequences.forget_plans()
+                self.give_up_retired()
             self._keys.clear()
             self._sequences.is_segmented = self._segmentation.is_on
             self._is_between = False
@@ -464,6 +465,7 @@ class StepCycle:
         self._num_on_demand += recorder.num_ops - recorder.num_replayed
         if recorder.is_cut:
             self._sequences.note_end(None)
+            self._was_new = self._was_new or self.rounds.num_steps > 1  # too long
             return None
         may_learn = self._learning.may_learn()
         if not may_learn and self._learning.everything_fits:
@@ -511,7 +513,8 @@ class StepCycle:
         manager = self._manager
         num_kept = sum(manager.chunks_of(record.nbytes) for record in manager.workspaces())
         num_chunks = max(manager.pool.num_chunks - num_kept, 1)
-        return self._steps.machine(num_chunks, manager.chunk_nbytes, manager.store)
+        with self._learning.uncounted():
+            return self._steps.machine(num_chunks, manager.chunk_nbytes, manager.store)
 
     def _note_step(self) -> None:
         self._range.end()

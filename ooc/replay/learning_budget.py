@@ -126,3 +126,12 @@ class LearningBudget:
             yield
         finally:
             self._spent_s += self._clock() - started
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Within `spending`: the time in this block does not count. The store is measured once for all."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self._spent_s -= self._clock() - started

@@ -27,6 +27,7 @@ class OptimizerRounds:
         self._num_rounds = self._num_new = 0
         self._num_needed = 2  # rounds, before they are believed
         self._is_given_up = False
+        self._num_steps_told = 1
 
     def __repr__(self) -> str:
         return f"<OptimizerRounds of {self.num_steps}>"
@@ -35,6 +36,11 @@ class OptimizerRounds:
     def num_steps(self) -> int:
         """Steps of a round; 1: each is a period of its own."""
         return len(self._round) or 1
+
+    def take_change(self) -> bool:
+        """Whether there are more steps or fewer to a round than when this was asked last."""
+        before, self._num_steps_told = self._num_steps_told, self.num_steps
+        return before != self.num_steps
 
     def ends_with(self, optimizer: int) -> bool:
         """Note that an optimizer, told by its identity, has stepped: whether a period ends with that."""

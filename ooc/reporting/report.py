@@ -42,7 +42,7 @@ def make_report(engine: Engine) -> dict[str, Any]:
         "plan": None
         if plan is None
         else {
-            "num_steps": engine.cycle.num_steps_a_period,
+            "num_steps": engine.cycle.rounds.num_steps,
             "predicted": dict(plan.predicted),
             "bounds": dict(plan.bounds),
             "parameters": dict(plan.parameters),

@@ -41,6 +41,17 @@ def test_where_everything_fits_learning_takes_its_share_and_no_more() -> None:
     assert learning.may_learn()
 
 
+def test_what_is_measured_once_for_all_does_not_count() -> None:
+    counters, clock = Counters(), _Clock()
+    learning = _calm(counters, clock)
+    clock.now = 10.0
+    with learning.spending():
+        clock.now += 0.25
+        with learning.uncounted():
+            clock.now += 5.0
+    assert learning.may_learn()
+
+
 def test_where_something_was_moved_all_is_learned() -> None:
     counters, clock = Counters(), _Clock()
     learning = _calm(counters, clock)

@@ -63,7 +63,7 @@ def two_optimizers() -> Numbers:
     generator_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-4)
     discriminator_optimizer = torch.optim.RMSprop(discriminator.parameters(), lr=1e-4)
     numbers = []
-    for index in range(8):
+    for index in range(12):
         real, _ = batch(index)
         noise, _ = batch(1000 + index)
         discriminator_optimizer.zero_grad()
@@ -159,7 +159,7 @@ def scheduler_and_clipping() -> Numbers:
     ("train", "num_steps", "least_planned"),
     [
         (accumulation, 6, 2),
-        (two_optimizers, 16, 6),
+        (two_optimizers, 24, 8),
         (skipped_by_the_scaler, 10, 3),
         (evaluation_between_epochs, 16, 6),
         (closures, 5, 0),

@@ -82,6 +82,7 @@ def test_a_round_has_one_plan() -> None:
     rows, plan = _train(program)
     assert plan["num_steps"] == 3
     assert [row.mode for row in rows[21:]] == ["planned"] * 9
+    assert max(row.relocated_nbytes for row in rows[24:]) == 0
     # A round is more than its steps: each row counts its own ops alone.
     assert rows[-3].num_planned_ops == rows[-6].num_planned_ops
     assert sum(row.num_planned_ops for row in rows[-3:]) == sum(row.num_planned_ops for row in rows[-6:-3])

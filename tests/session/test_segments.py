@@ -216,7 +216,7 @@ def test_two_optimizers_in_any_alternation_are_planned() -> None:
         batches = [batch(seed) for seed in range(4)]
         optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-3) for net in nets]
         out = []
-        for index in range(28):
+        for index in range(44):  # the first twelve take turns, by chance, and are taken for rounds
             which = rng.randint(0, 1)
             optimizers[which].zero_grad()
             loss = nets[which](batches[index % 4]).square().mean()
@@ -226,7 +226,7 @@ def test_two_optimizers_in_any_alternation_are_planned() -> None:
         return out + digest(*nets)
 
     rows = run(program)
-    assert planned_share(rows[16:]) > 0.8
+    assert planned_share(rows[28:]) > 0.8
 
 
 def test_a_critic_and_its_generator_are_planned() -> None:
@@ -240,7 +240,7 @@ def test_a_critic_and_its_generator_are_planned() -> None:
         generator, critic = model(0, 2), model(1, 2)
         ours, theirs = (torch.optim.AdamW(net.parameters(), lr=1e-3) for net in (generator, critic))
         out = []
-        for index in range(15):
+        for index in range(24):
             theirs.zero_grad()
             mixed = (0.5 * generator(batch(index)) + batch(100 + index)).detach().requires_grad_()
             value = critic(mixed)
@@ -258,7 +258,7 @@ def test_a_critic_and_its_generator_are_planned() -> None:
         return out + digest(generator, critic)
 
     rows = run(program)
-    assert [rows[index].mode for index in (4, 8, 12, 16)] == ["planned"] * 4
+    assert [row.mode for row in rows[20:]] == ["planned"] * 12
 
 
 def test_closures_of_any_number_are_planned() -> None:

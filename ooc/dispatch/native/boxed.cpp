@@ -72,7 +72,8 @@ Played run_planned(Dispatcher* self, uint32_t index, const c10::OperatorHandle& 
   return played;
 }
 
-// Play the op if the plan expects it, or run it on demand where all is plain. False: it is Python's, and its stack is as it was.
+// Play the op if the plan expects it, or run it on demand where all is plain. False: it is Python's, and its stack is as
+// it was.
 bool play_boxed(const Vtable& torchs, const c10::OperatorHandle& op, Stack* stack) {
   Dispatcher* self = attached.load(std::memory_order_relaxed);
   if (self == nullptr || attached_thread.load(std::memory_order_relaxed) != self->this_thread()) return false;
