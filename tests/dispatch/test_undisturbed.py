@@ -235,7 +235,9 @@ def test_what_comes_while_garbage_is_collected_is_not_lost() -> None:
             told.append("went on")
 
     told: list[str] = []
-    others = list(gc.callbacks)  # hypothesis has one, in Python: after `pop` it is the last, and swallows what comes in it
+    others = list(
+        gc.callbacks
+    )  # hypothesis has one, in Python: after `pop` it is the last, and swallows what comes in it
     gc.callbacks.clear()
     with ooc.Session("1MiB", plan_cache=False):
         for last in (False, True):
