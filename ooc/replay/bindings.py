@@ -169,7 +169,10 @@ class Bindings:
             resident = [r for r in workspaces if r.state is State.RESIDENT]
             beside = self.beside(bound, workspaces)
             manager.share_pool(new_pool(), executable.num_chunks, [*resident, *beside])
-            manager.load([r for r in workspaces if r.state is State.AWAY])  # beside the plan's chunks
+            away = [r for r in workspaces if r.state is State.AWAY]
+            if sum(manager.chunks_of(r.nbytes) for r in away) > manager.num_free:
+                manager.evict([r for r in beside if r.seen and not r.pins])  # else `load` would evict what is in place
+            manager.load(away)  # beside the plan's chunks
             if not self.map_all(executable, others):
                 return None
         finally:
