@@ -16,6 +16,7 @@ import ooc
 import ooc.dispatch.mode
 from ooc.dispatch.extension import boxed_ops
 from ooc.errors import BudgetTooSmall
+from tests.dispatch.seen_ops import Seen
 
 WIDTH = 160
 """A weight has 100 KiB: it is managed."""
@@ -85,15 +86,6 @@ def test_bits_and_plans_are_those_of_the_way_through_python(is_boxed: bool) -> N
 
 
 def test_another_mode_above_sees_every_op() -> None:
-    class Seen(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     def seen(step: Step) -> tuple[list[str], list[Any]]:
         @contextlib.contextmanager
         def watched() -> Iterator[None]:

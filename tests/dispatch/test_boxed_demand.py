@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ooc
 import ooc.dispatch.mode
 from ooc.errors import BudgetTooSmall
+from tests.dispatch.seen_ops import Seen
 
 WIDTH = 128
 """A square has 64 KiB: it is managed."""
@@ -299,16 +299,6 @@ def test_an_op_that_finds_no_room_is_explained() -> None:
             torch.ones(320, 1024)  # `a` goes
             assert a.sum().item() == (number + 2) * 256 * 1024
         assert num_boxed(session) > 0
-
-
-class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_other_modes_and_subclasses_see_what_they_saw() -> None:
