@@ -236,6 +236,11 @@ class Machine:
         """The pool's size."""
         return self.chunk_nbytes * self.num_chunks
 
+    @property
+    def chunks_per_latency(self) -> float:
+        """What a transfer costs beyond its bytes, as chunks that would move in that time."""
+        return self.latency_ns / 1e9 * min(self.load_bytes_per_s, self.evict_bytes_per_s) / self.chunk_nbytes
+
     def chunks_of(self, nbytes: int) -> int:
         """Chunks that a variable of `nbytes` occupies."""
         return -(-nbytes // self.chunk_nbytes)

@@ -80,13 +80,19 @@ class Selection:
             any(a <= start and stop <= b for a, b in stays.get(v, ())) for v, start, stop in parts if start < stop
         )
 
-    def choose(self, limit: IntArray, *, by_length: bool) -> None:
+    def choose(self, limit: IntArray, *, by_length: bool, price: float = 0.0) -> None:
         """Choose gaps until no tick holds more than its `limit`, which the pins alone must not exceed.
 
         Always for the tick that is furthest over its limit, the gap that covers the most time over
         the limit. Unless `by_length`, a gap counts less if it frees more than that tick needs.
+
+        Args:
+            limit: Chunks, for each tick.
+            by_length: See above.
+            price: What a transfer costs beyond its bytes, in chunks: with it, few large gaps are away rather than many
+                small ones.
         """
-        crowd = _Crowd(self, limit)
+        crowd = _Crowd(self, limit, price)
         while True:
             worst, excess = crowd.worst()
             if excess <= 0:
@@ -105,8 +111,9 @@ class _Crowd:
     Positions count the ticks that are left, on an axis of two steps.
     """
 
-    def __init__(self, selection: Selection, limit: IntArray) -> None:
+    def __init__(self, selection: Selection, limit: IntArray, price: float) -> None:
         self._selection = selection
+        self._price = price
         over = selection.occupancy.held - limit
         self._ticks = np.flatnonzero(over > 0)
         self._over = over[self._ticks]
@@ -127,7 +134,8 @@ class _Crowd:
         """Take the gap over `position` that covers the most time over the limit; returns its index."""
         candidates = self._gaps_over(position)
         covered = self._relief.before(self._last[candidates]) - self._relief.before(self._first[candidates])
-        useful = np.minimum(1.0, excess / self._size[candidates])
+        size = self._size[candidates]
+        useful = np.minimum(size, excess) / (size + self._price)
         best = int(candidates[np.argmax(covered * useful)])
         self._take(best)
         return int(self._gaps[best])

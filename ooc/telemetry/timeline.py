@@ -29,8 +29,8 @@ from vmm.transfers import TransferRecord
 TIMELINE_SCHEMA_VERSION = 1
 _NUM_SHAPES_KEPT = 64
 _NUM_CLOCK_READINGS = 16
-_LOOKUP_FRACTION = 0.02
-"""Looking names up may take 2 % of the time: it took 70 ms, and many plans may take turns."""
+_LOOKUP_FRACTION = 0.005
+"""Looking names up may take half a percent of the time: it took 70 ms, and many plans may take turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

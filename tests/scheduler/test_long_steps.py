@@ -20,7 +20,7 @@ from scheduler.cost.bounds import lower_bounds
 from scheduler.cost.evaluate import estimate
 from scheduler.plan import Born, Dies, Evicted, Machine, Plan, Residency
 from scheduler.planning import make_plan
-from scheduler.policies import auto, window
+from scheduler.policies import _search, window
 from scheduler.trace import Op, Trace, Use, Variable
 from tests.scheduler.model_traces import conv_net, transformer
 from tests.scheduler.random_traces import TIMES, random_machine, random_trace
@@ -28,7 +28,7 @@ from tests.scheduler.random_traces import TIMES, random_machine, random_trace
 
 @pytest.fixture
 def _all_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "_MOST_OPS_SEARCHED", 0)
+    monkeypatch.setattr(_search, "_MOST_OPS_SEARCHED", 0)
     monkeypatch.setattr(window, "_MOST_OPS_COLOURED", 0)
     monkeypatch.setattr(colouring, "MANY_TO_COLOUR", 0)
     monkeypatch.setattr(colouring, "MANY_TO_EXCHANGE", 0)
@@ -67,7 +67,7 @@ def test_short_cuts_cost_little(share: float, monkeypatch: pytest.MonkeyPatch) -
         least = smallest_num_chunks(trace, machine)
         machine = replace(machine, num_chunks=max(least, int(trace.peak_nbytes() * share) >> 20))
         with monkeypatch.context() as patch:
-            patch.setattr(auto, "_MOST_OPS_SEARCHED", 0)
+            patch.setattr(_search, "_MOST_OPS_SEARCHED", 0)
             quick = make_plan(trace, machine, "auto", thorough=False)
         searched = make_plan(trace, machine, "auto", thorough=False)
         assert quick.step_ns <= 1.1 * searched.step_ns
@@ -85,14 +85,14 @@ def test_while_training_waits_auto_is_no_slower_than_capuchin() -> None:
 
 def test_of_a_long_step_auto_asks_capuchin_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """It asked only those that were quick then; here its own choices and theirs are slower than `capuchin`'s."""
-    monkeypatch.setattr(auto, "_MOST_OPS_SEARCHED", 0)
-    monkeypatch.setattr(auto, "_MOST_OPS_FOR_OTHERS", 0)
+    monkeypatch.setattr(_search, "_MOST_OPS_SEARCHED", 0)
+    monkeypatch.setattr(_search, "_MOST_OPS_FOR_OTHERS", 0)
     trace = transformer(layers=2, gradients_kept=True)
     machine = Machine(chunk_nbytes=1 << 20, num_chunks=1, load_bytes_per_s=4e9, evict_bytes_per_s=4e9)
     machine = replace(machine, num_chunks=smallest_num_chunks(trace, machine))
     other = make_plan(trace, machine, "capuchin", recompute=False).step_ns
     assert make_plan(trace, machine, "auto").step_ns <= other
-    monkeypatch.setattr(auto, "_MOST_OPS_FOR_QUICK", 0)
+    monkeypatch.setattr(_search, "_MOST_OPS_FOR_QUICK", 0)
     assert make_plan(trace, machine, "auto").step_ns > other, "this step no longer tells whether others are asked"
 
 
@@ -105,8 +105,8 @@ def test_of_a_long_step_auto_asks_capuchin_while_training_waits(monkeypatch: pyt
     machine = replace(machine, num_chunks=nbytes // machine.chunk_nbytes)
     other = make_plan(trace, machine, "capuchin", recompute=False).step_ns
     assert make_plan(trace, machine, "auto", thorough=False).step_ns <= other
-    monkeypatch.setattr(auto, "_MOST_OPS_FOR_QUICK", 0)
-    monkeypatch.setattr(auto, "_MOST_OPS_FOR_OTHERS", 0)
+    monkeypatch.setattr(_search, "_MOST_OPS_FOR_QUICK", 0)
+    monkeypatch.setattr(_search, "_MOST_OPS_FOR_OTHERS", 0)
     assert make_plan(trace, machine, "auto", thorough=False).step_ns > other, "this step no longer tells"
 
 
@@ -177,7 +177,7 @@ def test_above_2_500_ops_the_others_are_asked_too(monkeypatch: pytest.MonkeyPatc
     others = {name: make_plan(trace, machine, name) for name in names}
     asked = []
     for name in names:
-        module = getattr(auto, name)
+        module = getattr(_search, name)
         schedule = module.schedule
 
         def watched(*arguments: Any, name: str = name, schedule: Any = schedule, **more: Any) -> Any:

@@ -24,8 +24,10 @@ from tests.scheduler.model_traces import conv_net, transformer
 from tests.scheduler.random_traces import TIMES, random_machine, random_trace
 
 
-def chosen_by_the_rule(selection: Selection, trace: Trace, limit: IntArray, *, by_length: bool) -> list[int]:
-    """Indices in order of choice: for the worst tick, the gap that covers the most time over the limit."""
+def chosen_by_the_rule(
+    selection: Selection, trace: Trace, limit: IntArray, *, by_length: bool, price: float
+) -> list[int]:
+    """Indices in order of choice: for the worst tick, the gap that relieves most for its price."""
     weight = np.full(trace.num_ticks, 1.0)
     for op in trace.ops:
         weight[op.start_tick : op.stop_tick] += op.duration_ns / (op.stop_tick - op.start_tick)
@@ -41,7 +43,8 @@ def chosen_by_the_rule(selection: Selection, trace: Trace, limit: IntArray, *, b
         for i in sorted(free):
             gap = selection.gaps[i]
             if any(gap.start_tick <= at < gap.stop_tick for at in (tick, tick + trace.num_ticks)):
-                share = 1.0 if by_length else min(1.0, float(over[tick]) / gap.num_chunks)
+                needed = gap.num_chunks if by_length else min(gap.num_chunks, int(over[tick]))
+                share = needed / (gap.num_chunks + price)
                 covered = float(relief[gap.stop_tick] - relief[gap.start_tick]) * share
                 if covered > most:
                     best, most = i, covered
@@ -52,8 +55,9 @@ def chosen_by_the_rule(selection: Selection, trace: Trace, limit: IntArray, *, b
             held[at % trace.num_ticks] -= gap.num_chunks
 
 
+@pytest.mark.parametrize("price", [0.0, 1.5])
 @pytest.mark.parametrize("by_length", [False, True])
-def test_gaps_are_chosen_by_the_rule(by_length: bool) -> None:
+def test_gaps_are_chosen_by_the_rule(by_length: bool, price: float) -> None:
     num_chosen = 0
     for seed in range(60 * TIMES):
         trace = random_trace(seed, num_ops=4 + seed % 25)
@@ -64,12 +68,26 @@ def test_gaps_are_chosen_by_the_rule(by_length: bool) -> None:
         chains = chains_of(trace, machine, wrap=seed % 4 > 0)
         selection = Selection(trace, chains)
         before = selection.chosen.copy()
-        expected = chosen_by_the_rule(selection, trace, limit, by_length=by_length)
-        selection.choose(limit, by_length=by_length)
+        expected = chosen_by_the_rule(selection, trace, limit, by_length=by_length, price=price)
+        selection.choose(limit, by_length=by_length, price=price)
         assert sorted(expected) == np.flatnonzero(selection.chosen & ~before).tolist(), seed
         assert (selection.occupancy.held <= limit).all()
         num_chosen += len(expected)
     assert num_chosen > 60
+
+
+def test_a_price_of_transfers_has_few_large_gaps_away() -> None:
+    trace = transformer(layers=3)
+    machine = Machine(chunk_nbytes=1 << 16, num_chunks=trace.peak_nbytes() // 2 >> 16)
+    limit = np.maximum(pinned_chunks(trace, machine, pins_of(trace)), machine.num_chunks)
+    away = {}
+    for price in (0.0, 20.0):
+        selection = Selection(trace, chains_of(trace, machine, wrap=True))
+        selection.choose(limit, by_length=False, price=price)
+        assert (selection.occupancy.held <= limit).all()
+        away[price] = [gap.num_chunks for gap in selection.gaps_chosen]
+    assert len(away[20.0]) < len(away[0.0])
+    assert min(away[20.0]) > min(away[0.0])
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.95])

@@ -14,7 +14,7 @@ from scheduler.colouring.colouring import Shortage
 from scheduler.colouring.scratch import colour_with_scratch
 from scheduler.plan import Born, Dies, Dropped, Loaded, Machine, Plan, Residency, occupied_ticks
 from scheduler.planning import make_plan
-from scheduler.policies import POLICIES, auto
+from scheduler.policies import POLICIES, _search
 from scheduler.policies._slack import retimed, shortest, use_slack
 from scheduler.trace import Op, Trace, Use, Variable
 from scheduler.verify import verify
@@ -127,7 +127,7 @@ def test_auto_times_schedules_anew_that_differ_in_what_is_away(monkeypatch: pyte
             asked.append(shortest(residencies, trace, machine))
         return retimed(residencies, trace, machine, waits_ns)
 
-    monkeypatch.setattr(auto, "retimed", watched)
+    monkeypatch.setattr(_search, "retimed", watched)
     trace = conv_net(num_blocks=3)
     machine = Machine(chunk_nbytes=1 << 20, num_chunks=1, load_bytes_per_s=1e9, evict_bytes_per_s=1e9)
     num_chunks = int(trace.peak_nbytes() * 0.6) >> 20
@@ -148,7 +148,7 @@ def test_transfers_timed_within_less_memory_hold_no_more_than_that_beyond_what_i
         asked.append((machine.num_chunks, shortest(residencies, trace, machine)))
         return retimed(residencies, trace, machine, waits_ns)
 
-    monkeypatch.setattr(auto, "retimed", watched)
+    monkeypatch.setattr(_search, "retimed", watched)
     trace = conv_net(num_blocks=3)
     machine = Machine(chunk_nbytes=1 << 20, num_chunks=1, load_bytes_per_s=1e9, evict_bytes_per_s=1e9)
     machine = replace(machine, num_chunks=int(trace.peak_nbytes() * 0.6) >> 20)
