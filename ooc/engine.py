@@ -175,6 +175,8 @@ class Engine:
             resident_nbytes=self.resident_nbytes,
             is_open=lambda: self.is_open and self._yielded is None,
         )
+        if isinstance(self.options.cache, GivenPlan):  # it is of one optimizer's step
+            self.cycle.rounds.give_up()
         undo.callback(self.cycle.close)
         bar = ProgressBar(self.progress, self.cycle.position)
         undo.callback(bar.close)

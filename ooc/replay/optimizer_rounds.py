@@ -62,8 +62,12 @@ class OptimizerRounds:
         if self._num_rounds > _NUM_FIRST:
             self._num_new = self._num_new + 2 if is_new else max(self._num_new - 1, 0)
         if self._num_new >= _MOST_NEW:  # its steps may come again by themselves
-            self._is_given_up = True
-            self.forget()
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Take every step for itself from now on."""
+        self._is_given_up = True
+        self.forget()
 
     def forget(self) -> None:
         """Take every step for itself again, until they are seen to take turns."""

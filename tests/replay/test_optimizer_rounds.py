@@ -78,3 +78,12 @@ def test_rounds_that_are_never_the_same_are_given_up_for_good() -> None:
         rounds.note_period(is_new=True)
     assert rounds.num_steps == 1
     assert ends(rounds, *[CRITIC, GENERATOR] * 20) == [1] * 40
+
+
+def test_rounds_that_were_given_up_do_not_come_back() -> None:
+    rounds = OptimizerRounds()
+    ends(rounds, *[CRITIC, GENERATOR] * 7)
+    rounds.give_up()
+    assert rounds.take_change() is False
+    assert ends(rounds, *[CRITIC, GENERATOR] * 40) == [1] * 80
+    assert rounds.num_steps == 1

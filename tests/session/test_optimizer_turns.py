@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import ooc
+from scheduler.plan import Plan
 
 SIZE = 192
 BUDGET = "1280KiB"
@@ -87,6 +89,24 @@ def test_a_round_has_one_plan() -> None:
     assert rows[-3].num_planned_ops == rows[-6].num_planned_ops
     assert sum(row.num_planned_ops for row in rows[-3:]) == sum(row.num_planned_ops for row in rows[-6:-3])
     assert rows[-1].num_planned_ops != rows[-2].num_planned_ops
+
+
+def test_a_plan_that_is_given_is_played_in_every_turn() -> None:
+    options: dict[str, Any] = {"plan_cache": False, "step_boundary": "optimizer", "threshold_nbytes": "16KiB"}
+    with ooc.Session("1280KiB", chunk_nbytes="64KiB", **options) as session:
+        gan = _Gan()
+        for _ in range(4):
+            gan.critic_step()
+            gan.generator_step()
+        given = Plan.from_json(json.dumps(session.report(with_timeline=True)["timeline"]["plan"]))
+    with ooc.Session("1280KiB", chunk_nbytes="64KiB", plan=given, **options) as session:
+        gan = _Gan()
+        for _ in range(14):
+            gan.critic_step()
+            gan.generator_step()
+        report = session.report()
+    assert report["plan"]["num_steps"] == 1
+    assert report["given_plan_refused"] == ""
 
 
 def test_turns_that_change_and_what_comes_in_between() -> None:
