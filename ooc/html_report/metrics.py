@@ -64,7 +64,7 @@ def metrics_of(document: Document, view: StepView | None) -> Metrics:
         if view is not None and view.source == "measured"
         else _seconds(bounds, "duration_ns", num_steps),
         "recompute_s": _seconds(predicted, "recompute_ns", num_steps),
-        "relocated_nbytes": _integer(predicted, "relocated_nbytes"),
+        "relocated_nbytes": _share(predicted, "relocated_nbytes", num_steps),
         "compute_s": view.compute_ns / 1e9 / num_steps if view is not None else None,
     }
     if document.run is not None:
@@ -130,6 +130,12 @@ def _num_steps(run: Mapping[str, Any] | None) -> int:
     """Steps that a run's plan is for: more than one where optimizers take turns."""
     plan = run.get("plan") if run is not None else None
     return int(plan.get("num_steps", 1)) if plan else 1
+
+
+def _share(values: Mapping[str, Any], key: str, num_steps: int) -> int | None:
+    """Each step's share of what is told for so many."""
+    value = _integer(values, key)
+    return None if value is None else value // num_steps
 
 
 def _seconds(values: Mapping[str, Any], key: str, num_steps: int = 1) -> float | None:

@@ -16,6 +16,7 @@ import pytest
 
 from ooc.cli.main import main
 from ooc.html_report.facts import make_facts
+from ooc.html_report.metrics import metrics_of
 from ooc.html_report.page import make_page
 from ooc.reporting.documents import BadDocument, Document, parse_document, read_document, read_documents
 from scheduler.verify import verify
@@ -151,6 +152,16 @@ def test_a_changed_budget_is_told() -> None:
     past = [{"num_steps": 3, "budget_nbytes": 8 * MIB, "peak_nbytes": 7 * MIB}]
     document = parse_document("run.json", recorded(past_budgets=past))
     assert any("budget was changed once" in warning for warning in make_facts(document, None, None).warnings)
+
+
+def test_figures_of_a_plan_for_a_round_are_told_for_each_step() -> None:
+    run = recorded()
+    run["timeline"]["plan"]["predicted"]["relocated_nbytes"] = 3 * MIB
+    alone = metrics_of(parse_document("run.json", run), None)
+    shared = metrics_of(parse_document("run.json", {**run, "plan": {**run["plan"], "num_steps": 3}}), None)
+    assert (alone.relocated_nbytes, shared.relocated_nbytes) == (3 * MIB, MIB)
+    assert alone.planned_s is not None
+    assert shared.planned_s == pytest.approx(alone.planned_s / 3)
 
 
 def test_waits_of_the_simulation_are_its_stalls() -> None:
