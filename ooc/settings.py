@@ -98,8 +98,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(name="report", default="none", description="file for the report, as JSON"),
     Setting(
         name="progress",
-        default="never; the bare option means auto: quiet off a terminal",
-        description="one line a step to stderr: never, auto (on a terminal), always",
+        default="a summary (on a terminal) and a hint at the end alone; the bare option means auto",
+        description="one line a step to stderr: auto (on a terminal), always; never: nor what comes at the end",
     ),
 )
 

@@ -28,7 +28,6 @@ from ooc.errors import OocError
 from ooc.interop.step_in_backward import every_optimizer_in_backward
 from ooc.output_files import is_special
 from ooc.replay.given_plan import read_plan
-from ooc.reporting.hints import hint
 from ooc.reporting.report import summary, write_json
 from ooc.telemetry.progress import rank
 from vmm.driver import MemoryFault
@@ -77,7 +76,6 @@ class RunOptions:
         step_in_backward: Whether optimizers run inside the backward pass (`ooc.interop.step_in_backward`).
         report: File for the JSON report, written also when the script fails. Of several ranks each writes its own:
             run.json, run.rank1.json, ...
-        summary: Whether to print one line to stderr at the end; None: if stderr is a terminal, by the first rank.
     """
 
     budget: int | str | None = None
@@ -94,7 +92,6 @@ class RunOptions:
     progress: str | None = None
     plan: str | None = None
     report: str | None = None
-    summary: bool | None = None
 
     def session_arguments(self) -> dict[str, Any]:
         """Keyword arguments for `Session`."""
@@ -154,7 +151,7 @@ def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module
         raise
     finally:
         if os.getpid() == process:  # a forked child that comes here ends as without us: the session is its parent's
-            _tell(session, report_path, wants_summary=options.summary, ended_by=sys.exception())
+            _tell(session, report_path, progress=options.progress, ended_by=sys.exception())
 
 
 def diagnose(
@@ -331,13 +328,16 @@ def _tell(
     session: ooc.session.Session,
     report_path: Path | None,
     *,
-    wants_summary: bool | None,
+    progress: str | None,
     ended_by: BaseException | None,
 ) -> None:
-    """Write the report and print the summary. An error in either does not hide how the script ended."""
-    if wants_summary is None:
-        wants_summary = sys.stderr is not None and sys.stderr.isatty() and rank() == 0
-    if report_path is None and not wants_summary:
+    """Write the report, print the summary, and the hint if there is one: that goes to files, too, where nobody watches.
+
+    An error in any of it does not hide how the script ended.
+    """
+    may_hint = progress != "never" and sys.stderr is not None and rank() == 0
+    wants_summary = may_hint and (progress == "always" or sys.stderr.isatty())
+    if report_path is None and not may_hint:
         return
     report = session.report(with_timeline=report_path is not None)
     if ended_by is not None and not (isinstance(ended_by, SystemExit) and not ended_by.code):
@@ -350,8 +350,9 @@ def _tell(
             print(f"ooc run: cannot write the report to {report_path}: {error}", file=sys.stderr)
     if wants_summary:
         print(f"ooc run: {summary(report)}", file=sys.stderr)
-        if (remark := hint(report)) is not None:
-            print(f"ooc run: {remark}", file=sys.stderr)
+    has_trained = report["steps"] or report["in_core_peak_nbytes"]
+    if report["hint"] and (wants_summary or (may_hint and has_trained)):
+        print(f"ooc run: {report['hint']}", file=sys.stderr)
 
 
 def _plans_in_background() -> bool:

@@ -82,12 +82,17 @@ def find_owner(tensor: Any) -> GradientOwner | None:
 def reader() -> str:
     """Who is about to touch a gradient, for a message: the function, and the line of the program that called it."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and (_is_ours(frame.f_code.co_filename) or frame.f_code.co_name[0] == "<"):
+    while frame.f_back is not None and (_is_ours(frame.f_code.co_filename) or _is_anonymous(frame.f_code.co_name)):
         frame = frame.f_back
     name = frame.f_code.co_name
     while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+
+
+def _is_anonymous(name: str) -> bool:
+    """Whether a function has no name that would tell a reader anything; a script's own lines are its "<module>"."""
+    return name.startswith("<") and name != "<module>"
 
 
 def _is_ours(filename: str) -> bool:

@@ -483,9 +483,10 @@ def _release(updates: dict[int, _Update], name: str) -> None:
 
 
 def _too_many(update: _Update, num_passes: int) -> str:
+    expected = f"{num_passes} backward passes" if num_passes > 1 else "backward pass"
     return (
-        f"{update._place()}: a gradient comes after {num_passes} backward pass{'es' if num_passes > 1 else ''}, which "
-        "were to be the last before step(). Options: step_in_backward(optimizer, micro_batches=N) with the most "
+        f"{update._place()}: a gradient comes after the {expected} that a step was to have. Options, in the program: "
+        "step_in_backward(optimizer, micro_batches=N), in place of ooc run's --step-in-backward, with the most "
         f"backward passes that a step has; ooc.accumulating() around all but the last; {ORDINARY_ORDER}."
     )
 

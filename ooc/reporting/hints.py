@@ -29,8 +29,9 @@ _REMEDIES = {
 }
 
 NO_STEP = (
-    "no step ended, so nothing was planned: a step ends when an optimizer's step() returns. Without torch.optim: "
-    "`with session.step():` around each one, with ooc.Session in the script"
+    "no step ended, so nothing was planned: a step ends when an optimizer's step() returns; without torch.optim, when "
+    "loss.backward() or torch.autograd.grad() does. For other loops: `with session.step():` around each one, with "
+    "ooc.Session in the script"
 )
 
 

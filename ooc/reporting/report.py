@@ -14,7 +14,7 @@ import torch
 
 from ooc.engine import Engine
 from ooc.output_files import write_output
-from ooc.reporting.hints import planned_share
+from ooc.reporting.hints import hint, planned_share
 from ooc.units import format_duration, format_nbytes
 
 REPORT_SCHEMA_VERSION = 1
@@ -25,7 +25,7 @@ def make_report(engine: Engine) -> dict[str, Any]:
     plan, log = engine.sequences.last_plan, engine.steps
     log.memory.sample()
     peak = log.memory.peak
-    return {
+    report: dict[str, Any] = {
         "schema": "ooc.report",
         "schema_version": REPORT_SCHEMA_VERSION,
         "budget_nbytes": engine.budget_nbytes,
@@ -54,6 +54,8 @@ def make_report(engine: Engine) -> dict[str, Any]:
         "ended_by": None,
         "versions": versions(),
     }
+    report["hint"] = hint(report)
+    return report
 
 
 def versions() -> dict[str, str]:

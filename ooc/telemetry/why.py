@@ -22,9 +22,9 @@ _MOST_SEGMENT_OPS = 1 << 14
 
 Cause = Literal["", "first", "again", "sizes", "ops", "left", "refused", "segment", "unplannable", "fits", "unknown"]
 """Kinds of reasons; empty where the step was planned. first: no step came before it; again: it was as the one before,
-and is planned from now on; sizes: the same ops on other sizes; ops: other ops; left: it left its plan; refused: a plan
-could not be entered; segment: a part of it is not planned; unplannable: no plan can be made;
-fits: nothing has to move, so there is no need of a plan; unknown: not compared."""
+and is planned once it was seen twice and its plan is made; sizes: the same ops on other sizes; ops: other ops; left: it
+left its plan; refused: a plan could not be entered; segment: a part of it is not planned; unplannable: no plan can be
+made; fits: nothing has to move, so there is no need of a plan; unknown: not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,11 @@ class Reason:
     text: str = ""
 
 
+_BEING_PLANNED = Reason(cause="again", text="as those before it: their plan is being made")
+_STEPS_BEFORE = Reason(cause="again", text="the steps before it were alike: their plan is being made")
+_NOT_COMPARED = Reason(cause="unknown", text="it was not like a step that was seen twice")
+
+
 class UnplannedSteps:
     """Finds the reason of each step in turn.
 
@@ -50,11 +55,13 @@ class UnplannedSteps:
     def __init__(self, unplannable: Mapping[str, str]) -> None:
         self._unplannable = unplannable
         self._before: RecordedStep | None = None
+        self._keys = ("", "")  # of the last two steps that were learned
         self._refusal = ""
         self._entered = ""
         self._fits = False
         self._num_compared = 0
         self._segments: dict[tuple[Any, ...], RecordedStep] = {}  # by their ops, the newest last
+        self._num_again: dict[tuple[Any, ...], int] = {}  # how often each was as the one before
         self._num_segments = 0
         self._noted: list[tuple[int, Reason]] = []  # of the present step's segments, with their ops on demand
 
@@ -64,6 +71,7 @@ class UnplannedSteps:
     def note_period(self, recording: RecordedStep, key: str) -> None:
         """A step that ran on demand has been recorded and learned as `key`."""
         self._before = recording
+        self._keys = self._keys[1], key
         self._refusal = self._unplannable.get(key, "")
 
     def note_segment(self, recording: RecordedStep, *, num_ops: int, bailout: str) -> None:
@@ -75,12 +83,15 @@ class UnplannedSteps:
         if self._num_segments > _MOST_SEGMENTS_COMPARED:
             self._noted.append((num_ops, Reason(cause="unknown", text="it was not like one that was seen twice")))
             return
-        self._noted.append((num_ops, self._compare_segment(recording.ops, recording.events)))
         ops = tuple(op.func for op in recording.ops)
+        reason = self._compare_segment(recording.ops, recording.events)
+        self._num_again[ops] = self._num_again.get(ops, 0) + 1 if reason.cause == "again" else 0
+        self._noted.append((num_ops, _BEING_PLANNED if self._num_again[ops] > 1 else reason))
         self._segments.pop(ops, None)
         self._segments[ops] = recording
         while len(self._segments) > _MOST_SEGMENTS or sum(map(len, self._segments)) > _MOST_SEGMENT_OPS:
-            del self._segments[next(iter(self._segments))]
+            oldest = next(iter(self._segments))
+            del self._segments[oldest], self._num_again[oldest]
 
     def _compare_segment(self, ops: Sequence[OpRecord], events: Sequence[Event]) -> Reason:
         """Compared with the last segment of the same ops; without one, with the last that began with the same op."""
@@ -145,9 +156,11 @@ class UnplannedSteps:
         if self._before is None:
             return Reason(cause="first", text="the first step: a step is planned when it has been seen twice")
         self._num_compared += 1
+        was_twice = self._keys[0] == self._keys[1]
         if self._num_compared > _MOST_COMPARED:
-            return Reason(cause="unknown", text="it was not like a step that was seen twice")
-        return compare(self._before.ops, self._before.events, recorder.ops, recorder.events)
+            return _STEPS_BEFORE if was_twice else _NOT_COMPARED
+        reason = compare(self._before.ops, self._before.events, recorder.ops, recorder.events)
+        return _BEING_PLANNED if was_twice and reason.cause == "again" else reason
 
 
 def compare(

@@ -88,6 +88,34 @@ def assert_same(expected: subprocess.CompletedProcess[str], actual: subprocess.C
     assert actual.returncode == expected.returncode
 
 
+UNPLANNED = """
+import random, torch
+from torch import nn
+torch.manual_seed(0)
+chance = random.Random(0)
+layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(12))
+optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)
+for _ in range(14):
+    x = torch.ones(256, 256)
+    for layer in layers:
+        x = torch.relu(layer(x)) if chance.random() < 0.5 else x
+    x.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_hint_is_seen_where_nobody_watches_and_can_be_turned_off(tmp_path: Path) -> None:
+    script, report_path = tmp_path / "script.py", tmp_path / "report.json"
+    script.write_text(UNPLANNED)
+    done = ours(str(script), report=str(report_path))
+    assert done.returncode == 0, done.stderr
+    hint = json.loads(report_path.read_text())["hint"]
+    assert "of the time after the first 3 steps was not planned" in hint
+    assert done.stderr == f"ooc run: {hint}\n"
+    assert not ours(str(script), progress="never").stderr
+
+
 def test_script_with_arguments_and_report(tmp_path: Path) -> None:
     report_path = tmp_path / "report.json"
     expected = plain(TRAIN, "--epochs", "2")

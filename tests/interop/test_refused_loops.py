@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -297,6 +298,17 @@ def test_more_passes_than_given_are_refused() -> None:
     ooc.step_in_backward(optimizer, micro_batches=1)
     before = [digest(p) for p in model.parameters()]
     loss_of(model, 0).backward()
-    with pytest.raises(ooc.Refused, match=r"a gradient comes after 1 backward pass, .* micro_batches=N"):
+    with pytest.raises(ooc.Refused, match=r"a gradient comes after the backward pass that .* micro_batches=N"):
         loss_of(model, 1).backward()
     assert [digest(p) for p in model.parameters()] == before
+
+
+def test_who_reads_at_a_scripts_top_level_is_its_line(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from ooc.interop.gradient_access import reader\nfound = reader()\nnested = [reader() for _ in 'a'][0]\n"
+    )
+    module: dict[str, Any] = {}
+    exec(compile(script.read_text(), str(script), "exec"), module)
+    assert module["found"] == f"<module> ({script}:2)"
+    assert module["nested"] == f"<module> ({script}:3)"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import ooc
+from ooc.replay.sequences import Sequences
 from ooc.reporting.hints import NO_STEP, hint, planned_share
-from ooc.telemetry.why import compare
+from ooc.telemetry.why import _MOST_COMPARED, compare
 from ooc.tracing.recorder import OpRecord
 from tests.session.program_segments import forced_segments
 from vmm.torch_cpu import ALLOC, Event
@@ -66,7 +68,6 @@ def _rows(lengths: list[int], *, skip: int | None = None, is_elastic: bool = Tru
             optimizer.step()
             optimizer.zero_grad()
         report = session.report()
-        report["hint"] = hint(report)
         rows: list[dict[str, Any]] = report["steps"]
         rows.append({"hint": report["hint"]})
         return rows
@@ -106,6 +107,17 @@ def test_a_step_that_leaves_its_plan_says_where_and_what_was_expected() -> None:
     assert rows[6]["cause"] == "left"
     assert "aten.sin.default, tests/telemetry/test_why.py:" in rows[6]["why"]
     assert "is not what the plan expects: aten.sum.default, tests/telemetry/test_why.py:" in rows[6]["why"]
+
+
+def test_steps_whose_plan_takes_long_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dozens of equal steps may end before it is made: they were seen more than twice."""
+    monkeypatch.setattr(Sequences, "_plan_shape", lambda *_: None)
+    *rows, last = _rows([256] * (_MOST_COMPARED + 8))
+    assert rows[3]["why"] == "as the step before: it is planned as soon as it was seen twice"
+    assert rows[-12]["why"] == "as those before it: their plan is being made"
+    assert rows[-1]["why"] == "the steps before it were alike: their plan is being made"
+    assert {row["cause"] for row in rows[5:]} == {"again"}
+    assert "the run ended before a plan was made" in last["hint"]
 
 
 def test_no_step() -> None:
