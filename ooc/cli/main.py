@@ -138,8 +138,8 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
             run.add_argument(
                 "--progress",
                 metavar="[=WHEN]",
-                help="one line a step to stderr: --progress or --progress=auto on a terminal, =always anywhere; =never: "
-                "nor a summary and a hint at the end (default: those alone)",
+                help="one line a step to stderr: --progress or --progress=auto on a terminal, =always anywhere; "
+                "=never: nor a summary and a hint at the end (default: those alone)",
             )
             continue
         metavars = {"device": "NAME", "store": "DIR", "policy": "NAME", "report": "FILE", "plan": "FILE"}
