@@ -30,7 +30,7 @@ _TIMEOUT_S = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """A script, the budget that it gets (half of its need, more where it would not run), and the packages it needs."""
+    """A script, the budget that it gets (half of its need or somewhat more), and the packages it needs."""
 
     name: str
     budget: str
