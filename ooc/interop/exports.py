@@ -28,7 +28,7 @@ from ooc.devices.protocols import Memory
 from ooc.dispatch.guest_ops import is_guest
 from ooc.dispatch.op_runner import OpRunner
 from ooc.errors import BudgetTooSmall, SessionError
-from ooc.interop.pointer_users import call_of_pointer, calls_under_way
+from ooc.interop.pointer_users import call_of_pointer, calls_under_way, is_compared
 from ooc.memory.no_room import NoRoom
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
@@ -36,10 +36,12 @@ from ooc.memory.residency import ResidencyManager
 
 class _Local(threading.local):
     depth = 0
+    saves = 0
 
 
 _local = _Local()
-"""`_local.depth`: how many replaced functions run on this thread; what they call is no export of its own."""
+"""`_local.depth`: how many replaced functions run on this thread; what they call is no export of its own.
+`_local.saves`: how many `torch.save`, which read each storage by `storage_to_read`."""
 
 
 @contextlib.contextmanager
@@ -189,14 +191,25 @@ class Exports:
         """On a guest thread: a copy of one of the session's tensors."""
         return self._runner.guests.copy_of(tensor)
 
-    def storage_for_guest(self, storage: Any) -> Any:
-        """On a guest thread a copy of a storage of the session's; else the storage itself."""
-        if not (self._is_open and is_guest() and isinstance(storage, torch.UntypedStorage)):
+    def storage_to_read(self, storage: Any) -> Any:
+        """What may be read in place of a storage: a copy on a guest thread, or where a plan has its bytes elsewhere."""
+        if not (self._is_open and isinstance(storage, torch.UntypedStorage)):
             return storage
         start, stop = self._memory.driver.arena
-        if not start <= _storage_pointer(storage) < stop:
+        pointer = _storage_pointer(storage)
+        if not start <= pointer < stop or not (is_guest() or self._is_elsewhere(pointer)):
             return storage
         return self._runner.guests.copy_of_storage(storage)
+
+    def _is_elsewhere(self, address: int) -> bool:
+        """Whether other bytes than its own may be at a variable's address: it is away within a plan."""
+        with self._lock:
+            self._runner.absorb()
+            executor = self._executor
+            if executor.active is None and not self._manager.debug:
+                return False
+            record = executor.record_at(address) or self._manager.records.get(address)
+            return record is not None and record.state is not State.RESIDENT
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
@@ -208,18 +221,26 @@ class Exports:
                 yield
 
     @contextlib.contextmanager
-    def bulk(self) -> Iterator[None]:
-        """Prepare a call that reads many variables: bail out of the plan, and let the kernel serve each where it is.
+    def saving(self) -> Iterator[None]:
+        """Prepare a call that reads many variables: each when it is its turn, where it is then (`storage_to_read`).
 
-        On a guest thread the session's may enter a plan meanwhile: there each storage is copied when it is its turn.
+        A plan goes on, and so it may on the session's thread while a guest thread saves.
         """
-        if not self._memory.is_host:
-            yield  # each is exported by itself: no kernel serves a touch of what is away
-            return
-        if self._is_open and not _local.depth and not is_guest():
+        _local.saves += (
+            self._memory.is_host
+        )  # else each is exported by itself: no kernel serves a touch of what is away
+        try:
+            yield
+        finally:
+            _local.saves -= self._memory.is_host
+
+    @contextlib.contextmanager
+    def off_plan(self) -> Iterator[None]:
+        """For calls that move a variable below the dispatcher: bail out of the plan; the kernel serves what is away."""
+        if self._is_open and not _local.depth:
             with self._lock:
                 if self._executor.active is not None:
-                    self._runner.bail_out("many variables are read at once (torch.save or the like)")
+                    self._runner.bail_out("a tensor is moved to shared memory")
         with within_op():
             yield
 
@@ -326,8 +347,8 @@ def _replacements() -> list[tuple[Any, str, Callable[[Exports, Any], Any]]]:
         (torch._C.PyTorchFileWriter, "write_record", _make_record_writing),
         (storage, "_share_fd_cpu_", _make_storage_sharing),
         (storage, "_share_filename_cpu_", _make_storage_sharing),
-        (torch, "save", _make_bulk),
-        (torch.serialization, "save", _make_bulk),
+        (torch, "save", _make_save),
+        (torch.serialization, "save", _make_save),
     ]
 
 
@@ -366,7 +387,7 @@ def _make_tolist(exports: Exports, original: Any) -> Any:
 def _make_data_ptr(exports: Exports, original: Any) -> Any:
     def data_ptr(self: torch.Tensor) -> int:
         address = exports.address(self)
-        if address:
+        if address and not is_compared():
             exports.export_until_boundary(address)
         pointer: int = original(self)
         return pointer
@@ -424,7 +445,7 @@ def _bytes_at(address: int, nbytes: int) -> Any:
 def _make_storage_data_ptr(exports: Exports, original: Any) -> Any:
     def data_ptr(self: Any) -> int:
         pointer: int = original(self)
-        if exports.owns(pointer):
+        if exports.owns(pointer) and not is_compared():
             exports.export_until_boundary(pointer)
         return pointer
 
@@ -453,15 +474,16 @@ def _make_storage_writing_file(exports: Exports, original: Any) -> Any:
     read = _make_storage_reading(exports, original)
 
     def writing_file(self: Any, *args: Any, **kwargs: Any) -> Any:
-        copied = exports.storage_for_guest(self)
-        return read(self, *args, **kwargs) if copied is self else original(copied, *args, **kwargs)
+        if not _local.saves and not is_guest():
+            return read(self, *args, **kwargs)
+        return original(exports.storage_to_read(self), *args, **kwargs)
 
     return writing_file
 
 
 def _make_record_writing(exports: Exports, original: Any) -> Any:
     def write_record(self: Any, name: str, data: Any, *args: Any) -> Any:
-        return original(self, name, exports.storage_for_guest(data), *args)
+        return original(self, name, exports.storage_to_read(data), *args)
 
     return write_record
 
@@ -472,18 +494,18 @@ def _make_storage_sharing(exports: Exports, original: Any) -> Any:
     def sharing(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not exports.owns(_storage_pointer(self)):
             return original(self, *args, **kwargs)
-        with exports.still() if is_guest() else exports.bulk():
+        with exports.still() if is_guest() else exports.off_plan():
             return original(self, *args, **kwargs)
 
     return sharing
 
 
-def _make_bulk(exports: Exports, original: Any) -> Any:
-    def bulk(*args: Any, **kwargs: Any) -> Any:
-        with exports.bulk():
+def _make_save(exports: Exports, original: Any) -> Any:
+    def save(*args: Any, **kwargs: Any) -> Any:
+        with exports.saving():
             return original(*args, **kwargs)
 
-    return bulk
+    return save
 
 
 def _yielded(act: str) -> SessionError:

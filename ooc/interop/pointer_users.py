@@ -25,6 +25,24 @@ _CALLS = {
 accelerate 1.15."""
 
 
+_COMPARING: dict[str, set[str] | None] = {
+    "torch.serialization": None,  # all of its functions
+    "torch._tensor": {"__deepcopy__", "_reduce_ex_internal"},
+}
+"""Modules, and functions of them, that compare an address at once, with others or with zero; torch 2.11 to 2.14."""
+
+
+def is_compared() -> bool:
+    """Whether the function that asks for the address (the caller's caller) only compares it at once."""
+    frame: FrameType | None = sys._getframe(2)
+    if frame is not None and frame.f_code.co_name == "_data_ptr" and frame.f_globals.get("__name__") == "torch.storage":
+        frame = frame.f_back  # `TypedStorage` asks on behalf of that
+    if frame is None:
+        return False
+    names = _COMPARING.get(frame.f_globals.get("__name__", ""), set())
+    return names is None or frame.f_code.co_name in names
+
+
 def call_of_pointer() -> int | None:
     """Identify the outermost of these calls that this thread is in; None: it is in none of them."""
     calls = list(_calls())

@@ -190,6 +190,29 @@ def test_exports_in_debug_mode(act: Act) -> None:
     compare(act, at=PLANNED_STEP, debug=True)
 
 
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("is_zip", [False, True])
+def test_a_plan_goes_on_while_what_it_has_away_is_saved(is_zip: bool, debug: bool) -> None:
+    """Remedy: `Exports.storage_to_read`. Other bytes are at these addresses in mid-step."""
+
+    def saved(_: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
+        states = [state for parameter in optimizer.state.values() for state in parameter.values()]
+        buffer = io.BytesIO()
+        torch.save(states, buffer, _use_new_zipfile_serialization=is_zip)
+        buffer.seek(0)
+        with torch.no_grad():
+            return [t.detach().numpy().tobytes() for t in torch.load(buffer)]
+
+    expected = run(InCore(), saved, at=PLANNED_STEP, inside=True)
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug) as session:
+        found = run(session, saved, at=PLANNED_STEP, inside=True)
+        rows, copied = list(session.steps.rows), session.engine.runner.guests.copied_nbytes
+    assert found == expected
+    assert copied > 0  # of what was away
+    assert "many variables" not in rows[PLANNED_STEP].why
+    assert rows[PLANNED_STEP].num_planned_ops > 0
+
+
 def _hold(session: Any) -> tuple[list[Any], list[bytes]]:
     """A numpy view taken early sees every later update, and what is written there counts."""
     model, optimizer = build()
