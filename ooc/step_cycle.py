@@ -536,7 +536,7 @@ class StepCycle:
         self._steps.end(
             num_planned_ops=planned,
             num_demand_ops=on_demand,
-            on_plan=is_planned,
+            policy=self._executor.active.plan.policy if self._executor.active is not None else "",
             learned=self._sequences.num_plans > 0,
             reason=reason,
         )

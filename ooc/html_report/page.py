@@ -109,7 +109,9 @@ def _origin(document: Document) -> str:
     if document.run is not None:
         steps = document.run["steps"]
         drawn = f"; drawn is step {document.measured.step_index + 1}" if document.measured is not None else ""
-        return f"a run of {len(steps)} steps, policy {document.run['policy']}{drawn}"
+        policy = document.run["policy"]
+        by = f", by {document.plan.policy}" if drawn and document.plan and document.plan.policy != policy else ""
+        return f"a run of {len(steps)} steps, policy {policy}{drawn}{by}"
     if document.plan is not None:
         return f"a plan, policy {document.plan.policy}; times are simulated"
     return "a traced step; times are those of the trace"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import IO, Any
 
 import scheduler
 from scheduler.plan import Machine, Plan, PlanError
+from scheduler.policies import POLICIES
 from scheduler.trace import Trace
 
 _log = logging.getLogger(__name__)
@@ -68,6 +70,8 @@ class BackgroundPlanner:
         self._is_able = True
         self._held_up_s = 0.0
         self._seconds_per_op = dict(_SECONDS_PER_OP)  # by whether it is a quick one
+        if "time_limit_s" in POLICIES[policy].parameters:
+            self._seconds_per_op[False] = math.inf  # a solver's: minutes, and nobody can tell before
 
     def __repr__(self) -> str:
         return f"<BackgroundPlanner {'planning' if self.is_busy else 'idle'}>"

@@ -23,6 +23,8 @@ _QUICK: dict[str, Any] = {"policy": "capuchin", "recompute": False, "search_smal
 """The plan with which training begins where the policy's own takes too long: a third of the time of the quick `auto`.
 Of recorded steps of GPT-2, a Lightning loop and timm's ResNet, 355 to 1,580 ops, two came out as `auto`'s, two at 1.01
 and 1.17 of its time."""
+_NOT_STOOD_IN_FOR = frozenset({_QUICK["policy"], "on_demand"})
+"""It is asked for to do without a plan, or is as quick."""
 _FOR_THE_REST: dict[str, Any] = {"policy": "auto", "recompute": True, "exact": False, "thorough": False}
 
 
@@ -56,7 +58,8 @@ class PlanMaker:
         if "thorough" in POLICIES[policy].parameters:
             self._parameters.setdefault("thorough", False)  # training waits for the plan
         self._planning = planning
-        self._has_quick = policy == "auto" and moves_first
+        self._has_interim = policy != "auto" and policy not in _NOT_STOOD_IN_FOR
+        self._has_quick = self._has_interim or (policy == "auto" and moves_first)
         self.cache = cache
         self.background: BackgroundPlanner | None = None
         if in_background:
@@ -93,9 +96,16 @@ class PlanMaker:
         if self.cache is not None:
             self.cache.save(plan, trace, self._parameters)
 
+    def is_interim(self, plan: Plan) -> bool:
+        """Whether a plan stands in for one by the policy that was asked for, and gives way to that whatever it takes.
+
+        Not for one by `auto`: that is asked for the best plan there is.
+        """
+        return self._has_interim and plan.policy == _QUICK["policy"]
+
     def is_fixed(self, plan: Plan) -> bool:
-        """Whether the plan was given by the user, and must not be replaced by a better one."""
-        return self.cache is not None and self.cache.is_fixed(plan)
+        """Whether the plan must not be replaced by a better one: the user has given it, or it stands in for another."""
+        return (self.cache is not None and self.cache.is_fixed(plan)) or self.is_interim(plan)
 
     def here(self, trace: Trace, machine: Machine) -> Plan:
         """A plan for which training waits. Raises `PlanError`, `Stopped`."""

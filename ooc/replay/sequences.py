@@ -13,6 +13,7 @@ from ooc.memory.protocols import Store
 from ooc.replay.background import BackgroundPlanner, PlanRequest
 from ooc.replay.elastic import HEADROOM, Alignment, Envelope, Shape
 from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.first_plans import FirstPlan, FirstPlans
 from ooc.replay.first_sightings import FirstSightings, name_of
 from ooc.replay.op_timings import told_anew
 from ooc.replay.plan_cache import PlanCache
@@ -90,8 +91,7 @@ class Sequences:
         self._is_elastic = is_elastic
         self._seen: dict[str, Shape] = {}
         self._envelopes: dict[str, Envelope] = {}  # of the plans
-        self._first_asked: tuple[str, float, Envelope] | None = None
-        """Of the first plan that is made in another process: its sequence, the headroom, and what it is for."""
+        self._first = FirstPlans(self.maker.background)
         self._without_headroom: set[str] = set()  # sequences for whose headroom there is no room
         self._plans: dict[str, ExecutablePlan] = {}
         self._asked: dict[str, Machine] = {}  # what the first plan of each sequence was made for
@@ -291,7 +291,7 @@ class Sequences:
 
     def _first_plan(self, key: str, shape: Shape, machine: Machine) -> tuple[Envelope, Plan, bool] | None:
         """For the largest sizes, with headroom if there is room; is it quick? None: another process makes it."""
-        background, maker = self.background, self.maker
+        maker = self.maker
         for headroom in (1.0,) if key in self._without_headroom else (HEADROOM, 1.0):
             envelope = shape.envelope(machine.chunk_nbytes, headroom=headroom, is_segment=key in self._segments)
             envelope = replace(envelope, trace=self._proven.applied(key, envelope.trace))
@@ -300,12 +300,9 @@ class Sequences:
                 plan = maker.kept(trace, machine)
                 if plan is None and not maker.may_hold_up(trace):
                     plan = maker.quickly(trace, machine) if maker.may_hold_up_quickly(trace) else None
-                    if plan is not None:
-                        return envelope, plan, True
-                    assert background is not None
-                    if background.ask(PlanRequest(key=key, trace=trace, machine=machine)):
-                        self._first_asked = key, headroom, envelope
-                    return None
+                    if plan is None or maker.is_interim(plan):
+                        self._first.ask(FirstPlan(key, headroom, envelope, machine), waits=plan is not None)
+                    return (envelope, plan, True) if plan is not None else None
                 return envelope, plan or maker.here(trace, machine), False
             except PlanError:
                 if not shape.is_elastic or headroom == 1.0:
@@ -316,6 +313,7 @@ class Sequences:
         """At a step boundary: take the plan that was made beside training, if one is ready and still of use."""
         if self.background is None:
             return
+        self._first.ask_next(self._plans)
         try:
             found = self.background.take()
         except PlanError as error:
@@ -323,26 +321,28 @@ class Sequences:
             return
         if found is None:
             return
-        request, plan = found
-        asked, self._first_asked = self._first_asked, None
+        (request, plan), asked = found, self._first.taken()
         key, shape, present = request.key, self._seen.get(request.key), self._plans.get(request.key)
         if shape is None or key in self._unplannable:
             return
-        if request.old_ns is None and present is None:
-            if asked is not None and asked[2].is_of(shape.observed.trace):  # else it has grown since
-                self._plan_shape(key, shape, request.machine, (asked[2], plan))
+        if request.old_ns is None and (present is None or self.maker.is_interim(present.plan)):
+            if asked is not None and asked.envelope.is_of(shape.observed.trace):  # else it has grown since
+                self._plan_shape(key, shape, request.machine, (asked.envelope, plan))
         elif present is not None and present.trace.fingerprint() == request.trace.fingerprint():
             self._replace(key, present, request.trace, plan, request.old_ns or present.plan.step_ns)
 
     def _note_background_failure(self, error: PlanError) -> None:
         """As `_first_plan` and `_plan_shape` do where a plan is made here."""
-        asked, self._first_asked = self._first_asked, None
-        if asked is None or asked[0] not in self._seen:
+        asked = self._first.taken()
+        if asked is None or (key := asked.key) not in self._seen:
             _log.warning("cannot plan anew: %s", error)
-        elif asked[1] > 1.0 and self._seen[asked[0]].is_elastic:
-            self._without_headroom.add(asked[0])
+            return
+        if key in self._plans and self.maker.is_interim(self._plans[key].plan):
+            self._retire(key)
+        if asked.headroom > 1.0 and self._seen[key].is_elastic:
+            self._without_headroom.add(key)
         else:
-            self._unplannable[asked[0]] = str(error)
+            self._unplannable[key] = str(error)
             _log.warning("this sequence stays on demand: %s", error)
 
     def _make_roomy(self, key: str, plan: Plan, envelope: Envelope, observed: Observed) -> ExecutablePlan:
@@ -388,7 +388,7 @@ class Sequences:
         self._asked.clear()
         self._unplannable.clear()
         self._without_headroom.clear()
-        self._first_asked = None
+        self._first.forget()
         self._proven.forget_empty()
         self.active_key = None
         if self.background is not None:

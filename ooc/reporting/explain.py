@@ -128,7 +128,7 @@ def _explain(engine: Engine, record: VariableRecord, name: str) -> Explanation:
         elif not residencies:
             reason = "the plan never brings it in: nothing uses it before it is freed"
         else:
-            reasons = _reasons(variable, residencies, trace, plan, engine.options.policy)
+            reasons = _reasons(variable, residencies, trace, plan)
     return Explanation(
         name=name,
         is_managed=True,
@@ -188,7 +188,7 @@ def _op(index: int, trace: Trace) -> str:
     return f"op {index} ({op.name}, {op.where})" if op.where else f"op {index} ({op.name})"
 
 
-def _reasons(variable: int, residencies: list[Residency], trace: Trace, plan: Plan, policy: str) -> list[str]:
+def _reasons(variable: int, residencies: list[Residency], trace: Trace, plan: Plan) -> list[str]:
     """What the plan does in each gap between two uses, and the figures that speak for it."""
     view = simulated_view(trace, plan)
     uses = [index for index, op in enumerate(trace.ops) if any(use.variable == variable for use in op.uses)]
@@ -217,7 +217,7 @@ def _reasons(variable: int, residencies: list[Residency], trace: Trace, plan: Pl
         if way_ns >= kept[0]:
             because = f"out and back alone takes {format_duration(way_ns / 1e9)}"
         elif plan.predicted.get("evicted_nbytes"):
-            because = f"policy {policy!r} found others to move instead"
+            because = f"policy {plan.policy!r} found others to move instead"
         else:
             because = "all that is alive fits in the budget"
         length = format_duration(kept[0] / 1e9)

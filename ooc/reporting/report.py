@@ -42,6 +42,7 @@ def make_report(engine: Engine) -> dict[str, Any]:
         "plan": None
         if plan is None
         else {
+            "policy": plan.policy,
             "num_steps": engine.cycle.rounds.num_steps,
             "predicted": dict(plan.predicted),
             "bounds": dict(plan.bounds),

@@ -43,7 +43,8 @@ StepKind = Literal["learning", "planned", "off_plan"]
 class StepRow:
     """One finished step. Bytes moved and stalls are those between its start and its end.
 
-    `cause` and `why` are its `ooc.telemetry.why.Reason`, unless it was planned.
+    `cause` and `why` are its `ooc.telemetry.why.Reason`, unless it was planned. `policy` is that of the plan that it
+    ended on, if any: until the plan of the policy that was asked for is there, another one's may stand in for it.
     """
 
     mode: StepKind
@@ -63,6 +64,7 @@ class StepRow:
     num_demand_ops: int = 0
     cause: Cause = ""
     why: str = ""
+    policy: str = ""
 
 
 class StepLog:
@@ -109,12 +111,12 @@ class StepLog:
         return self._began_planned
 
     def end(
-        self, *, on_plan: bool, learned: bool, num_planned_ops: int, num_demand_ops: int, reason: Reason = _PLANNED
+        self, *, policy: str, learned: bool, num_planned_ops: int, num_demand_ops: int, reason: Reason = _PLANNED
     ) -> None:
         """End the step that began last.
 
         Args:
-            on_plan: Whether a plan is being replayed.
+            policy: Of the plan that is being replayed; empty if none is.
             learned: Whether there are plans.
             num_planned_ops, num_demand_ops: Its ops that were replayed from plans, and those that were not.
             reason: Why it was not planned.
@@ -125,7 +127,7 @@ class StepLog:
         after, before = self.counters(), self._before
         self._at_end = {name: after[name] for name in _COUNTED_BETWEEN}
         moved = {name: after[name] - before[name] for name in after}
-        is_planned = num_demand_ops == 0 and ((self._began_planned and on_plan) or num_planned_ops > 0)
+        is_planned = num_demand_ops == 0 and ((self._began_planned and bool(policy)) or num_planned_ops > 0)
         mode: StepKind = "planned" if is_planned else "off_plan" if learned else "learning"
         stall_s, recompute_s = moved.pop("stall_ns") / 1e9, moved.pop("recompute_ns") / 1e9
         relocate_s = moved.pop("relocate_ns") / 1e9
@@ -140,6 +142,7 @@ class StepLog:
                 num_demand_ops=num_demand_ops,
                 cause="" if is_planned else reason.cause,
                 why="" if is_planned else reason.text,
+                policy=policy,
                 **moved,
             )
         )

@@ -15,7 +15,8 @@ from torch import nn
 
 import ooc
 from ooc.replay.background import BackgroundPlanner, PlanRequest
-from ooc.replay.elastic import Shape
+from ooc.replay.elastic import Envelope, Shape
+from ooc.replay.first_plans import FirstPlan, FirstPlans
 from ooc.replay.sequences import Sequences
 from scheduler.plan import Machine, PlanError
 from scheduler.planning import make_plan
@@ -242,3 +243,86 @@ def test_a_new_budget_gives_up_the_plan_for_the_old_one(monkeypatch: pytest.Monk
         assert background is not None
         session.set_budget("3MiB")
         assert not background.is_busy
+
+
+@pytest.mark.parametrize("policy", ["poet", "window"])
+def test_a_quick_plan_stands_in_until_that_of_the_policy_asked_for_is_there(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever that one takes: the user asked for it. Reports and explanations name the one that is played."""
+    monkeypatch.setattr(BackgroundPlanner, "may_hold_up", lambda *_, is_quick=False: is_quick)
+    take = BackgroundPlanner.take
+    monkeypatch.setattr(BackgroundPlanner, "take", lambda self: take(self) if session.steps.num_steps > 7 else None)
+    expected = _steps(12)
+    with ooc.Session(
+        BUDGET, debug=True, plan_cache=False, step_boundary="optimizer", background_planning=True, policy=policy
+    ) as session:
+        assert _steps(12, session) == expected
+        rows, report = list(session.steps.rows), session.report()
+    assert [row.mode for row in rows[4:]] == ["planned"] * 8
+    assert [row.policy for row in rows[4:8]] == ["capuchin"] * 4
+    assert [row.policy for row in rows[9:]] == [policy] * 3
+    assert report["plan"]["policy"] == policy
+
+
+def test_a_plan_that_cannot_be_had_is_stood_in_for_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where training waits for it: the sequence stays on demand, and its steps say why."""
+    monkeypatch.setattr(BackgroundPlanner, "may_hold_up", lambda *_, is_quick=False: is_quick)
+
+    def take(self: BackgroundPlanner) -> None:
+        if self.is_busy and session.steps.num_steps > 6:
+            self.cancel()
+            raise PlanError("no plan of that policy")
+
+    monkeypatch.setattr(BackgroundPlanner, "take", take)
+    expected = _steps(12)
+    with ooc.Session(
+        BUDGET, debug=True, plan_cache=False, step_boundary="optimizer", background_planning=True, policy="dtr"
+    ) as session:
+        assert _steps(12, session) == expected
+        rows = list(session.steps.rows)
+    assert rows[6].policy == "capuchin"
+    assert [row.policy for row in rows[9:]] == [""] * 3
+    assert "no plan of that policy" in rows[-1].why
+
+
+def test_a_first_plan_waits_for_its_turn_while_another_stands_in_for_it() -> None:
+    asked: list[str] = []
+
+    class Planner:
+        is_busy = False
+
+        def ask(self, request: PlanRequest) -> bool:
+            if not self.is_busy:
+                asked.append(request.key)
+                self.is_busy = True
+                return True
+            return False
+
+    planner = Planner()
+    first = FirstPlans(planner)  # type: ignore[arg-type]
+    envelope = Envelope(trace=_trace(), elastic=frozenset(), standing=frozenset())
+    plans = {key: FirstPlan(key, 1.0, envelope, _request().machine) for key in "abcd"}
+    for key in "abc":
+        first.ask(plans[key], waits=True)
+    first.ask(plans["d"], waits=False)  # it comes again on demand
+    assert asked == ["a"]
+    first.ask_next("abc")
+    assert asked == ["a"]
+    for expected in (["a"], ["a", "c"], ["a", "c"]):  # b has lost its quick plan meanwhile
+        planner.is_busy = False
+        taken = first.taken()
+        assert taken is None or taken.key == asked[-1]
+        first.ask_next("ac")
+        assert asked == expected
+
+
+@pytest.mark.parametrize(("policy", "is_slow"), [("poet", True), ("checkmate", True), ("auto", False)])
+def test_training_waits_for_no_solver(policy: str, is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remedy: its time is not taken to be that of other policies' plans."""
+    clock = [0.0]
+    monkeypatch.setattr("ooc.replay.background.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    planner = BackgroundPlanner(policy=policy, parameters={}, has_quick=True)
+    clock[0] = 3600.0
+    assert planner.may_hold_up(_trace()) is not is_slow
+    assert planner.may_hold_up(_trace(), is_quick=True)
