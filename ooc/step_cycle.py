@@ -39,7 +39,7 @@ from ooc.replay.sequences import Sequences
 from ooc.telemetry.progress import Position, Progress
 from ooc.telemetry.steps import StepLog
 from ooc.telemetry.timeline import Timeline
-from ooc.telemetry.why import Reason, UnplannedSteps
+from ooc.telemetry.why import UnplannedSteps
 from ooc.tracing.pieces import cuts, split
 from ooc.tracing.recorder import RecordedStep
 from scheduler.plan import Machine
@@ -486,6 +486,7 @@ class StepCycle:
             key = self._sequences.key_of(recording.signature) or name_of(recording)
             self._was_new = self._was_new or self._sequences.is_new(key)
             self._sequences.note_end(key)
+            self._why.note_unlearned(recording, key)
         if self._segmentation.is_on:
             bailout = self._executor.bailout_reason if recorder.num_replayed else ""
             self._why.note_segment(recording, num_ops=recorder.num_ops - recorder.num_replayed, bailout=bailout)
@@ -530,8 +531,7 @@ class StepCycle:
         if recorder is not None and recorder.is_cut:  # it began anew in this step
             planned, on_demand = max(planned, 0), max(on_demand, 1)
         if is_planned and on_demand and not reason.cause:
-            text = f"{on_demand} of its {on_demand + planned} ops are a segment that has no plan yet"
-            reason = Reason(cause="segment", text=text)
+            reason = self._why.in_part(planned, on_demand)
         self._executor.reruns.count_times()
         self._steps.end(
             num_planned_ops=planned,

@@ -23,6 +23,11 @@ _REMEDIES = {
     "refused": "most steps could not enter the plan that there is",
     "segment": "most steps had a part that did not come twice",
     "unplannable": "there is no plan for most steps",
+    "unlearned": (
+        "most steps came again, and were not learned: where steps vary, learning takes a part of the time and no more. "
+        "With fewer kinds of steps (batches padded to a few sizes) it keeps up; with OOC_BACKGROUND_PLANNING=0 it "
+        "takes what time it needs, and plans are made while training waits"
+    ),
     "again": "the run ended before a plan was made",
     "unknown": "most steps were not like one that was seen twice",
     "first": "the run ended before a step came twice",

@@ -20,11 +20,14 @@ _MOST_SEGMENTS = 16
 _MOST_SEGMENT_OPS = 1 << 14
 """Of all segments together that later ones are compared with: an op takes about 100 bytes."""
 
-Cause = Literal["", "first", "again", "sizes", "ops", "left", "refused", "segment", "unplannable", "fits", "unknown"]
-"""Kinds of reasons; empty where the step was planned. first: no step came before it; again: it was as the one before,
-and is planned once it was seen twice and its plan is made; sizes: the same ops on other sizes; ops: other ops; left: it
-left its plan; refused: a plan could not be entered; segment: a part of it is not planned; unplannable: no plan can be
-made; fits: nothing has to move, so there is no need of a plan; unknown: not compared."""
+Cause = Literal[
+    "", "first", "again", "sizes", "ops", "left", "refused", "segment", "unplannable", "unlearned", "fits", "unknown"
+]
+"""Kinds of reasons; empty where the step was planned. first: no step came before it, or the one that also made the
+model; again: it was as the one before, and is planned once it was seen twice and its plan is made; sizes: the same
+ops on other sizes; ops: other ops; left: it left its plan; refused: a plan could not be entered; segment: a part of
+it is not planned; unplannable: no plan can be made; unlearned: learning has taken its share of the time; fits:
+nothing has to move, so there is no need of a plan; unknown: not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,14 @@ class Reason:
 
 _BEING_PLANNED = Reason(cause="again", text="as those before it: their plan is being made")
 _STEPS_BEFORE = Reason(cause="again", text="the steps before it were alike: their plan is being made")
+_AFTER_THE_FIRST = Reason(
+    cause="first",
+    text="what came before it was the first, and made the model, too: a step is planned when it has been seen twice",
+)
+_UNLEARNED = Reason(
+    cause="unlearned",
+    text="as one before it, which was not learned: learning has taken its share of the time so far",
+)
 _NOT_COMPARED = Reason(cause="unknown", text="it was not like a step that was seen twice")
 
 
@@ -57,6 +68,8 @@ class UnplannedSteps:
         self._before: RecordedStep | None = None
         self._keys = ("", "")  # of the last two steps that were learned
         self._refusal = ""
+        self._num_periods = 0
+        self._is_unlearned = False  # the last one that was recorded
         self._entered = ""
         self._fits = False
         self._num_compared = 0
@@ -70,23 +83,39 @@ class UnplannedSteps:
 
     def note_period(self, recording: RecordedStep, key: str) -> None:
         """A step that ran on demand has been recorded and learned as `key`."""
-        self._before = recording
+        if recording.ops or self._before is not None:  # else nothing came before the first step
+            self._before = recording
+        self._num_periods += bool(recording.ops)
         self._keys = self._keys[1], key
         self._refusal = self._unplannable.get(key, "")
+        self._is_unlearned = False
+
+    def note_unlearned(self, recording: RecordedStep, key: str) -> None:
+        """A step has been recorded, and was not learned for want of time."""
+        self.note_period(recording, key)
+        self._is_unlearned = True
 
     def note_segment(self, recording: RecordedStep, *, num_ops: int, bailout: str) -> None:
-        """A segment has been recorded, so many ops of it on demand; `bailout`: why it left a plan, if it did."""
+        """What was noted last is a segment, so many ops of it on demand; `bailout`: why it left a plan, if it did."""
         if bailout:
             self._noted.append((num_ops, Reason(cause="left", text=f"left its plan: {bailout}")))
             return
+        if self._refusal:
+            self._noted.append((num_ops, Reason(cause="unplannable", text=f"it cannot be planned: {self._refusal}")))
+            return
         self._num_segments += 1
         if self._num_segments > _MOST_SEGMENTS_COMPARED:
-            self._noted.append((num_ops, Reason(cause="unknown", text="it was not like one that was seen twice")))
+            unknown = Reason(cause="unknown", text="it was not like one that was seen twice")
+            self._noted.append((num_ops, _UNLEARNED if self._is_unlearned else unknown))
             return
         ops = tuple(op.func for op in recording.ops)
         reason = self._compare_segment(recording.ops, recording.events)
         self._num_again[ops] = self._num_again.get(ops, 0) + 1 if reason.cause == "again" else 0
-        self._noted.append((num_ops, _BEING_PLANNED if self._num_again[ops] > 1 else reason))
+        if reason.cause == "again" and self._is_unlearned:
+            reason = _UNLEARNED
+        elif self._num_again[ops] > 1:
+            reason = _BEING_PLANNED
+        self._noted.append((num_ops, reason))
         self._segments.pop(ops, None)
         self._segments[ops] = recording
         while len(self._segments) > _MOST_SEGMENTS or sum(map(len, self._segments)) > _MOST_SEGMENT_OPS:
@@ -110,6 +139,17 @@ class UnplannedSteps:
             return Reason()
         num_ops, reason = max(noted, key=lambda each: each[0])
         return Reason(cause=reason.cause, text=f"a segment of {num_ops} ops was not planned: {reason.text}")
+
+    def in_part(self, num_planned: int, num_on_demand: int) -> Reason:
+        """The reason of a step that ended on a plan, with ops on demand in a segment in between: that noted last."""
+        text = f"{num_on_demand} of its {num_on_demand + num_planned} ops are a segment that"
+        if self._refusal:
+            return Reason(cause="unplannable", text=f"{text} cannot be planned: {self._refusal}")
+        if self._is_unlearned:
+            return Reason(
+                cause="unlearned", text=f"{text} was not learned: that has taken its share of the time so far"
+            )
+        return Reason(cause="segment", text=f"{text} has no plan yet")
 
     def note_refusal(self, reason: str) -> None:
         """The plan for the step that begins could not be entered."""
@@ -158,9 +198,11 @@ class UnplannedSteps:
         self._num_compared += 1
         was_twice = self._keys[0] == self._keys[1]
         if self._num_compared > _MOST_COMPARED:
-            return _STEPS_BEFORE if was_twice else _NOT_COMPARED
+            return _UNLEARNED if self._is_unlearned else _STEPS_BEFORE if was_twice else _NOT_COMPARED
         reason = compare(self._before.ops, self._before.events, recorder.ops, recorder.events)
-        return _BEING_PLANNED if was_twice and reason.cause == "again" else reason
+        if reason.cause != "again":
+            return _AFTER_THE_FIRST if self._num_periods <= 1 else reason
+        return _UNLEARNED if self._is_unlearned else _BEING_PLANNED if was_twice else reason
 
 
 def compare(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import nn
 
 import ooc
+from ooc.replay.learning_budget import LearningBudget
 from ooc.replay.sequences import Sequences
-from ooc.reporting.hints import NO_STEP, hint, planned_share
-from ooc.telemetry.why import _MOST_COMPARED, compare
+from ooc.reporting.hints import _REMEDIES, NO_STEP, hint, planned_share
+from ooc.telemetry.why import _MOST_COMPARED, Cause, UnplannedSteps, compare
 from ooc.tracing.recorder import OpRecord
 from tests.session.program_segments import forced_segments
 from vmm.torch_cpu import ALLOC, Event
@@ -75,7 +78,8 @@ def _rows(lengths: list[int], *, skip: int | None = None, is_elastic: bool = Tru
 
 def test_steps_of_other_lengths_say_so_and_the_hint_names_the_remedy() -> None:
     *rows, last = _rows([200, 220, 250, 280, 310, 340, 370], is_elastic=False)  # as on a device
-    assert rows[0]["cause"] == "first"
+    assert [row["cause"] for row in rows[:2]] == ["first"] * 2
+    assert "made the model" in rows[1]["why"]
     assert [row["cause"] for row in rows[2:]] == ["sizes"] * 5
     assert "test_why.py" in rows[3]["why"]
     assert "multiple of 16" in last["hint"]
@@ -118,6 +122,65 @@ def test_steps_whose_plan_takes_long_say_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert rows[-1]["why"] == "the steps before it were alike: their plan is being made"
     assert {row["cause"] for row in rows[5:]} == {"again"}
     assert "the run ended before a plan was made" in last["hint"]
+
+
+@pytest.mark.parametrize("has_model", [False, True])
+def test_the_first_steps_of_a_session_say_that_they_are(has_model: bool) -> None:
+    with ooc.Session("8MiB") as session:
+        model = nn.Linear(128, 256) if has_model else None
+        weight = torch.zeros(128, 256) if model is None else model.weight.detach()
+        for _ in range(3):
+            with session.step():
+                (torch.ones(200, 128) @ weight.T if has_model else torch.ones(200, 128) @ weight).sum().item()
+        causes = [row.cause for row in session.steps.rows]
+    assert causes[0] == "first"
+    assert "ops" not in causes
+
+
+def test_segments_that_cannot_be_planned_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that their plan is being made, however often they come."""
+
+    def plan_shape(self: Sequences, key: str, *_: Any) -> None:
+        self._unplannable[key] = "op 3 needs more than there is"
+
+    monkeypatch.setattr(Sequences, "_plan_shape", plan_shape)
+    with forced_segments():
+        *rows, last = _rows([256] * 12)
+    assert {row["cause"] for row in rows[6:]} == {"unplannable"}
+    assert rows[-1]["why"].endswith("ops was not planned: it cannot be planned: op 3 needs more than there is")
+    assert "there is no plan for most steps" in last["hint"]
+
+
+@pytest.mark.parametrize("in_segments", [False, True])
+def test_what_was_not_learned_for_want_of_time_says_so_and_the_hint_names_the_remedy(
+    in_segments: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LearningBudget, "may_learn", lambda _: False)
+    with forced_segments() if in_segments else nullcontext():
+        *rows, last = _rows([256] * (_MOST_COMPARED + 8))
+    causes = [row["cause"] for row in rows[4:]]  # where nothing is learned, segments are tried again and again
+    assert causes.count("unlearned") >= len(causes) - (0 if in_segments else 4)
+    assert "again" not in causes
+    assert "learning has taken its share of the time" in rows[4]["why"]
+    assert "OOC_BACKGROUND_PLANNING=0" in last["hint"]
+
+
+def test_a_segment_in_a_planned_step_says_why_it_is_not_planned() -> None:
+    reasons: dict[str, str] = {}
+    steps = UnplannedSteps(reasons)
+    recording: Any = SimpleNamespace(ops=OPS, events=[])
+    steps.note_period(recording, "k")
+    assert steps.in_part(90, 10).text == "10 of its 100 ops are a segment that has no plan yet"
+    steps.note_unlearned(recording, "k")
+    assert steps.in_part(90, 10).cause == "unlearned"
+    reasons["k"] = "too large"
+    steps.note_period(recording, "k")
+    assert steps.in_part(90, 10).text == "10 of its 100 ops are a segment that cannot be planned: too large"
+
+
+def test_each_cause_has_a_remedy() -> None:
+    """But for planned steps, and those that need no plan."""
+    assert set(get_args(Cause)) - {"", "fits"} == set(_REMEDIES)
 
 
 def test_no_step() -> None:
