@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
 from ooc.cli import plan as planning_cli
 from ooc.cli.arguments import add_script_arguments
@@ -35,6 +35,8 @@ _NEEDS_BUDGET = (
     "debug",
     "step_in_backward",
 )
+_BARE = {"--progress": "--progress=auto", "--step-in-backward": "--step-in-backward=first"}
+"""Options with an optional value, and what they stand for without."""
 _FLAGS = ("debug", "diagnose", "recompute", "no_recompute", "step_in_backward")
 
 
@@ -101,13 +103,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _spelled_out(arguments: Sequence[str]) -> list[str]:
-    """Replace `ooc run`'s bare `--progress` by `--progress=auto`: as an optional value argparse would take SCRIPT."""
+    """Give `ooc run`'s bare options with an optional value that value: argparse would take SCRIPT for it."""
     if not arguments or arguments[0] != "run":
         return list(arguments)
-    with_value = {setting.option for setting in SETTINGS} - {"--progress"}
+    with_value = {setting.option for setting in SETTINGS} - _BARE.keys()
     done, rest = [arguments[0]], iter(arguments[1:])
     for word in rest:
-        done.append("--progress=auto" if word == "--progress" else word)
+        done.append(_BARE.get(word, word))
         if word in with_value:
             done.extend(value for value in [next(rest, None)] if value is not None)
         elif word == "--" or not word.startswith("-"):  # SCRIPT: what follows are its own arguments
@@ -154,9 +156,11 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     run.add_argument("--debug", action="store_true", help="make each touch of an evicted tensor a fault; slow")
     run.add_argument(
         "--step-in-backward",
-        action="store_true",
+        metavar="[=N]",
+        type=_num_passes,
         help="apply each gradient inside the backward pass and free it: parameters, gradients and optimizer state pass "
-        "through memory once a step; same results, or a refusal (clipping by a global norm, scalers, LBFGS)",
+        "through memory once a step; same results, or a refusal (clipping by a global norm, scalers, LBFGS). Where "
+        "gradients are accumulated, in the last of as many passes as the first step has; =N: as a step has at most",
     )
     run.add_argument(
         "--diagnose",
@@ -165,6 +169,15 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     run.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name, as for python -m")
     add_script_arguments(run, metavar="SCRIPT", what="the script, or with -m the module")
+
+
+def _num_passes(text: str) -> int | Literal["first"]:
+    """Backward passes to a step; "first": as many as the first one has."""
+    if text == "first":
+        return "first"
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: backward passes to a step. Options: a number from 1 on; none")
+    return int(text)
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -244,7 +257,8 @@ def _run(parsed: argparse.Namespace) -> int:
                 budget=budget,
                 debug=parsed.debug,
                 recompute=parsed.recompute,
-                step_in_backward=parsed.step_in_backward,
+                step_in_backward=parsed.step_in_backward is not None,
+                micro_batches=None if parsed.step_in_backward == "first" else parsed.step_in_backward,
                 **settings,
             ),
             is_module=parsed.is_module,
@@ -260,8 +274,8 @@ def _misplaced(parsed: argparse.Namespace) -> list[str]:
 
     For a run that has no budget: with one, they may well be the script's own.
     """
-    with_value = {setting.option for setting in SETTINGS}
-    bare = {f"--{name.replace('_', '-')}" for name in _FLAGS} | {"--progress"}
+    with_value = {setting.option for setting in SETTINGS} | _BARE.keys()
+    bare = {f"--{name.replace('_', '-')}" for name in _FLAGS} | _BARE.keys()
     ours: list[str] = []
     words = iter(parsed.arguments)
     for word in words:

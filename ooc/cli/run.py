@@ -74,6 +74,7 @@ class RunOptions:
         plan: File of a plan to replay (`ooc.replay.given_plan`); also gives the budget and the chunk size, where those
             are not given.
         step_in_backward: Whether optimizers run inside the backward pass (`ooc.interop.step_in_backward`).
+        micro_batches: The most backward passes that a step has; None: as many as the first step.
         report: File for the JSON report, written also when the script fails. Of several ranks each writes its own:
             run.json, run.rank1.json, ...
     """
@@ -88,6 +89,7 @@ class RunOptions:
     threshold: int | str | None = None
     debug: bool = False
     step_in_backward: bool = False
+    micro_batches: int | None = None
     recompute: bool | None = None
     progress: str | None = None
     plan: str | None = None
@@ -144,7 +146,8 @@ def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module
     process = os.getpid()
     atexit.register(_end, session, process)  # the script's own come later, so they run earlier
     try:
-        with every_optimizer_in_backward() if options.step_in_backward else contextlib.nullcontext():
+        in_backward = every_optimizer_in_backward(micro_batches=options.micro_batches)
+        with in_backward if options.step_in_backward else contextlib.nullcontext():
             _execute(program, target, arguments)
     except BaseException:
         sys.excepthook = functools.partial(_print_exception, sys.excepthook, options.debug)

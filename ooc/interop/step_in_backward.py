@@ -439,6 +439,7 @@ def step_in_backward(optimizer: Optimizer, *, micro_batches: int | None = None) 
         optimizer: One of `torch.optim` whose update of one parameter looks at no other: SGD, Adam, AdamW, Adagrad,
             RMSprop and others.
         micro_batches: Backward passes to a step, where gradients are accumulated; None: as many as the first step has.
+            Where that varies, the most: a step that has fewer ends in the ordinary order.
 
     Returns:
         A handle, whose `remove()` goes back to the ordinary order.
@@ -452,14 +453,14 @@ def step_in_backward(optimizer: Optimizer, *, micro_batches: int | None = None) 
 
 
 @contextlib.contextmanager
-def every_optimizer_in_backward() -> Iterator[None]:
-    """Do so with every optimizer that is made within this."""
+def every_optimizer_in_backward(*, micro_batches: int | None = None) -> Iterator[None]:
+    """Do so with every optimizer that is made within this; `micro_batches` as there."""
     before: Callable[..., None] = Optimizer.__init__
 
     @functools.wraps(before)
     def ours(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         before(self, *args, **kwargs)
-        StepInBackward(self, takes_over=True)
+        StepInBackward(self, micro_batches=micro_batches, takes_over=True)
 
     Optimizer.__init__ = ours
     try:
@@ -485,9 +486,10 @@ def _release(updates: dict[int, _Update], name: str) -> None:
 def _too_many(update: _Update, num_passes: int) -> str:
     expected = f"{num_passes} backward passes" if num_passes > 1 else "backward pass"
     return (
-        f"{update._place()}: a gradient comes after the {expected} that a step was to have. Options, in the program: "
-        "step_in_backward(optimizer, micro_batches=N), in place of ooc run's --step-in-backward, with the most "
-        f"backward passes that a step has; ooc.accumulating() around all but the last; {ORDINARY_ORDER}."
+        f"{update._place()}: a gradient comes after the {expected} that a step was to have. Options: with the most "
+        "backward passes that a step has as N, ooc run --step-in-backward=N, or in the program "
+        "step_in_backward(optimizer, micro_batches=N); there ooc.accumulating() around all but the last; "
+        f"{ORDINARY_ORDER}."
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ooc.cli.main import main, parser
+from ooc.cli.main import _spelled_out, main, parser
 from ooc.settings import resolve
 
 FLAGS = {
@@ -142,6 +142,7 @@ def test_without_a_budget_run_says_how_to_give_one(
         (["train.py", "--budget", "1GiB", "--lr", "3"], "ooc run --budget 1GiB train.py ..."),
         (["train.py", "--lr", "3", "--budget=1GiB", "--debug", "x"], "ooc run --budget=1GiB --debug train.py ..."),
         (["-m", "package.train", "--budget", "1 GiB"], "ooc run --budget '1 GiB' -m package.train ..."),
+        (["train.py", "--step-in-backward=3"], "ooc run --step-in-backward=3 train.py ..."),
         (["train.py", "--diagnose"], "ooc run --diagnose train.py ..."),
         (["train.py", "--progress", "--budget", "1GiB"], "ooc run --progress --budget 1GiB train.py ..."),
         (["train.py", "--budget"], "ooc run --budget train.py ..."),
@@ -171,6 +172,24 @@ def test_each_option_of_run_is_known_behind_the_script(
     for option in options - {"-h", "--help", "-m"}:
         assert main(["run", "train.py", option]) == 2
         assert f"ooc run {option} train.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [([], None), (["--step-in-backward"], "first"), (["--step-in-backward=4"], 4)],
+)
+def test_step_in_backward_takes_a_number_or_none(typed: list[str], expected: object) -> None:
+    """Bare, it does not take the script for its value."""
+    parsed = parser().parse_args(_spelled_out(["run", *typed, "train.py", "--step-in-backward"]))
+    assert (parsed.step_in_backward, parsed.target) == (expected, "train.py")
+    assert parsed.arguments == ["--step-in-backward"]
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "two", ""])
+def test_step_in_backward_takes_no_other_number(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", f"--step-in-backward={number}", "train.py"])
+    assert "backward passes to a step. Options: a number from 1 on" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

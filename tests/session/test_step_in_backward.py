@@ -133,3 +133,32 @@ def test_unmodified_script(tmp_path: Path) -> None:
     assert refused.returncode == 1
     assert "its gradient is read between the backward pass and zero_grad(), by clip_grad_norm_" in refused.stderr
     assert f"{script}:15" in refused.stderr
+
+
+def test_a_script_whose_accumulation_varies_needs_the_most_passes(tmp_path: Path) -> None:
+    """`ooc run --step-in-backward=N`, as the refusal says. Steps that have fewer end in the ordinary order."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch
+
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            for index, passes in enumerate((2, 2, 3, 3, 1, 3, 2, 3)):
+                optimizer.zero_grad()
+                for _ in range(passes):
+                    loss = model(torch.randn(64, 256)).square().mean() / passes
+                    loss.backward()
+                optimizer.step()
+                print(index, loss.item().hex())
+            print([p.double().sum().item().hex() for p in model.parameters()])
+            """
+        )
+    )
+    refused = ours("--step-in-backward", str(script), budget="1MiB")
+    assert refused.returncode == 1
+    assert "after the 2 backward passes that a step was to have" in refused.stderr
+    assert "ooc run --step-in-backward=N" in refused.stderr
+    assert_same(plain(str(script)), ours("--step-in-backward=3", str(script), budget="1MiB", progress="never"))
