@@ -136,6 +136,7 @@ class Engine:
         act_natively(
             self.runner.dispatcher, manager=self.manager, acts=self.runner.executor.acts, lock=self.runner.lock
         )
+        undo.callback(self.runner.parts.close)
         self.collectives = self.runner.collectives
         self.executor = self.runner.executor
         self.lock = self.runner.lock

@@ -125,3 +125,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.config.getoption("--require-gpu"):
         pytest.fail(f"--require-gpu: {reason}", pytrace=False)
     pytest.skip(reason)
+
+
+@pytest.fixture
+def whole_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops run as a whole or not at all: for tests of what is said where one does not fit."""
+    monkeypatch.setattr("ooc.dispatch.ops_in_parts.split_of", lambda *_: None)

@@ -26,7 +26,7 @@ def run_natively(
     recording: StepRecording,
     lock: CriticalLock,
     refused: list[BaseException],
-    failed: Callable[..., None],
+    failed: Callable[..., tuple[Any] | None],
     may_run_again: Callable[[Any], bool],
     most_ops: int,
 ) -> None:

@@ -22,6 +22,7 @@ from ooc.dispatch.extension import new_dispatcher
 from ooc.dispatch.guest_ops import GuestOps, is_guest
 from ooc.dispatch.mode import SessionMode, is_tracing
 from ooc.dispatch.native_demand import is_special, run_natively
+from ooc.dispatch.ops_in_parts import OpNotes, OpsInParts
 from ooc.dispatch.refusals import Call, RefusedAllocations
 from ooc.dispatch.signals import CriticalLock
 from ooc.errors import SessionError
@@ -39,8 +40,7 @@ from ooc.tracing.recorder import OpRecord
 from ooc.tracing.recording import OpsSoFar, StepRecording
 from vmm.chunks import ChunkPool
 from vmm.nvtx_ranges import marked, names_ops
-from vmm.table import inside_op
-from vmm.torch_cpu import ALLOC, SERVED_APART, AllocatorTable
+from vmm.torch_cpu import SERVED_APART, AllocatorTable
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class OpRunner:
         guests: Runs the ops of other threads.
         collectives: What becomes of ops that go on after they have returned.
         refusals: Allocations that were refused, and the errors that explain it.
+        parts: Runs ops in parts that do not fit as a whole.
         trials: Which ops may run again; with `recompute` off, none.
         borders: Finds out where one sequence of ops ends and another begins; None: at the end of steps alone.
     """
@@ -128,6 +129,8 @@ class OpRunner:
             recording=self.recording,
             threshold_nbytes=threshold_nbytes,
         )
+        notes = OpNotes(complete=self._complete, absorb=self.absorb, failed=self._note_failed_op)
+        self.parts = OpsInParts(manager, allocator, self.dispatcher, self.lock, self.recording, self.refusals, notes)
         if self._watch is None and not self._names_ops:
             run_natively(
                 self.dispatcher,
@@ -221,7 +224,7 @@ class OpRunner:
                 replayable=self.trials.knows(func, args, kwargs or {}),
             )
             self._complete(record, result)
-        if error is not None:  # as in `_raise_if_refused`
+        if error is not None:  # as in `_give_up`
             raise error from error.__cause__
 
     def failed(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
@@ -246,8 +249,10 @@ class OpRunner:
         records: list[VariableRecord],
         written: list[int],
         has_raised: bool,
-    ) -> None:
-        """Handle an op that native code ran on demand, and that raised, or was refused memory and went on without.
+    ) -> tuple[Any] | None:
+        """Handle an op that native code ran, and that raised, or was refused memory and went on without.
+
+        Returns its result, in a tuple, if it was run in parts instead.
 
         Args:
             func, args, kwargs: The op.
@@ -256,14 +261,13 @@ class OpRunner:
             has_raised: Whether it raised.
         """
         with self._lock:
-            error = self.refusals.error((func, args, kwargs or {}), records)
+            error = self.refusals.error((func, args, kwargs or {}), records, in_parts=True)
             self._unpin(records)
             for record in self._records_at(written) if has_raised else records:
                 record.written()
             self._note_failed_op(func)
             self.absorb()
-        if error is not None:
-            raise error from error.__cause__
+        return None if error is None else (self.parts.resolve(error, (func, args, kwargs or {})),)
 
     def dispatch(
         self, func: Any, types: tuple[Any, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -369,7 +373,7 @@ class OpRunner:
                 self._manager.load(records)
             except NoRoom as no_room:
                 self._unpin(records)
-                raise self.refusals.too_small((func, args, kwargs), records, no_room, 0) from None
+                return self.parts.run((func, args, kwargs), records, no_room, 0)
             except BaseException:
                 self._unpin(records)
                 raise
@@ -408,17 +412,19 @@ class OpRunner:
             with self._lock:
                 if isinstance(trial, RerunTrial):
                     trial.close()
-                error = self.refusals.error((func, args, kwargs), records)  # before what it allocated is forgotten
+                error = self.refusals.error(
+                    (func, args, kwargs), records, in_parts=True
+                )  # before what it allocated is forgotten
                 self._unpin(records)
                 for record in self._records_at(op.written):
                     record.written()
                 self._note_failed_op(func)
                 self.absorb()
             if error is not None:
-                raise error from error.__cause__
+                return self.parts.resolve(error, (func, args, kwargs))
             raise
         if self.refusals.pending:
-            self._raise_if_refused((func, args, kwargs), records, trial)
+            return self._give_up((func, args, kwargs), records, trial, result)
         op.duration_ns = max(time.monotonic_ns() - started - (state.cold_ns - cold_ns), 0)
         with self._lock:
             self.absorb()
@@ -433,10 +439,7 @@ class OpRunner:
         results = self._records_at(self._dispatcher.operands(result))
         recorder = self.recording.recorder
         if recorder is not None:  # else the step began anew, or entered a plan, within the op
-            inside = inside_op(len(recorder.ops))
-            born = [event for event in recorder.events if event.position == inside and event.kind == ALLOC]
-            lasting = [event.address in self._manager.records for event in born]
-            op.replayable = trial.conclude(result, results, [event.nbytes for event in born], lasting)
+            op.replayable = trial.conclude(result, results, recorder, self._manager.records)
         trial.close()
 
     def _complete(self, op: OpRecord, result: Any) -> None:
@@ -503,7 +506,8 @@ class OpRunner:
                     if self._manager.num_free < self._manager.chunks_of(nbytes):
                         self.bail_out("an allocation that the plan does not have")
                 self.absorb()
-                record = self._manager.allocate(nbytes)
+                is_away = self.parts.memory.takes_away and threading.get_ident() == self._thread
+                record = (self.parts.memory if is_away else self._manager).allocate(nbytes)
                 record.is_workspace = self._allocator.state.is_inside_op and threading.get_ident() == self._thread
                 if record.is_workspace and executor.active is not None and not executor.active.reruns.by_op:
                     self._dispatcher.meet(record.address, record)
@@ -532,16 +536,15 @@ class OpRunner:
                 # Of a period that has ended their places mean nothing: while one is learned, garbage is collected.
                 self.recording.recorder.events += [e._replace(position=0) for e in events] if at_start else events
 
-    def _raise_if_refused(self, call: Call, records: list[VariableRecord], trial: RerunTrial | bool) -> None:
-        """Raise if an op was refused memory and ended well all the same: by another algorithm, with other bits."""
+    def _give_up(self, call: Call, records: list[VariableRecord], trial: RerunTrial | bool, result: Any) -> Any:
+        """Handle an op that was refused memory and ended well all the same: by another algorithm, with other bits."""
         with self._lock:
             if isinstance(trial, RerunTrial):
                 trial.close()
-            error = self.refusals.error(call, records)
+            error = self.refusals.error(call, records, in_parts=True)
             self._unpin(records)
             for record in records:
                 record.written()
             self._note_failed_op(call[0])
             self.absorb()
-        if error is not None:
-            raise error from error.__cause__
+        return result if error is None else self.parts.resolve(error, call)

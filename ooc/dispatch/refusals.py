@@ -15,6 +15,7 @@ from ooc.memory.record import VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executor import Executor
+from ooc.tracing.op_semantics import written_arguments
 from ooc.tracing.recording import StepRecording
 from scheduler.trace import Trace
 
@@ -55,12 +56,23 @@ class RefusedAllocations:
         """Note why an allocation of `nbytes` was refused."""
         self.pending[:] = [error if not isinstance(error, NoRoom) else _Failure(error, nbytes)]
 
-    def error(self, call: Call, records: list[VariableRecord]) -> BaseException | None:
-        """The error for an op that raised because an allocation was refused; None if it raised for another reason."""
+    def error(
+        self, call: Call, records: list[VariableRecord], *, in_parts: bool = False
+    ) -> BaseException | RunInParts | None:
+        """The error for an op that raised because an allocation was refused; None if it raised for another reason.
+
+        With `in_parts` it may be a `RunInParts` instead, for an op that may run again: it has written nothing yet.
+        """
         pending = self.pending.pop() if self.pending else None
         if isinstance(pending, _Failure):
+            if in_parts and _has_written_nothing(call[0]):
+                return RunInParts(records, pending.no_room, pending.nbytes)
             return self.too_small(call, records, pending.no_room, pending.nbytes)
         return pending
+
+    def is_no_room(self, error: BaseException) -> bool:
+        """Whether this is why an allocation was refused for want of room, as `note` was told."""
+        return isinstance(error, _Failure)
 
     def _expect(
         self, failed: str, needed_nbytes: int, operands: Sequence[int], results: Sequence[int]
@@ -105,6 +117,26 @@ class RefusedAllocations:
         self._largest_refused_nbytes = error.largest_needed_nbytes
         self.pending.clear()  # to find the sizes of results, it may have run the op once more
         return error
+
+
+_ALLOCATE_FIRST = frozenset({"aten::native_batch_norm"})
+"""Ops that write operands, and allocate all that is large before that."""
+
+
+def _has_written_nothing(func: Any) -> bool:
+    """Whether an op that was refused memory has left its operands as they were."""
+    schema = getattr(func, "_schema", None)
+    return schema is not None and (written_arguments(func) == () or schema.name in _ALLOCATE_FIRST)
+
+
+class RunInParts(OocError):
+    """An op was refused memory that may run in parts (`ooc.dispatch.ops_in_parts`); never raised."""
+
+    def __init__(self, records: list[VariableRecord], no_room: NoRoom, nbytes: int) -> None:
+        super().__init__(str(no_room))
+        self.records = records
+        self.no_room = no_room
+        self.nbytes = nbytes
 
 
 class _Failure(OocError):

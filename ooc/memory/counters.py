@@ -9,6 +9,7 @@ class Counters:
     """Totals of what was moved, which only ever grow. Sizes in bytes, times in nanoseconds.
 
     Attributes:
+        num_in_parts: Ops that did not fit the budget, and ran in parts.
         num_crowded: Moves, or re-runs, for want of room; not those that make way for a plan, or give one up.
     """
 
@@ -18,6 +19,7 @@ class Counters:
         "loaded_nbytes",
         "num_crowded",
         "num_faults",
+        "num_in_parts",
         "num_reruns",
         "recompute_ns",
         "recomputed_nbytes",
@@ -32,6 +34,7 @@ class Counters:
         self.dropped_nbytes = 0
         self.num_crowded = 0
         self.num_faults = 0
+        self.num_in_parts = 0
         self.num_reruns = 0
         self.recompute_ns = 0
         self.recomputed_nbytes = 0

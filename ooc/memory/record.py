@@ -7,6 +7,7 @@ otherwise. Nobody outside this file assigns what transitions change:
 
     transition                  from                  to         chunks      the store's copy
     born                        any                   resident   as given    stale
+    born_away                   away, without chunks  away       none        current: whoever fills it writes it there
     write_started               resident              resident   stay        current, once the transfer has ended
     write_ended, write_failed   resident, away        the same   stay        as it was; stale if it failed
     released                    resident, stored      away       given up    current, once the transfer has ended
@@ -181,6 +182,13 @@ class VariableRecord:
         self._state = _RESIDENT
         self._runs = runs
         self._stored = False
+        self._transfer = None
+
+    def born_away(self) -> None:
+        """A storage was allocated whose bytes are in the store from its first one on: it has a slot, and no chunks."""
+        if self._state is not _AWAY or self._runs:
+            self._refuse("born_away")
+        self._stored = True
         self._transfer = None
 
     def released(self, transfer: Transfer | None = None) -> None:

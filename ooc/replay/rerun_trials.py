@@ -26,8 +26,9 @@ from ooc.replay.random_state import RandomState, default_generators
 from ooc.replay.recipes import NoRecipe, Recipe, below_everything, has_its_bytes
 from ooc.replay.rerun_device import RerunDevice
 from ooc.tracing import op_semantics
+from ooc.tracing.recorder import StepRecorder
 from ooc.tracing.replayability import is_random, is_unsteady_on_cuda, makes_undefined_bytes, may_run_again
-from vmm.table import AllocatorTable
+from vmm.table import ALLOC, AllocatorTable, inside_op
 
 _log = logging.getLogger(__name__)
 
@@ -308,9 +309,23 @@ class RerunTrial:
         return self._trials.note_outcome(self._kind, self._recipe.func, problem)
 
     def conclude(
-        self, result: Any, results: Sequence[VariableRecord], sizes: Sequence[int], lasting: Sequence[bool]
+        self,
+        result: Any,
+        results: Sequence[VariableRecord],
+        recorder: StepRecorder,
+        records: Container[int],
     ) -> bool:
-        """As `finish`, on demand: with the records of what the op returned."""
+        """As `finish`, for the op on demand that `recorder` has not noted yet.
+
+        Args:
+            result: Of the first run.
+            results: The records of what it returned.
+            recorder: Has what it allocated.
+            records: Addresses of what is alive.
+        """
+        inside = inside_op(recorder.num_ops)
+        born = [event for event in recorder.events if event.position == inside and event.kind == ALLOC]
+        sizes, lasting = [event.nbytes for event in born], [event.address in records for event in born]
         for record in results:
             record.pin()
         try:

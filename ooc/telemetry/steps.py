@@ -58,6 +58,7 @@ class StepRow:
     recomputed_nbytes: int = 0
     recompute_s: float = 0.0
     num_reruns: int = 0
+    num_in_parts: int = 0
     relocated_nbytes: int = 0
     relocate_s: float = 0.0
     num_planned_ops: int = 0

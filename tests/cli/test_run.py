@@ -42,6 +42,7 @@ STEP_KEYS = {
     "relocate_s",
     "relocated_nbytes",
     "num_reruns",
+    "num_in_parts",
     "num_planned_ops",
     "num_demand_ops",
     "cause",

@@ -278,6 +278,7 @@ def test_an_op_that_raises_leaves_nothing_pinned_and_nothing_alive() -> None:
         assert len(manager.records) == num_records - 1
 
 
+@pytest.mark.usefixtures("whole_ops")
 def test_an_op_that_finds_no_room_is_explained() -> None:
     """Also one that would go on without: nothing is pinned afterwards, and nothing counts as clean."""
 

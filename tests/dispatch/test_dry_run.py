@@ -47,6 +47,7 @@ def _train(budget_nbytes: int) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.usefixtures("whole_ops")
 @pytest.mark.parametrize("budget", ["3MiB", "5MiB", "9MiB"])
 def test_one_restart_is_enough(budget: str) -> None:
     """Wherever it fails: in the second layer, in its ReLU, in the backward pass."""
@@ -77,6 +78,7 @@ def test_the_optimizers_step_is_run_too() -> None:
         assert all(len(group["params"]) == 4 for group in optimizer.param_groups)
 
 
+@pytest.mark.usefixtures("whole_ops")
 def test_an_optimizer_that_fails_knows_what_follows_in_it() -> None:
     """Its state of 4 MiB is made first, beside the gradient; the update has three such tensors."""
     with ooc.Session("6MiB") as session:

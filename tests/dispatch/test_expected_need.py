@@ -107,6 +107,7 @@ def test_a_longer_batch_is_told_by_a_shorter_ones_step() -> None:
                 _step(model, length)
 
 
+@pytest.mark.usefixtures("whole_ops")
 def test_in_the_first_step_the_backward_pass_is_guessed() -> None:
     """The ReLU behind the second layer does not fit: 4.3 MiB twice, and three times in the backward pass."""
     with ooc.Session("8704KiB"):

@@ -110,6 +110,7 @@ def test_an_op_that_raises_leaves_nothing_pinned() -> None:
         assert all(record.pins == 0 for record in session.engine.manager.records.values())
 
 
+@pytest.mark.usefixtures("whole_ops")
 def test_an_op_that_finds_no_room_is_explained_and_leaves_nothing_pinned() -> None:
     with ooc.Session("2MiB") as session:
         a = torch.ones(384, 1024)

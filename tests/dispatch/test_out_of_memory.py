@@ -141,6 +141,7 @@ def test_a_refusal_knows_the_larger_ones_before_it_and_where_to_ask() -> None:
     assert "ooc fit --fake SCRIPT" in str(first.value)
 
 
+@pytest.mark.usefixtures("whole_ops")
 def test_optimizer_state_is_named() -> None:
     """addcdiv_ needs a parameter of 4 MiB and two more of its size."""
     with ooc.Session("9MiB") as session, pytest.raises(ooc.BudgetTooSmall) as caught:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import lru_cache
+from unittest import mock
 
 import pytest
 
@@ -73,6 +74,18 @@ def test_optimizers(model: str, optimizer: str) -> None:
     _check(Recipe(workload=model, optimizer=optimizer), "quarter")
 
 
+@pytest.mark.parametrize("model", ["bert", "encoder"])
+def test_below_the_largest_ops_need(model: str) -> None:
+    """A sixteenth less than the smallest budget with which each op runs as a whole."""
+    recipe = Recipe(workload=model, num_steps=4)
+    budget_nbytes = budget_nbytes_of(recipe, "smallest") * 15 // 16 // CHUNK_NBYTES * CHUNK_NBYTES
+    run = run_out_of_core(recipe, budget_nbytes, _session)
+    assert_equal(run_in_core(recipe), run)
+    assert all(step["num_in_parts"] for step in run.report["steps"])
+    assert num_steps_by_mode(run) == {"learning": 4}
+    assert run.report["peak_nbytes"] <= budget_nbytes
+
+
 @pytest.mark.parametrize("feature", [f for f in FEATURES if f != "plain"])
 @pytest.mark.parametrize("model", ["gpt", "conv_stack"])
 def test_features(model: str, feature: str) -> None:
@@ -121,10 +134,16 @@ def budget_nbytes_of(recipe: Recipe, budget: str) -> int:
 def _runs_within(probe: Recipe, budget_nbytes: int) -> bool:
     """Whether a recipe of two steps runs. To find the smallest budget that works takes ten such runs."""
     try:
-        run_out_of_core(probe, budget_nbytes, _session)
+        _run_whole(probe, budget_nbytes)
     except ooc.BudgetTooSmall:
         return False
     return True
+
+
+def _run_whole(probe: Recipe, budget_nbytes: int) -> Run:
+    """Run a recipe with each op as a whole: what runs in parts is not planned."""
+    with mock.patch("ooc.dispatch.ops_in_parts.split_of", return_value=None):
+        return run_out_of_core(probe, budget_nbytes, _session)
 
 
 @lru_cache(maxsize=64)
@@ -135,7 +154,7 @@ def _accepted(probe: Recipe, budget_nbytes: int) -> tuple[int, int]:
     """
     while True:
         try:
-            return budget_nbytes, run_out_of_core(probe, budget_nbytes, _session).report["in_core_peak_nbytes"]
+            return budget_nbytes, _run_whole(probe, budget_nbytes).report["in_core_peak_nbytes"]
         except ooc.BudgetTooSmall as refusal:
             needed_nbytes = refusal.needed_nbytes
         assert needed_nbytes > budget_nbytes, f"refused {budget_nbytes} bytes, and asked for no more"

@@ -85,6 +85,11 @@ class BoxedDemand {
         break;
     }
     tell_python(torchs, self, op, boxed.arguments_, boxed.rare_);
+    if (boxed.rare_.is_done) {
+      stack->resize(boxed.num_below_);
+      stack->insert(stack->end(), boxed.arguments_.begin(), boxed.arguments_.end());
+      return true;
+    }
     if (boxed.error_) std::rethrow_exception(boxed.error_);
     return true;
   }
@@ -93,7 +98,12 @@ class BoxedDemand {
   enum class Outcome { kPythons, kDone, kRare };
 
   BoxedDemand(Dispatcher* self, const c10::OperatorHandle& op, Stack* stack)
-      : self_(self), handle_(op), stack_(stack), op_(self), rare_(Rare::kRaise, 0) {}
+      : self_(self),
+        handle_(op),
+        stack_(stack),
+        num_below_(stack->size() - op.schema().arguments().size()),
+        op_(self),
+        rare_(Rare::kRaise, 0) {}
 
   Outcome play() {
     const ModeOff off;
@@ -185,6 +195,7 @@ class BoxedDemand {
   Dispatcher* self_;
   const c10::OperatorHandle& handle_;
   Stack* stack_;
+  size_t num_below_;  // what lies there is not the op's
   Stack arguments_;
   DemandOp op_;
   Rare rare_;

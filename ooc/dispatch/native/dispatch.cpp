@@ -67,7 +67,7 @@ PyObject* play(Dispatcher* self, PyObject* func, PyObject* types, PyObject* args
   return result;
 }
 
-// An op that ran without Python is told to Python. Ends with an error in any case: nothing is run here.
+// An op that ran without Python is told to Python. Ends with an error, unless Python has run it in parts: with its result.
 PyObject* take_note(Dispatcher* self, PyObject* func, PyObject* args, PyObject* kwargs) {
   Rare& rare = *std::exchange(self->rare, nullptr);
   PyObject* done = nullptr;
@@ -84,6 +84,12 @@ PyObject* take_note(Dispatcher* self, PyObject* func, PyObject* args, PyObject* 
       break;
     case Rare::kFailedOnDemand:
       done = tell_failed(*self->demand, func, args, kwargs, rare.result);
+      if (done != nullptr && PyTuple_Check(done)) {
+        rare.is_done = true;
+        PyObject* result = Py_NewRef(PyTuple_GET_ITEM(done, 0));
+        Py_DECREF(done);
+        return result;
+      }
       if (done == nullptr || rare.type == nullptr) break;
       Py_DECREF(done);  // what went wrong was no op's error: it is raised after all
       PyErr_Restore(rare.type, rare.value, rare.traceback);

@@ -40,6 +40,7 @@ struct Rare {
   PyObject* result = nullptr;  // owned: the tensors that it has returned; kFailedOnDemand: (records, written, raised)
   PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;  // owned: to be raised
   bool is_told = false;  // Python has taken note, and raised nothing
+  bool is_done = false;  // Python has run the op in parts: its results are on the stack of its arguments
 
   Rare(Kind kind, uint32_t index) : kind(kind), index(index) {}
   Rare(const Rare&) = delete;

@@ -27,13 +27,19 @@ void for_each_written(const Dispatcher* self, const ooc::OpInfo& info, PyObject*
 }
 
 // The op raised (`result` is null), or was refused memory. If Python raises nothing, the op's own error stands, or its
-// result.
+// result; or what Python has got by running it in parts, in a tuple.
 PyObject* fail_on_demand(const Dispatcher* self, PyObject* func, PyObject* args, PyObject* kwargs, const DemandOp& op,
                          PyObject* result) {
   SetAside error;
   PyObject* details = op.details(result == nullptr);
   PyObject* done = tell_failed(*self->demand, func, args, kwargs, details);
   Py_XDECREF(details);
+  if (done != nullptr && PyTuple_Check(done)) {
+    Py_XDECREF(result);
+    result = Py_NewRef(PyTuple_GET_ITEM(done, 0));
+    Py_DECREF(done);
+    return result;
+  }
   return error.pass_on(done, result);
 }
 

@@ -1,0 +1,340 @@
+"""One op that runs in parts: its memory, the copies of slices, and where its results go.
+
+[Note: when a part ends] Whatever a part allocates, it allocates before anything is written: copies, results, and
+results in another order. Then all of it is written to its places. So a part that is refused memory has changed nothing,
+and smaller ones begin where it began; and nothing that is copied to or from can be moved in between, since only
+allocations move variables, and other threads do under the session's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ooc.dispatch.refusals import RefusedAllocations
+from ooc.dispatch.signals import CriticalLock
+from ooc.errors import OocError
+from ooc.memory.no_room import NoRoom
+from ooc.memory.pieces import Pieces, pieces_of
+from ooc.memory.record import VariableRecord
+from ooc.memory.residency import ResidencyManager
+from ooc.memory.slices import Slices
+from ooc.replay.dispatcher import Dispatcher
+from ooc.tracing.part_probes import as_lists
+from ooc.tracing.part_rules import Along, Blocks, Cut, Split
+
+_data_ptr: Any = torch.Tensor.data_ptr
+"""Before a session replaces it: what is asked for here is given to nobody."""
+
+_ROOM_FRACTION = 4
+"""A part takes a quarter of the memory that there may be for it: with more, operands that are in memory would have to
+go; with less there are more calls of an op and of the system, of which each takes 10 to 100 us."""
+_AWAY_FRACTION = 8
+"""A result of more than an eighth of the pool is born away."""
+
+
+class PartRefused(Exception):
+    """A part was refused memory: smaller ones may do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A call that can be run in parts.
+
+    Attributes:
+        func, args, kwargs: The call.
+        given: Its arguments by name; a list of one tensor as that tensor.
+        whole: Its results without data, an operand where a result is one.
+        returned: How the op returns them.
+        split: How it is cut.
+    """
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    given: dict[str, Any]
+    whole: Sequence[Any]
+    returned: Any
+    split: Split
+
+
+class PartMemory:
+    """The memory of ops in parts, of one session and on its thread.
+
+    Args:
+        refusals: Where an allocation's refusal is noted.
+
+    Attributes:
+        takes_away: Whether the next large allocation is one that is born away (`allocate`).
+        slices: Reads and writes parts of variables.
+    """
+
+    def __init__(
+        self, manager: ResidencyManager, dispatcher: Dispatcher, lock: CriticalLock, refusals: RefusedAllocations
+    ) -> None:
+        self.manager = manager
+        self.dispatcher = dispatcher
+        self.lock = lock
+        self.refusals = refusals
+        self.slices = Slices(manager)
+        self.takes_away = False
+
+    def __repr__(self) -> str:
+        return f"<PartMemory of {self.manager!r}>"
+
+    def allocate(self, nbytes: int) -> VariableRecord:
+        """Serve an allocation that is born away. Raises as `Slices.allocate_away`."""
+        self.takes_away = False
+        return self.slices.allocate_away(nbytes)
+
+    def has_refused(self) -> bool:
+        """Whether an allocation has been refused since this was last asked. Raises what was no want of room."""
+        if not self.refusals.pending:
+            return False
+        error = self.refusals.pending.pop()
+        if not self.refusals.is_no_room(error):
+            raise error from error.__cause__
+        return True
+
+    def new_storage(self, nbytes: int) -> torch.UntypedStorage:
+        """Memory for a result: born away if it is large."""
+        manager = self.manager
+        fills = torch._C._get_deterministic_fill_uninitialized_memory()
+        torch._C._set_deterministic_fill_uninitialized_memory(False)  # it is not there to be filled
+        self.takes_away = manager.chunks_of(nbytes) * _AWAY_FRACTION > manager.pool.num_chunks
+        try:
+            # A storage made directly would not come from the session's allocator.
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
+        finally:
+            self.takes_away = False
+            torch._C._set_deterministic_fill_uninitialized_memory(fills)
+
+    def record_of(self, tensor: Tensor) -> VariableRecord | None:
+        """The variable that a tensor is of; None for small ones, and those of nobody."""
+        return self.manager.records.get(self.dispatcher.address(tensor))
+
+
+class PartRun:
+    """One op that is being run in parts."""
+
+    def __init__(self, memory: PartMemory, found: Found) -> None:
+        self._memory = memory
+        self._manager = memory.manager
+        self._lock = memory.lock
+        self._slices = memory.slices
+        self._func = found.func
+        self._found = found
+        self._split = found.split
+        self._pinned: list[VariableRecord] = []
+
+    def run(self) -> Any:
+        """All parts. Raises `PartRefused`."""
+        found, split = self._found, self._split
+        given = dict(found.given)
+        if not split.is_view:
+            given |= {name: _placeholder(given[name]) for name in split.unread & given.keys()}
+        apart = split.operands.keys() | split.unread
+        try:
+            self._pin([t for name, t in given.items() if isinstance(t, Tensor) and name not in apart])
+            if split.length == 0:
+                with _Telling(self._memory):
+                    return self._func(**as_lists(self._func, given))
+            results = [self._new_result(t) for t in found.whole]
+            if split.fill is not None:
+                self._pin([t for t in results if t is not None])
+            self._all_parts(given, results)
+        finally:
+            with self._lock:
+                for record in self._pinned:
+                    record.unpin()
+        self._note_checksums([*results, *(found.given[name] for name in split.written)])
+        return tree_unflatten(results, found.returned)
+
+    def _pin(self, tensors: Sequence[Tensor]) -> None:
+        with self._lock:
+            records = {r.address: r for t in tensors if (r := self._memory.record_of(t)) is not None}.values()
+            for record in records:
+                record.pin()
+                self._pinned.append(record)
+            try:
+                self._manager.load(records)
+            except NoRoom:
+                raise PartRefused from None
+            for record in records:
+                record.note_seen()
+
+    def _new_result(self, whole: Any) -> Any:
+        if not isinstance(whole, Tensor) or whole.device.type != "meta":
+            return whole  # an operand, or nothing
+        with _Telling(self._memory):
+            nbytes = whole.untyped_storage().nbytes()
+            storage = self._memory.new_storage(nbytes)
+            made: Tensor = torch.empty(0, dtype=whole.dtype, device="cpu")
+            return made.set_(storage, 0, whole.shape, whole.stride())
+
+    def _all_parts(self, given: dict[str, Any], results: list[Any]) -> None:
+        split = self._split
+        start, step = 0, self._first_step(given, results)
+        while start < split.length:
+            stop = min(start + step, split.length)
+            try:
+                self._part(given, results, start, stop)
+            except PartRefused:
+                if step <= split.granule:
+                    raise
+                step = max(split.granule, step // 2 // split.granule * split.granule)
+            else:
+                start = stop
+
+    def _first_step(self, given: dict[str, Any], results: Sequence[Any]) -> int:
+        """Positions of the first part, by the room that there may be and what a position takes."""
+        split, manager = self._split, self._manager
+        sliced = [given[name] for name in split.operands]
+        sliced += [t for t, cut in zip(results, split.results, strict=False) if cut is not None and t is not None]
+        nbytes = sum(t.numel() * t.element_size() for t in sliced)
+        stays = sum(manager.chunks_of(r.nbytes) for r in manager.records.values() if r.state.holds_chunks and r.pins)
+        room = max(manager.pool.num_chunks - stays, 1) * manager.chunk_nbytes // _ROOM_FRACTION
+        step = min(room * split.length // max(nbytes, 1), split.length)
+        return max(int(step) // split.granule * split.granule, split.granule)
+
+    def _part(self, given: dict[str, Any], results: list[Any], start: int, stop: int) -> None:
+        split, func = self._split, self._func
+        with _Telling(self._memory):
+            copies = {
+                name: self._copy(given[name], cut, start, stop, is_read=name not in split.overwritten)
+                for name, cut in split.operands.items()
+            }
+            arguments = given | copies
+            if split.fill is not None:
+                split.fill(arguments, results, start, stop)
+                made = []
+            else:
+                returned = (split.part or _plainly(func))(as_lists(func, arguments), start, stop)
+                made = tree_flatten(returned)[0]
+            sources = [
+                (results[index], cut, _laid_out(made[index], results[index], cut, start, stop))
+                for index, cut in enumerate(split.results)
+                if cut is not None
+            ]
+        with self._lock:  # the part has ended well: from here on nothing is allocated
+            for target, cut, source in sources:
+                self._put(target, cut, source, start, stop)
+            for name in split.written:
+                self._put(given[name], split.operands[name], copies[name], start, stop)
+        for index, way in enumerate(split.results):
+            if way is None and index < len(made) and self._is_new(index):
+                results[index] = made[index]
+
+    def _is_new(self, index: int) -> bool:
+        whole = self._found.whole[index]
+        return isinstance(whole, Tensor) and whole.device.type == "meta"
+
+    def _copy(self, tensor: Tensor, cut: Cut, start: int, stop: int, *, is_read: bool) -> Tensor:
+        """A copy of a slice, in memory of the session's own."""
+        view = _slice(tensor, cut, start, stop)
+        pieces = _pieces(view)
+        buffer = torch.empty(pieces.num_elements, dtype=tensor.dtype, device="cpu")
+        if self._memory.refusals.pending:
+            raise PartRefused
+        if is_read:
+            with self._lock:
+                self._get(tensor, pieces, _data_ptr(buffer))
+        if isinstance(cut, Blocks):
+            return buffer.view(*cut.lead, stop - start, *cut.tail)
+        return buffer.as_strided(pieces.size, pieces.stride)
+
+    def _get(self, tensor: Tensor, pieces: Pieces, address: int) -> None:
+        record = self._memory.record_of(tensor)
+        if record is not None:
+            self._slices.read(record, pieces.pieces, address)
+            return
+        base = _data_ptr(tensor) - tensor.storage_offset() * tensor.element_size()
+        for offset, nbytes in pieces.pieces:
+            ctypes.memmove(address, base + offset, nbytes)
+            address += nbytes
+
+    def _put(self, tensor: Tensor, cut: Cut, source: Tensor, start: int, stop: int) -> None:
+        pieces, address = _pieces(_slice(tensor, cut, start, stop)), _data_ptr(source)
+        record = self._memory.record_of(tensor)
+        if record is not None:
+            self._slices.write(record, pieces.pieces, address)
+            return
+        base = _data_ptr(tensor) - tensor.storage_offset() * tensor.element_size()
+        for offset, nbytes in pieces.pieces:
+            ctypes.memmove(base + offset, address, nbytes)
+            address += nbytes
+
+    def _note_checksums(self, tensors: Sequence[Any]) -> None:
+        with self._lock:
+            for tensor in tensors:
+                record = self._memory.record_of(tensor) if isinstance(tensor, Tensor) else None
+                if record is not None:
+                    self._slices.note_checksum(record)
+
+
+class _Telling:
+    """Within the block an allocation that is refused, whether the op then raises or not, is raised as `PartRefused`."""
+
+    def __init__(self, memory: PartMemory) -> None:
+        self._memory = memory
+
+    def __enter__(self) -> None:
+        self._memory.refusals.pending.clear()
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if not isinstance(error, PartRefused) and not self._memory.has_refused():
+            return
+        self._memory.refusals.pending.clear()
+        if not isinstance(error, PartRefused):
+            raise PartRefused from None
+
+
+def _plainly(func: Any) -> Callable[[dict[str, Any], int, int], Any]:
+    return lambda given, _start, _stop: func(**given)
+
+
+def _slice(tensor: Tensor, cut: Cut, start: int, stop: int) -> Tensor:
+    if isinstance(cut, Along):
+        return tensor.narrow(cut.dim, start, stop - start)
+    offset = tensor.storage_offset() + start * cut.unit
+    return tensor.as_strided(((stop - start) * cut.unit,), (1,), offset)
+
+
+def _pieces(view: Tensor) -> Pieces:
+    found = pieces_of(view.size(), view.stride(), view.storage_offset(), view.element_size())
+    if found is None:
+        raise OocError(f"a slice of sizes {tuple(view.size())}, strides {view.stride()}: it overlaps itself")
+    return found
+
+
+def _laid_out(made: Tensor, target: Tensor, cut: Cut, start: int, stop: int) -> Tensor:
+    """A part's result, its elements in the order in which they lie in the whole."""
+    pieces = _pieces(_slice(target, cut, start, stop))
+    if made.dtype != target.dtype or made.numel() != pieces.num_elements:
+        raise OocError(f"a part is {made.dtype}{list(made.shape)}, of a whole {target.dtype}{list(target.shape)}")
+    if isinstance(cut, Blocks):
+        return made.contiguous()
+    stride = tuple(s for s, length in zip(pieces.stride, pieces.size, strict=True) if length > 1)
+    if stride == tuple(s for s, length in zip(made.stride(), made.shape, strict=True) if length > 1):
+        return made
+    copied = torch.empty(pieces.num_elements, dtype=made.dtype, device="cpu")
+    copied.as_strided(pieces.size, pieces.stride).copy_(made)
+    return copied
+
+
+def _placeholder(tensor: Tensor) -> Tensor:
+    """A tensor of the same geometry, all zeros, that takes addresses and no memory: it is read by nobody."""
+    if tensor.numel() == 0:
+        return tensor
+    size, stride = tensor.size(), tensor.stride()
+    num_elements = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    memory = mmap.mmap(-1, num_elements * tensor.element_size(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    made: Tensor = torch.frombuffer(memory, dtype=tensor.dtype, count=num_elements)
+    return made.as_strided(size, stride)

@@ -1,0 +1,469 @@
+"""Ops that do not fit the budget run in parts: bits, memory, errors, and what others see of it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ooc
+from ooc.errors import StoreFailed
+from ooc.memory.record import State
+from vmm.slot_parts import SlotParts
+
+MIB = 1 << 20
+NUM_STEPS = 5
+Step = Callable[[], Tensor]
+
+
+class Style(nn.Module):
+    """As fast_neural_style: padding, instance norm, upsampling, on activations larger than all weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def block(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Module:
+            layers = [nn.ReflectionPad2d(kernel // 2), nn.Conv2d(inputs, outputs, kernel, stride)]
+            return nn.Sequential(*layers, nn.InstanceNorm2d(outputs, affine=True), nn.ReLU())
+
+        self.down = nn.Sequential(block(3, 8, 5), block(8, 32, 3, 4))
+        self.up = nn.Sequential(nn.Upsample(scale_factor=4), block(32, 4, 1), nn.Conv2d(4, 3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.up(self.down(x))
+        return found
+
+
+def style() -> tuple[nn.Module, Step]:
+    model, x = Style(), torch.rand(2, 3, 64, 64)
+    return _training(model, torch.optim.Adam(model.parameters(), 1e-2), lambda: F.mse_loss(model(x), x))
+
+
+def table() -> tuple[nn.Module, Step]:
+    """One parameter of 2.5 MiB, nearly all of the model."""
+    model = nn.Sequential(nn.Embedding(10_000, 64, padding_idx=3), nn.Flatten(), nn.Linear(64 * 7, 10))
+    x, y = torch.randint(0, 10_000, (16, 7)), torch.randint(0, 10, (16,))
+    return _training(model, torch.optim.Adam(model.parameters(), 1e-2), lambda: F.cross_entropy(model(x), y))
+
+
+def listed() -> tuple[nn.Module, Step]:
+    """The same, with list ops, momentum and weight decay."""
+    model = nn.Sequential(nn.Linear(16, 20_000), nn.LeakyReLU(), nn.Linear(20_000, 2, bias=False))
+    x, y = torch.randn(4, 16), torch.randn(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=True, amsgrad=True)
+    return _training(model, optimizer, lambda: F.mse_loss(model(x), y))
+
+
+def normed() -> tuple[nn.Module, Step]:
+    """Batch norm, which writes its statistics, on activations of 2 MiB; the products are small beside these."""
+    model = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.BatchNorm2d(8), nn.AvgPool2d(8))
+    x = torch.randn(4, 8, 128, 128, requires_grad=True)
+    return _training(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), lambda: (model(x) ** 2).sum())
+
+
+def _training(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Step) -> tuple[nn.Module, Step]:
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    model.optimizer = lambda: optimizer  # type: ignore[assignment]
+    return model, step
+
+
+def train(make: Callable[[], tuple[nn.Module, Step]], session: Any = None) -> list[Tensor]:
+    """Losses, parameters, buffers and the optimizer's state after some steps, in this order."""
+    torch.manual_seed(3)
+    with session or contextlib.nullcontext():
+        model, step = make()
+        found = [step() for _ in range(NUM_STEPS)]
+        found += [t.clone() for t in model.state_dict().values() if t.numel() < 1000]
+        found += [t.detach() for t in model.state_dict().values() if t.numel() >= 1000]
+        for entries in model.optimizer().state.values():  # type: ignore[operator]
+            found += [t for t in entries.values() if isinstance(t, Tensor)]
+    return found
+
+
+def assert_same(expected: list[Tensor], actual: list[Tensor]) -> None:
+    assert len(expected) == len(actual)
+    for index, (a, b) in enumerate(zip(expected, actual, strict=True)):
+        assert a.shape == b.shape and a.stride() == b.stride(), index
+        assert torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)), index
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "debug"])
+def debug(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.mark.parametrize(
+    ("make", "budget", "floor_op"),
+    [
+        (table, "6MiB", "addcdiv_"),
+        (table, "3MiB", "addcdiv_"),
+        (listed, "3MiB", "addcdiv_"),
+        (normed, "4608KiB", "threshold_backward"),
+        (normed, "2560KiB", "threshold_backward"),
+        (style, "2MiB", "convolution_backward"),
+    ],
+)
+def test_training_below_the_largest_ops_need(make: Any, budget: str, floor_op: str, debug: bool) -> None:
+    """Bit for bit, within the budget, never planned; the report says how many ops, which, and what would be enough."""
+    with ooc.Session(budget, chunk_nbytes="64KiB", step_boundary="optimizer", debug=debug) as session:
+        actual = train(make)
+        report = session.report()
+        assert_same(train_in_core(make), actual)
+    assert all(step["num_in_parts"] > 0 for step in report["steps"])
+    assert {step["mode"] for step in report["steps"]} == {"learning"}
+    assert report["num_plans"] == 0
+    assert report["peak_nbytes"] <= report["budget_nbytes"]
+    (why,) = report["unplannable"].values()
+    assert floor_op in why
+    needed = re.search(r"budget >= .*\((\d+) bytes\)", why)
+    assert needed is not None and int(needed[1]) > report["budget_nbytes"]
+    assert why in report["steps"][-1]["why"]
+
+
+def train_in_core(make: Any) -> list[Tensor]:
+    """In a session with room for all: it has been compared with plain training elsewhere."""
+    return subprocess_result(make.__name__)
+
+
+_in_core: dict[str, list[Tensor]] = {}
+
+
+def subprocess_result(name: str) -> list[Tensor]:
+    return _in_core[name]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _references() -> None:
+    """Trained before any session is open."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for make in (style, table, listed, normed):
+        _in_core[make.__name__] = train(make)
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_with_the_budget_that_was_named_it_is_planned() -> None:
+    with ooc.Session("6MiB", step_boundary="optimizer") as session:
+        _, step = table()
+        for _ in range(3):
+            step()
+        (why,) = session.report()["unplannable"].values()
+        needed = re.search(r"budget >= .*\((\d+) bytes\)", why)
+        assert needed is not None
+        session.set_budget(int(needed[1]))
+        for _ in range(4):
+            step()
+        assert [row["mode"] for row in session.report()["steps"]][-1] == "planned"
+        assert session.report()["steps"][-1]["num_in_parts"] == 0
+
+
+# -- single ops
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: t,
+    "channels last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda t: t.transpose(0, 2),
+    "part": lambda t: t[:, 1:],
+    "every second": lambda t: t[:, :, ::2],
+    "expanded": lambda t: t[:1].expand(4, -1, -1, -1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views(view: str, debug: bool) -> None:
+    """Operands of all kinds of strides, away or not; results have the strides that the whole op gives them."""
+    make = VIEWS[view]
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(1)
+        a, b, c = (make(torch.randn(4, 6, 64, 128)) for _ in range(3))
+        d = a + b
+        e = d.mul(c)
+        f = torch.ops.aten.threshold_backward(e, d, 0.1)
+        e.addcmul_(a, f, value=0.3)
+        d.copy_(f)
+        d[:, 1:3].zero_()
+        return [d, e, f, e.gt(f), f.clone()]
+
+    expected = run()
+    with ooc.Session("1MiB", chunk_nbytes="64KiB", debug=debug) as session:
+        actual = run()
+        assert session.engine.manager.counters.num_in_parts > 2
+    assert_same(expected, actual)
+
+
+def test_an_op_that_is_not_in_the_table_is_refused_as_ever() -> None:
+    with ooc.Session("2MiB", chunk_nbytes="64KiB") as session:
+        a = torch.full((384, 1024), 2.0)
+        for _ in range(2):
+            with pytest.raises(ooc.BudgetTooSmall, match=r"needs 3\.0 MiB") as caught:
+                a.exp()
+        assert caught.value.op_index == 2
+        assert a.add_(1).sum().item() == 3 * 384 * 1024
+        assert all(record.pins == 0 for record in session.engine.manager.records.values())
+        assert not session.engine.manager.counters.num_in_parts
+
+
+def test_parts_that_do_not_fit_either_are_refused() -> None:
+    """One channel of an image, and of the result: 1.5 MiB each."""
+    with ooc.Session("4MiB", chunk_nbytes="64KiB") as session:
+        x = torch.randn(1, 2, 768, 512)
+        session.set_budget("2816KiB")
+        with pytest.raises(ooc.BudgetTooSmall, match="native_batch_norm"):
+            torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)
+        assert all(record.pins == 0 for record in session.engine.manager.records.values())
+        session.set_budget("8MiB")
+        assert torch.isfinite(x.sum())
+
+
+def test_a_result_larger_than_the_budget() -> None:
+    """Five times as large: it is away from its first byte on, and views of it take nothing."""
+    torch.manual_seed(1)
+    a = torch.randn(1 << 18)
+    with ooc.Session("1MiB", chunk_nbytes="64KiB") as session:
+        b = torch.zeros(1 << 20)
+        c = b.view(16, -1).t().detach()
+        b.add_(1)
+        c[1::2].mul_(3)
+        d = b + 0.5
+        parts = [d[i : i + (1 << 16)].clone() for i in range(0, 1 << 20, 1 << 16)]
+        assert max(r.nbytes for r in session.engine.manager.records.values()) == 4 * MIB
+        assert session.report()["peak_nbytes"] <= MIB
+    expected = torch.ones(1 << 20)
+    expected.view(16, -1).t()[1::2].mul_(3)
+    assert torch.equal(torch.cat(parts), expected + 0.5)
+    assert a.numel()
+
+
+def test_batch_norms_statistics_are_written_once() -> None:
+    """Also where the op was refused memory first, as a whole."""
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(2)
+        x, mean, variance = torch.randn(2, 64, 64, 64), torch.zeros(64), torch.ones(64)
+        y, *saved = torch.native_batch_norm(x, None, None, mean, variance, True, 0.1, 1e-5)
+        return [y, mean, variance, *saved]
+
+    expected = run()
+    with ooc.Session("3MiB", chunk_nbytes="64KiB") as session:
+        actual = run()
+        assert session.engine.manager.counters.num_in_parts == 1
+    assert_same(expected, actual)
+
+
+def test_a_derivative_does_not_need_its_input() -> None:
+    """Three tensors of its size are oneDNN's and the result; it would be a fourth."""
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(2)
+        x, weight = torch.randn(1, 4, 512, 512), torch.randn(4, 4, 8, 8)
+        gradient = torch.randn(1, 4, 64, 64)
+        made = torch.ops.aten.convolution_backward(
+            gradient, x, weight, None, [8, 8], [0, 0], [1, 1], False, [0, 0], 1, [True, False, False]
+        )
+        return [made[0]]
+
+    expected = run()
+    with ooc.Session("13MiB", chunk_nbytes="64KiB") as session:
+        actual = run()
+        assert session.engine.manager.counters.num_in_parts == 1
+    assert_same(expected, actual)
+
+
+def test_versions_count_as_for_the_whole_op() -> None:
+    """A backward pass through what was changed since raises."""
+    with ooc.Session("3MiB", chunk_nbytes="64KiB") as session:
+        x = torch.ones(512, 1024, requires_grad=True)
+        y = x * 2
+        z = (y * y).sum()
+        before = y._version
+        y.mul_(3)
+        y.addcdiv_(y.detach(), y.detach() + 1)
+        assert y._version == before + 2
+        assert session.engine.manager.counters.num_in_parts > 0
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.backward()
+
+
+def test_operands_die_when_nobody_has_them() -> None:
+    """Neither the refusal nor the parts keep anything alive until garbage is collected."""
+    gc.collect()
+    gc.disable()
+    try:
+        with ooc.Session("3MiB", chunk_nbytes="64KiB") as session:
+            a, b = torch.ones(1 << 19), torch.ones(1 << 19)
+            c = a + b
+            seen = [weakref.ref(t) for t in (a, b, c)]
+            del a, b, c
+            assert [ref() for ref in seen] == [None] * 3
+            torch.ones(1)
+            session.engine.runner.absorb()
+            assert not session.engine.manager.records
+    finally:
+        gc.enable()
+
+
+def test_another_mode_sees_the_op_or_the_error() -> None:
+    """A mode of the program's that was entered before the session would not see the parts: no op is cut."""
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Seeing(), ooc.Session("3MiB", chunk_nbytes="64KiB"):
+        a = torch.ones(1 << 19)
+        with pytest.raises(ooc.BudgetTooSmall):
+            a + a.clone()
+
+
+def test_default_devices_and_types_do_not_matter() -> None:
+    with ooc.Session("3MiB", chunk_nbytes="64KiB"):
+        a, b = torch.ones(1 << 19), torch.ones(1 << 19)
+        torch.set_default_dtype(torch.float64)
+        try:
+            with torch.device("meta"):
+                c = a + b
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert c.device.type == "cpu" and c.dtype is torch.float32
+        assert c[:1000].sum().item() == 2000
+
+
+def test_deterministic_fill_touches_nothing_that_is_away() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        with ooc.Session("3MiB", chunk_nbytes="64KiB", debug=True):
+            a, b = torch.ones(1 << 19), torch.ones(1 << 19)
+            assert (a + b)[-1000:].sum().item() == 2000
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# -- what goes wrong, and who else looks
+
+
+@pytest.mark.parametrize("kth", range(1, 9))
+def test_a_store_that_fails_in_the_middle(kth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an op that writes no operand nothing is left; a retry gives the bits. Nothing stays pinned."""
+    calls = 0
+    for name in ("read", "write"):
+        original = getattr(SlotParts, name)
+
+        def failing(self: SlotParts, *arguments: Any, original: Any = original) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == kth:
+                raise OSError(5, "Input/output error")
+            original(self, *arguments)
+
+        monkeypatch.setattr(SlotParts, name, failing)
+    with ooc.Session("3MiB", chunk_nbytes="64KiB") as session:
+        a, b = torch.full((1 << 19,), 3.0), torch.full((1 << 19,), 4.0)
+        manager = session.engine.manager
+        with pytest.raises(StoreFailed, match="Input/output error"):
+            a * b
+        assert all(record.pins == 0 for record in manager.records.values())
+        gc.collect()
+        c = a * b
+        assert len(manager.records) == 3
+        assert c[12345:12350].tolist() == [12.0] * 5
+        assert c.sum().item() == 12.0 * (1 << 19)
+        assert a.sum().item() == 3.0 * (1 << 19)
+
+
+def test_a_forked_process_keeps_what_it_saw() -> None:
+    """A child reads the slots of away variables; what is written in parts afterwards goes to others."""
+    with ooc.Session("3MiB", chunk_nbytes="64KiB") as session:
+        a, b = torch.full((1 << 19,), 3.0), torch.full((1 << 19,), 4.0)
+        c = a * b
+        (record,) = [
+            r for r in session.engine.manager.records.values() if r.state is State.AWAY and r.slot is not None
+        ][-1:]
+        assert record.slot is not None
+        reading, writing = os.pipe()
+        done, told = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.read(reading, 1)
+            ok = c[:10].tolist() == [12.0] * 10 and c[-10:].tolist() == [12.0] * 10
+            os.write(told, b"y" if ok else b"n")
+            os._exit(0)
+        c.addcdiv_(a, b)  # in parts, in place
+        c.mul_(2)
+        os.write(writing, b"x")
+        assert os.read(done, 1) == b"y"
+        os.waitpid(pid, 0)
+        for descriptor in (reading, writing, done, told):
+            os.close(descriptor)
+        assert c.sum().item() == 2 * 12.75 * (1 << 19)
+        assert session.engine.manager.counters.num_in_parts == 2
+
+
+def test_what_was_given_out_shows_what_parts_write() -> None:
+    with ooc.Session("3MiB", chunk_nbytes="64KiB") as session:
+        a, b, c = (torch.full((1 << 19,), value) for value in (3.0, 4.0, 5.0))
+        shown = a.numpy()
+        a.addcmul_(b, c)
+        assert session.engine.manager.counters.num_in_parts == 1
+        assert shown[0] == shown[-1] == 23.0
+        shown[7] = 1.0
+        d = a + b
+        assert d[:9].tolist() == [27.0] * 7 + [5.0] + [27.0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel")
+def test_memory_is_the_kernels_to_tell() -> None:
+    """Three variables of 96 MiB in 8 MiB: the process grows by the pool, and by no more than 16 MiB beside it."""
+    program = """
+import re, torch, ooc
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+torch.set_num_threads(1)
+with ooc.Session("8MiB", chunk_nbytes="64KiB") as session:
+    (torch.ones(1 << 20) + torch.empty(8, device="meta").new_ones(1, device="cpu")).add_(1)
+    torch.empty(8, device="meta") + 1  # brings torch's compiler, as any optimizer does
+    before = peak()
+    a, b = torch.ones(24 << 20), torch.zeros(24 << 20)
+    c = a + b
+    c.addcdiv_(a, c)
+    print(peak() - before, session.report()["peak_nbytes"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    grown, pool = map(int, done.stdout.split())
+    assert pool <= 8 * MIB
+    assert grown < 8 * MIB + 16 * MIB

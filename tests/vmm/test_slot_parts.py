@@ -1,0 +1,96 @@
+"""Any bytes of a slot, by whole blocks and by the rest, as others read and write the same slot."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vmm.files import BLOCK_NBYTES, anonymous_memory
+from vmm.slot_parts import SlotParts
+from vmm.store import FileStore
+
+SLOT_NBYTES = 9 * BLOCK_NBYTES
+
+
+@pytest.fixture(params=[True, False], ids=["direct", "buffered"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileStore]:
+    with FileStore(tmp_path, direct=request.param, allow_memory=True) as opened:
+        yield opened
+
+
+def bytes_at(address: int, nbytes: int) -> bytes:
+    return ctypes.string_at(address, nbytes)
+
+
+def test_random_pieces_read_and_written_by_all_ways(store: FileStore) -> None:
+    """Parts, whole transfers, and a mapping of the file see each other's bytes at once."""
+    chooser = random.Random(5)
+    parts = SlotParts(store)
+    slot = store.allocate(SLOT_NBYTES)
+    parts.begin(slot)
+    truth = bytearray(SLOT_NBYTES)
+    shown = mmap.mmap(store.descriptor, SLOT_NBYTES, offset=slot.offset)
+    with anonymous_memory(SLOT_NBYTES) as (address, _):
+        for _ in range(150):
+            step = chooser.choice((1, 8, 512, BLOCK_NBYTES))
+            points = sorted(chooser.sample(range(0, SLOT_NBYTES + 1, step), 2 * chooser.randint(1, 3)))
+            pieces = [(a, b - a) for a, b in zip(points[::2], points[1::2], strict=True)]
+            total = sum(nbytes for _, nbytes in pieces)
+            noise = os.urandom(total)
+            act = chooser.choice(("part", "part", "whole", "touch"))
+            if act == "part":
+                ctypes.memmove(address, noise, total)
+                parts.write(slot, pieces, address)
+                place = 0
+                for offset, nbytes in pieces:
+                    truth[offset : offset + nbytes] = noise[place : place + nbytes]
+                    place += nbytes
+            elif act == "whole":
+                truth = bytearray(os.urandom(SLOT_NBYTES))
+                ctypes.memmove(address, bytes(truth), SLOT_NBYTES)
+                store.write(slot, [(address, SLOT_NBYTES)]).wait()
+            else:
+                offset, nbytes = pieces[0]
+                truth[offset : offset + nbytes] = shown[offset : offset + nbytes] = noise[:nbytes]
+            expected = b"".join(bytes(truth[offset : offset + nbytes]) for offset, nbytes in pieces)
+            ctypes.memset(address, 0, SLOT_NBYTES)
+            parts.read(slot, pieces, address)
+            assert bytes_at(address, total) == expected, act
+            store.read(slot, [(address, SLOT_NBYTES)]).wait()
+            assert bytes_at(address, SLOT_NBYTES) == truth, act
+            assert shown[:] == truth, act
+    shown.close()
+    parts.close()
+
+
+def test_a_new_slot_can_be_read_and_is_copied_whole(store: FileStore) -> None:
+    parts = SlotParts(store)
+    first, second = store.allocate(3 << 20), store.allocate(3 << 20)
+    parts.begin(first)
+    parts.begin(second)
+    with anonymous_memory(3 << 20) as (address, nbytes):
+        store.read(first, [(address, nbytes)]).wait()
+        assert not any(bytes_at(address, BLOCK_NBYTES))  # that block was written
+        noise = os.urandom(nbytes - 5)
+        ctypes.memmove(address, noise, len(noise))
+        parts.write(first, [(5, len(noise))], address)
+        parts.copy(first, second)
+        parts.read(second, [(5, len(noise))], address)
+        assert bytes_at(address, len(noise)) == noise
+    parts.close()
+    parts.close()
+
+
+def test_a_file_that_is_too_short_is_an_error(store: FileStore) -> None:
+    parts = SlotParts(store)
+    slot = store.allocate(SLOT_NBYTES)
+    os.ftruncate(store.descriptor, slot.offset + 100)
+    with anonymous_memory(BLOCK_NBYTES) as (address, _), pytest.raises(OSError, match="ends at"):
+        parts.read(slot, [(50, 100)], address)
+    parts.close()
