@@ -52,7 +52,7 @@ PLAN_OP_DTYPE = np.dtype(
 )
 """numpy layout of `PlanOp` in native/dispatch.cpp."""
 
-_BEFORE, _AFTER, _INTERCEPT, _HEAD, _GRADIENTS = 1, 2, 4, 8, 16
+_BEFORE, _AFTER, _INTERCEPT, _HEAD, _GRADIENTS, _TOUCHES = 1, 2, 4, 8, 16, 32
 
 
 class Before:
@@ -374,6 +374,7 @@ class ExecutablePlan:
                 | (_INTERCEPT if self.funcs[index] in intercepts else 0)
                 | (_HEAD if index <= self.num_idle else 0)
                 | (_GRADIENTS if self.grad_mode else 0)
+                | (_TOUCHES if index == self.num_idle and self.occurrences[index] and not self.is_elastic else 0)
             )
             self._ops[index] = (first_use, len(uses), first_alloc, len(allocs), flags, 0)
         self._uses = np.array(uses or [0], dtype=np.uint32)

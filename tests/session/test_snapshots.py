@@ -113,6 +113,26 @@ def test_a_snapshot_that_is_kept_does_not_leave_the_plan(snapshot: Snapshot, eve
     assert planned_share(rows[10:]) >= 0.95, [(row.mode, row.why) for row in rows]
 
 
+def test_copies_of_small_tensors_before_that_of_a_large_one_are_not_taken_for_it() -> None:
+    """An optimizer's state has a counter of steps before the moments. Remedy: `kTouches`.
+
+    The copy of a counter was taken for the first op of the snapshot's plan, which was left at the next one.
+    """
+
+    def program() -> list[Any]:
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        kept: Any = None
+        for index in range(36):
+            train_step(net, optimizer, index)
+            if index % 3 == 0:
+                kept = copy.deepcopy(optimizer.state_dict())
+        return digest(net) + [_sum_of(kept)]
+
+    rows = run(program)
+    assert planned_share(rows[10:]) >= 0.95, [(row.mode, row.why) for row in rows]
+
+
 def test_a_snapshot_in_a_file_is_what_the_weights_were(tmp_path: Path) -> None:
     def program() -> list[Any]:
         net = model()

@@ -40,7 +40,7 @@ bool expects(const Dispatcher* self, const c10::OperatorHandle& op, const Stack&
   for (size_t i = stack.size() - num_arguments; i < stack.size(); ++i) {
     if (!for_each_tensor(stack[i], matches)) return false;
   }
-  return true;
+  return expected.is_met();
 }
 
 // What is between the two of torch's hands: the op, and what goes before and after it.

@@ -34,7 +34,7 @@ bool expected_next(const Dispatcher* self, PyObject* func, PyObject* args, PyObj
   if (!is_replaying(self) || PyList_GET_ITEM(self->funcs, self->cursor) != func) return false;
   Expected expected(self, self->ops[self->cursor]);
   return for_each_operand(self, args, expected) &&
-         (kwargs == nullptr || kwargs == Py_None || for_each_operand(self, kwargs, expected));
+         (kwargs == nullptr || kwargs == Py_None || for_each_operand(self, kwargs, expected)) && expected.is_met();
 }
 
 // Play the plan's next op, which this one is known to be.

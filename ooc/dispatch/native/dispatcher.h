@@ -22,7 +22,8 @@
 namespace {
 
 // kHead: nothing before this op has touched a variable, and this op is to run in the grad mode that kGradients says.
-enum Flags : uint32_t { kBefore = 1, kAfter = 2, kIntercept = 4, kHead = 8, kGradients = 16 };
+// kTouches: it is the first that touches one, and does so in each step.
+enum Flags : uint32_t { kBefore = 1, kAfter = 2, kIntercept = 4, kHead = 8, kGradients = 16, kTouches = 32 };
 
 // One op of the plan; laid out by ooc/replay/executable_plan.py as a numpy record.
 struct PlanOp {

@@ -8,22 +8,28 @@ namespace {
 
 // Compares the storages of an op's operands with those that the plan expects, in the plan's order. One that the plan
 // expects and that is not in the arena (it fell below the threshold this time) is harmless, and so is a stranger: one
-// that was allocated beside the plan in this step, and stays where it is.
+// that was allocated beside the plan in this step, and stays where it is. But the plan's first op that touches a variable
+// is not the same op on small tensors: that may come any number of times before it.
 class Expected {
  public:
-  Expected(const Dispatcher* self, const PlanOp& op) : self_(self), next_(op.uses_start), stop_(op.uses_stop) {}
+  Expected(const Dispatcher* self, const PlanOp& op)
+      : self_(self), next_(op.uses_start), stop_(op.uses_stop), is_met_((op.flags & kTouches) == 0) {}
+
+  // Whether it is the op, as far as that can be told by operands, once all of them were compared.
+  bool is_met() const { return is_met_; }
 
   bool operator()(uint64_t address) {
     uint32_t next = next_;
     while (next < stop_ && self_->variable_address[self_->uses[next]] != address) ++next;
-    if (next == stop_) return self_->acts != nullptr && self_->acts->meets_stranger(address);
+    if (next == stop_) return is_met_ = self_->acts != nullptr && self_->acts->meets_stranger(address);
     next_ = next + 1;
-    return true;
+    return is_met_ = true;
   }
 
  private:
   const Dispatcher* self_;
   uint32_t next_, stop_;
+  bool is_met_;
 };
 
 // Whether a plan is being replayed on this thread, and has ops left. Sets no Python error.
