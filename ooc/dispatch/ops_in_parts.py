@@ -14,6 +14,7 @@ can make a legal plan for its sequence, and says which op it was, and what budge
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -134,6 +135,7 @@ class OpsInParts:
                 raise too_small from None
             op = self._begin(call)
             first_event = self._num_events()
+        started = time.monotonic_ns()
         try:
             with below_everything():
                 result = PartRun(self.memory, found).run()
@@ -148,6 +150,7 @@ class OpsInParts:
             if refused is not None:
                 raise refused from None
             raise
+        op.duration_ns = time.monotonic_ns() - started
         with self._lock:
             self._notes.absorb()
             self._note_need(first_event, records, no_room, result)

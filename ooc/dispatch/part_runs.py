@@ -36,6 +36,8 @@ _data_ptr: Any = torch.Tensor.data_ptr
 _ROOM_FRACTION = 4
 """A part takes a quarter of the memory that there may be for it: with more, operands that are in memory would have to
 go; with less there are more calls of an op and of the system, of which each takes 10 to 100 us."""
+_MAP_NORESERVE = 0x4000
+"""linux/mman.h; in Python's `mmap` from 3.13 on."""
 _AWAY_FRACTION = 8
 """A result of more than an eighth of the pool is born away."""
 
@@ -318,7 +320,7 @@ def _laid_out(made: Tensor, target: Tensor, cut: Cut, start: int, stop: int) -> 
     """A part's result, its elements in the order in which they lie in the whole."""
     pieces = _pieces(_slice(target, cut, start, stop))
     if made.dtype != target.dtype or made.numel() != pieces.num_elements:
-        raise OocError(f"a part is {made.dtype}{list(made.shape)}, of a whole {target.dtype}{list(target.shape)}")
+        raise PartRefused  # another form of the op than its rule knows: smaller parts will be refused, too
     if isinstance(cut, Blocks):
         return made.contiguous()
     stride = tuple(s for s, length in zip(pieces.stride, pieces.size, strict=True) if length > 1)
@@ -335,6 +337,7 @@ def _placeholder(tensor: Tensor) -> Tensor:
         return tensor
     size, stride = tensor.size(), tensor.stride()
     num_elements = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-    memory = mmap.mmap(-1, num_elements * tensor.element_size(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    memory = mmap.mmap(-1, num_elements * tensor.element_size(), flags=flags)
     made: Tensor = torch.frombuffer(memory, dtype=tensor.dtype, count=num_elements)
     return made.as_strided(size, stride)

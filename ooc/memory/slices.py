@@ -7,6 +7,7 @@ addresses. One that is away is read from its slot of the store, and written ther
 from __future__ import annotations
 
 import ctypes
+import time
 import zlib
 from collections.abc import Sequence
 
@@ -90,11 +91,13 @@ class Slices:
                 ctypes.memmove(address, record.address + offset, nbytes)
                 address += nbytes
             return
+        started = time.monotonic_ns()
         slot = self._settled(record)
         try:
             self._parts.read(slot, pieces, address)
         except OSError as error:
             raise _failed("read", record, error) from error
+        self._manager.note_stall(started)
         self._manager.counters.loaded_nbytes += sum(nbytes for _, nbytes in pieces)
 
     def write(self, record: VariableRecord, pieces: Sequence[Piece], address: int) -> None:
@@ -111,6 +114,7 @@ class Slices:
                 ctypes.memmove(record.address + offset, address, nbytes)
                 address += nbytes
             return
+        started = time.monotonic_ns()
         slot = self._settled(record)
         record.checksum = None  # `note_checksum` makes it anew
         try:
@@ -119,6 +123,7 @@ class Slices:
             self._parts.write(slot, pieces, address)
         except (OSError, StoreError) as error:
             raise _failed("write", record, error) from error
+        self._manager.note_stall(started)
         self._manager.counters.evicted_nbytes += sum(nbytes for _, nbytes in pieces)
 
     def note_checksum(self, record: VariableRecord) -> None:

@@ -46,7 +46,7 @@ def is_probed(func: Any, given: Mapping[str, Any], sliced: frozenset[str], writt
 
 def _told(value: Any, is_sliced: bool) -> Any:
     if isinstance(value, Tensor):
-        return (value.dtype, is_sliced) if is_sliced or value.numel() != 1 else (value.dtype, value.tolist())
+        return (value.dtype, is_sliced) if is_sliced or value.numel() != 1 else (value.dtype, value.item())
     return repr(value)
 
 
@@ -59,7 +59,7 @@ def _probe(func: Any, given: Mapping[str, Any], sliced: frozenset[str], written:
         elif name in sliced or value.numel() > 1:
             values[name] = _random(value.dtype, generator)
         else:
-            values[name] = value.clone()
+            values[name] = value.clone() if value.dim() < 2 else value.reshape(1)
     cut = frozenset(name for name, value in values.items() if isinstance(value, Tensor) and value.numel() > 1)
     whole = _run(func, values, cut, written, [(0, _NUM_ELEMENTS)])
     chooser = random.Random(1)

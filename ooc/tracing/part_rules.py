@@ -103,7 +103,7 @@ def is_view(func: Any) -> bool:
 
 
 def split_of(func: Any, given: Given, whole: Whole) -> Split | None:
-    """How to run this call in parts; None: only as a whole.
+    """How to run this call in parts; None: only as a whole. The bytes of its operands, which may be away, are not read.
 
     Args:
         func: The op.
@@ -155,7 +155,8 @@ def _element_wise(func: Any, given: Given, whole: Whole) -> Split | None:
     shape, stride = out.shape, out.stride()
     cuts: dict[str, Cut]
     result: Cut
-    if _is_dense(out) and all(t.shape == shape and t.stride() == stride for t in sliced.values()):
+    fits_flat = all(t.dim() < 2 for name, t in tensors.items() if name not in sliced)
+    if fits_flat and _is_dense(out) and all(t.shape == shape and t.stride() == stride for t in sliced.values()):
         length, granule, result = out.numel(), _GRANULE, Blocks()
         cuts = dict.fromkeys(sliced, result)
     else:
@@ -308,14 +309,13 @@ def _embedding(_func: Any, given: Given, whole: Whole) -> Split | None:
 
     def fill(given: dict[str, Any], results: Sequence[Tensor], start: int, stop: int) -> None:
         indices = given["indices"].reshape(-1)
+        if start == 0 and bool(((indices < 0) | (indices >= weight.shape[0])).any()):
+            raise IndexError("index out of range in self")  # as the whole op
         mine = ((indices >= start) & (indices < stop)).nonzero().view(-1)
         results[0].view(-1, results[0].shape[-1])[mine] = given["weight"][indices[mine] - start]
 
     if whole[0] is None or not whole[0].is_contiguous():
         return None
-    low, high = given["indices"].aminmax()
-    if int(low) < 0 or int(high) >= weight.shape[0]:
-        return None  # the whole op raises
     return Split(length=weight.shape[0], operands={"weight": _rows(weight)}, fill=fill)
 
 

@@ -23,6 +23,7 @@ import ooc
 from ooc.errors import StoreFailed
 from ooc.memory.record import State
 from vmm.slot_parts import SlotParts
+from vmm.torch_cpu import ALLOC
 
 MIB = 1 << 20
 NUM_STEPS = 5
@@ -297,6 +298,26 @@ def test_a_derivative_does_not_need_its_input() -> None:
     assert_same(expected, actual)
 
 
+def test_what_a_library_needs_for_itself_is_not_planned_away() -> None:
+    """The operands and the result of a derivative fit; what the library takes beside them does not."""
+    torch.manual_seed(2)
+    x, weight = torch.randn(1, 4, 512, 512), torch.randn(4, 4, 8, 8)
+    gradient = torch.randn(1, 4, 64, 64)
+    rest = [None, [8, 8], [0, 0], [1, 1], False, [0, 0], 1, [True, False, False]]
+    expected = torch.ops.aten.convolution_backward(gradient, x, weight, *rest)[0]
+    with ooc.Session("13MiB", chunk_nbytes="64KiB") as session:
+        x, weight, gradient = (t.clone() for t in (x, weight, gradient))
+        other = torch.ones(6 << 18)
+        for _ in range(5):
+            with session.step():
+                other.add_(1)
+                made = torch.ops.aten.convolution_backward(gradient, x, weight, *rest)[0]
+        report = session.report()
+        assert [step["num_in_parts"] for step in report["steps"]] == [1] * 5
+        assert report["num_plans"] == 0
+        assert torch.equal(made, expected)
+
+
 def test_versions_count_as_for_the_whole_op() -> None:
     """A backward pass through what was changed since raises."""
     with ooc.Session("3MiB", chunk_nbytes="64KiB") as session:
@@ -319,10 +340,16 @@ def test_operands_die_when_nobody_has_them() -> None:
     try:
         with ooc.Session("3MiB", chunk_nbytes="64KiB") as session:
             a, b = torch.ones(1 << 19), torch.ones(1 << 19)
-            c = a + b
-            seen = [weakref.ref(t) for t in (a, b, c)]
-            del a, b, c
-            assert [ref() for ref in seen] == [None] * 3
+            c = a + b  # whose operands do not fit
+            d = a.sqrt()  # whose result does not
+            assert session.engine.manager.counters.num_in_parts == 2
+            recorder = session.engine.runner.recording.recorder
+            assert recorder is not None
+            assert [str(op.func) for op in recorder.ops[-2:]] == ["aten.add.Tensor", "aten.sqrt.default"]
+            assert sum(event.kind == ALLOC for event in recorder.events) == 4  # the parts' own are nobody's business
+            seen = [weakref.ref(t) for t in (a, b, c, d)]
+            del a, b, c, d
+            assert [ref() for ref in seen] == [None] * 4
             torch.ones(1)
             session.engine.runner.absorb()
             assert not session.engine.manager.records
@@ -359,11 +386,57 @@ def test_default_devices_and_types_do_not_matter() -> None:
 def test_deterministic_fill_touches_nothing_that_is_away() -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        with ooc.Session("3MiB", chunk_nbytes="64KiB", debug=True):
+        with ooc.Session("3MiB", chunk_nbytes="64KiB", debug=True) as session:
             a, b = torch.ones(1 << 19), torch.ones(1 << 19)
-            assert (a + b)[-1000:].sum().item() == 2000
+            c = a + b
+            assert session.engine.manager.guards.num_served == 0
+            assert c[-1000:].sum().item() == 2000
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_an_embeddings_bad_index_is_told_as_ever() -> None:
+    """Its indices are a variable of 80 KiB, which is away by then: nobody reads them before they are loaded."""
+    with ooc.Session("2MiB", chunk_nbytes="64KiB", debug=True) as session:
+        weight, indices = torch.randn(30 * 1024, 16), torch.full((10_240,), 7)
+        torch.ones(450 * 1024)  # the others go
+        found = nn.functional.embedding(indices, weight)
+        assert session.engine.manager.counters.num_in_parts == 1
+        assert torch.equal(found[::1000].clone(), weight[7:8].expand(11, -1))
+        indices[-1] = 30 * 1024
+        with pytest.raises(IndexError):
+            nn.functional.embedding(indices, weight)
+        assert all(record.pins == 0 for record in session.engine.manager.records.values())
+
+
+def test_what_is_in_memory_and_clean_is_written_there(debug: bool) -> None:
+    """A part's write makes it dirty: dropped as clean it would come back as it was."""
+    with ooc.Session("2560KiB", chunk_nbytes="64KiB", debug=debug) as session:
+        a, b, c = (torch.full((1 << 18,), value) for value in (3.0, 4.0, 5.0))
+        assert b.sum() + a.sum() > 0  # `a` was evicted, and has come back
+        (record,) = [r for r in session.engine.manager.records.values() if r.address == address_of(session, a)]
+        assert record.state is State.RESIDENT and record.stored
+        a.addcmul_(b, c)
+        assert session.engine.manager.counters.num_in_parts == 1
+        assert record.state is State.RESIDENT
+        torch.ones(1 << 18).add_(torch.ones(1 << 18))
+        assert record.state is State.AWAY
+        assert a.sum().item() == 23 << 18
+
+
+def address_of(session: ooc.Session, tensor: Tensor) -> int:
+    return session.engine.runner.dispatcher.address(tensor)
+
+
+def test_a_number_in_more_dimensions() -> None:
+    """Of one element, with as many dimensions as the other operand: not flattened."""
+    with ooc.Session("3MiB", chunk_nbytes="64KiB") as session:
+        a, b = torch.full((8, 1 << 16), 3.0), torch.full((8, 1 << 16), 2.0)
+        number = torch.full((1, 1), 2.0)
+        a.addcmul_(b, number)
+        b.addcmul_(a, a, value=-1)
+        assert session.engine.manager.counters.num_in_parts > 0
+        assert a[:, ::9999].unique().tolist() == [7.0]
 
 
 # -- what goes wrong, and who else looks
