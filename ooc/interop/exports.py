@@ -226,13 +226,14 @@ class Exports:
 
         A plan goes on, and so it may on the session's thread while a guest thread saves.
         """
-        _local.saves += (
-            self._memory.is_host
-        )  # else each is exported by itself: no kernel serves a touch of what is away
+        if not self._memory.is_host:
+            yield  # each is exported by itself: no kernel serves a touch of what is away
+            return
+        _local.saves += 1
         try:
             yield
         finally:
-            _local.saves -= self._memory.is_host
+            _local.saves -= 1
 
     @contextlib.contextmanager
     def off_plan(self) -> Iterator[None]:
