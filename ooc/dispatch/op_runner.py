@@ -36,7 +36,7 @@ from ooc.replay.planned_trials import TrialsInPlans
 from ooc.replay.rerun_device import RerunDevice
 from ooc.replay.rerun_trials import RerunTrial, RerunTrials
 from ooc.tracing import op_semantics as ops
-from ooc.tracing.recorder import OpRecord
+from ooc.tracing.recorded_ops import OpRecord
 from ooc.tracing.recording import OpsSoFar, StepRecording
 from vmm.chunks import ChunkPool
 from vmm.nvtx_ranges import marked, names_ops
@@ -448,7 +448,7 @@ class OpRunner:
         op.results = self._note_seen(result)
         for record in self._records_at(op.written):
             record.written()
-        recorder.ops.append(op)
+        recorder.append(op)
         if not recorder.is_begun:
             self.recording.note_head(op, grad_mode=torch.is_grad_enabled())
         if recorder.num_ops >= MAX_PERIOD_OPS:
@@ -469,7 +469,7 @@ class OpRunner:
 
     def _note_failed_op(self, func: Any) -> None:
         if self.recording.recorder is not None:
-            self.recording.recorder.ops.append(OpRecord(func=func, where="", occurrences=(), written=()))
+            self.recording.recorder.append(OpRecord(func=func, where="", occurrences=(), written=()))
             self._allocator.state.set_between(self.recording.recorder.num_ops)
 
     def _note_seen(self, result: Any) -> list[int]:

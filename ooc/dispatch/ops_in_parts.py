@@ -35,7 +35,7 @@ from ooc.replay.recipes import below_everything
 from ooc.tracing import op_semantics as ops
 from ooc.tracing.part_probes import as_lists
 from ooc.tracing.part_rules import Blocks, Split, is_view, split_of
-from ooc.tracing.recorder import OpRecord
+from ooc.tracing.recorded_ops import OpRecord
 from ooc.tracing.recording import StepRecording
 from vmm.table import inside_op
 from vmm.torch_cpu import ALLOC, FREE, AllocatorTable, Event
@@ -104,7 +104,7 @@ class OpsInParts:
         if isinstance(error, RunInParts):
             recorder = self._recording.recorder
             assert recorder is not None
-            recorder.ops.pop()  # noted as one that raised
+            recorder.drop_last()  # noted as one that raised
             return self.run(call, error.records, error.no_room, error.nbytes, is_noted=True)
         raise error from error.__cause__
 

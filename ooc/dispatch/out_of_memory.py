@@ -26,7 +26,7 @@ from ooc.memory.record import VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.tracing.gradients import raw_gradient
 from ooc.tracing.op_semantics import REGION_NAMESPACE
-from ooc.tracing.recorder import OpRecord
+from ooc.tracing.recorded_ops import OpRecord
 
 
 def budget_too_small(

@@ -143,8 +143,7 @@ class Collectives:
         if isinstance(landing, _FunctionalLanding):
             self._functional.update(dict.fromkeys(operands(result), landing))
         recorder = runner.recording.recorder
-        if recorder is not None and recorder.ops:
-            op = recorder.ops[-1]
+        if recorder is not None and (op := recorder.last_op()) is not None:
             op.written, op.in_flight, op.is_held = written, addresses, collective_ops.is_point_to_point(func)
 
     def _end_functional(self, args: tuple[Any, ...]) -> None:

@@ -12,7 +12,8 @@ from ooc.memory.residency import ResidencyManager
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.plan_variables import ExecutableResidency
 from ooc.replay.present_sizes import note_present_nbytes, trim
-from ooc.tracing.recorder import OpRecord, StepRecorder
+from ooc.tracing.recorded_ops import OpRecord
+from ooc.tracing.recorder import StepRecorder
 from vmm.torch_cpu import AllocatorTable, Event
 
 _log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def recorder_so_far(
     recorder.is_begun = num_ops > executable.num_idle
     address = executable.variable_address.tolist()
     durations_ns = (executable.op_stop_ns[:num_ops] - executable.op_start_ns[:num_ops]).tolist()
-    variables, ops = executable.variables, recorder.ops
+    variables, ops = executable.variables, []
     for index, op in enumerate(executable.trace.ops[:num_ops]):
         written, births = [], []
         for use in op.uses:
@@ -98,6 +99,7 @@ def recorder_so_far(
                 landed=[address[r] for r in landed],
             )
         )
+    recorder.extend(ops)
     recorder.events = events
     return recorder
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ooc.tracing.recorder import OpRecord, RecordedStep, StepRecorder
+from ooc.tracing.recorded_ops import OpRecord
+from ooc.tracing.recorder import RecordedStep, StepRecorder
 from ooc.units import format_nbytes
 from vmm.torch_cpu import ALLOC, Event
 
@@ -83,9 +84,9 @@ class UnplannedSteps:
 
     def note_period(self, recording: RecordedStep, key: str) -> None:
         """A step that ran on demand has been recorded and learned as `key`."""
-        if recording.ops or self._before is not None:  # else nothing came before the first step
+        if recording.num_ops or self._before is not None:  # else nothing came before the first step
             self._before = recording
-        self._num_periods += bool(recording.ops)
+        self._num_periods += recording.num_ops > 0
         self._keys = self._keys[1], key
         self._refusal = self._unplannable.get(key, "")
         self._is_unlearned = False

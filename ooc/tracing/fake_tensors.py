@@ -28,7 +28,8 @@ from ooc.tracing import op_semantics as ops
 from ooc.tracing.call_sites import CallSites
 from ooc.tracing.gradients import raw_gradient
 from ooc.tracing.own_memory import OwnMemory
-from ooc.tracing.recorder import NEED, Observed, OpRecord, StepRecorder, close_cycle, need_nbytes
+from ooc.tracing.recorded_ops import OpRecord
+from ooc.tracing.recorder import NEED, Observed, StepRecorder, close_cycle, need_nbytes
 from scheduler.profiles import Profile
 from scheduler.trace import Trace
 from vmm.table import between_ops, inside_op
@@ -199,11 +200,11 @@ class FakeRecording:
                 reads, writes = self._small[-1]
                 self._small[-1] = reads, writes | self._small_storages(changed)
             return result
-        if self.num_steps == 0 and len(recorder.ops) == MOST_SETUP_OPS:
+        if self.num_steps == 0 and recorder.num_ops == MOST_SETUP_OPS:
             self._note_need(recorder.build(self._by_address()).trace)
             self._recorder = recorder = StepRecorder(self._by_address())
             self._costs, self._small = [], []
-        recorder.ops.append(
+        recorder.append(
             OpRecord(
                 func=func,
                 where=where,
@@ -300,7 +301,7 @@ class FakeRecording:
     def _note(self, storage: _Storage, kind: int) -> None:
         recorder = self._recorder
         if recorder is not None and storage.nbytes >= self.threshold_nbytes:
-            index = len(recorder.ops)
+            index = recorder.num_ops
             position = inside_op(index) if self._is_in_op else between_ops(index)
             recorder.events.append(Event(storage.address, storage.nbytes, kind, position))
 

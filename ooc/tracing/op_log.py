@@ -6,13 +6,19 @@ from typing import Any, Protocol
 
 
 class OpLog(Protocol):
-    """Ops that ran on demand natively, since it was made or last taken: native/op_log.h."""
+    """Ops that ran on demand natively: native/op_log.h."""
 
     def __len__(self) -> int:
         """How many."""
 
-    def take(self) -> list[tuple[Any, str, list[int], list[int], list[int], int, bool]]:
-        """Take them, oldest first: op, call site, operands with repeats, those written, results, ns, replayable."""
+    def detach(self) -> OpLog:
+        """Take them as a log of their own, to which nothing is added."""
+
+    def entries(self) -> list[tuple[Any, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bool]]:
+        """Of a detached log, oldest first: op, call site, operands (with repeats), written, results, ns, replayable."""
+
+    def operands(self, start: int) -> list[tuple[Any, tuple[int, ...]]]:
+        """Of a detached log, those from one on, each with its operands' addresses, repeats included."""
 
     def signature(self, start: int) -> int:
         """Continue a hash of which ops there were."""

@@ -78,7 +78,7 @@ def split(recording: RecordedStep, cuts: Sequence[int]) -> list[RecordedStep]:
     for start, stop in zip(starts, [*starts[1:], len(ops)], strict=True):
         recorder = StepRecorder({})
         recorder.flight_nbytes, recorder.grad_mode = recording.flight_nbytes, recording.grad_mode
-        recorder.ops.extend(ops[start:stop])
+        recorder.extend(ops[start:stop])
         began = dict(alive)
         limit = between_ops(stop) if stop < len(ops) else None
         while next_event < len(events) and (limit is None or events[next_event].position <= limit):

@@ -15,6 +15,7 @@ from typing import Any
 from ooc.memory.record import VariableRecord
 from ooc.memory.step_uses import Allocation, StepUses
 from ooc.tracing.op_log import OpLog
+from ooc.tracing.recorded_ops import OpRecord, RecordedOps
 from scheduler.budget import smallest_num_chunks
 from scheduler.plan import Machine
 from scheduler.trace import Op, Trace, Use, Variable
@@ -23,33 +24,6 @@ from vmm.torch_cpu import ALLOC, GRANULE_NBYTES, Event
 
 Origin = tuple[str, int, int]
 """Where a variable was born: a sequence's family, a step position, and which of the allocations there it was."""
-
-
-@dataclass(slots=True, kw_only=True)
-class OpRecord:
-    """One op of a recording. Addresses are those that its storages had at the time.
-
-    Attributes:
-        func: The `OpOverload`.
-        occurrences: One address per operand, repeats included, in order.
-        written: Addresses of operands that the op changes.
-        results: Addresses of what it returned.
-        in_flight: Addresses that it goes on using after it has returned: a collective's operands.
-        is_held: Whether that ends only when the program says so (a send or receive).
-        landed: Addresses no more in use so, since the program has waited between the op before and this one.
-        replayable: Whether it may be run again later in the step.
-    """
-
-    func: Any
-    where: str
-    occurrences: Sequence[int]
-    written: Sequence[int]
-    results: Sequence[int] = ()
-    duration_ns: int = 0
-    in_flight: Sequence[int] = ()
-    is_held: bool = False
-    landed: Sequence[int] = ()
-    replayable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +103,6 @@ class StepRecorder:
     Attributes:
         is_cut: Recording began in mid-step: no sequence to learn.
         events: The allocator's, so far.
-        log: Where native code notes ops that need nothing from Python.
         flight_nbytes: In the trace so many bytes at once stay in use by collectives under way. Of what is beyond,
             whoever moves it waits.
         grad_mode: Whether gradients were enabled when the first op ran that touches a variable.
@@ -142,11 +115,19 @@ class StepRecorder:
         self.flight_nbytes = 0
         self.grad_mode, self.num_replayed, self._is_begun = True, 0, False
         self.events: list[Event] = []
-        self.log: OpLog | None = None
-        self._ops: list[OpRecord] = []
+        self._ops = RecordedOps()
 
     def __repr__(self) -> str:
         return f"<StepRecorder {self.num_ops} ops, {len(self.events)} events>"
+
+    @property
+    def log(self) -> OpLog | None:
+        """Where native code notes ops that need nothing from Python."""
+        return self._ops.log
+
+    @log.setter
+    def log(self, log: OpLog | None) -> None:
+        self._ops.log = log
 
     @property
     def is_begun(self) -> bool:
@@ -160,25 +141,36 @@ class StepRecorder:
     @property
     def num_ops(self) -> int:
         """Ops so far. At once, unlike `ops`."""
-        return len(self._ops) + (len(self.log) if self.log is not None else 0)
+        return len(self._ops)
 
     @property
-    def ops(self) -> list[OpRecord]:
-        """The ops so far; also those that native code has logged, which are turned into records here."""
-        if self.log is not None and len(self.log):
-            self._ops += [
-                OpRecord(
-                    func=func,
-                    where=where,
-                    occurrences=occurrences,
-                    written=written,
-                    results=results,
-                    duration_ns=duration_ns,
-                    replayable=replayable,
-                )
-                for func, where, occurrences, written, results, duration_ns, replayable in self.log.take()
-            ]
-        return self._ops
+    def ops(self) -> Sequence[OpRecord]:
+        """The ops so far; also those that native code has logged, which are turned into records here, for good."""
+        return self._ops.records()
+
+    def as_records(self) -> Sequence[OpRecord]:
+        """The same, but what is compact stays so."""
+        return self._ops.as_records()
+
+    def append(self, op: OpRecord) -> None:
+        """Note an op that came through Python."""
+        self._ops.extend((op,))
+
+    def extend(self, ops: Sequence[OpRecord]) -> None:
+        """Note ops of another recording."""
+        self._ops.extend(ops)
+
+    def last_op(self) -> OpRecord | None:
+        """The last op so far, if any, to be changed."""
+        return self._ops.last()
+
+    def drop_last(self) -> None:
+        """Forget the last op."""
+        self._ops.drop_last()
+
+    def operands_since(self, start: int) -> list[tuple[Any, Sequence[int]]]:
+        """The ops from one on, each with the addresses of its operands; no records are made."""
+        return self._ops.operands_since(start)
 
     def finish(self, end_records: Mapping[int, VariableRecord]) -> RecordedStep:
         """What was recorded, which later changes of records do not touch. `end_records` are those alive now."""
@@ -199,10 +191,7 @@ class StepRecorder:
 
     def signature(self) -> int:
         """A hash of the ops, whatever their operands: equal for steps that differ in sizes alone, and cheap."""
-        found = _HASH_START
-        for op in self._ops:
-            found = ((found ^ id(op.func)) * _HASH_FACTOR) & _HASH_MASK
-        found = self.log.signature(found) if self.log is not None else found
+        found = self._ops.hashed(_HASH_START, lambda found, func: ((found ^ id(func)) * _HASH_FACTOR) & _HASH_MASK)
         return found if self.grad_mode else found ^ _HASH_MASK
 
 
@@ -249,8 +238,8 @@ class RecordedStep:
 
     @property
     def ops(self) -> Sequence[OpRecord]:
-        """Its ops."""
-        return self._recorder.ops
+        """Its ops. Made anew for whoever asks: they are kept as compact as they came."""
+        return self._recorder.as_records()
 
     @property
     def events(self) -> Sequence[Event]:
@@ -263,7 +252,7 @@ class RecordedStep:
             return self._uses
         recorder = self._recorder
         self._uses = StepUses(
-            ((op.func, op.occurrences) for op in recorder.ops),
+            recorder.operands_since(0),
             start={address: variable.serial for address, variable in self.start.items()},
             allocations=[
                 Allocation(address=e.address, is_free=e.kind != ALLOC, position=e.position) for e in recorder.events
@@ -284,7 +273,7 @@ class RecordedStep:
         """The step as it was observed."""
         if self._observed is None:
             builder = _Builder(dict(self.start), _InFlight(self.flight_nbytes), self.family, self.grad_mode)
-            self._observed = builder.build(self._recorder.ops, self._recorder.events, self.end_serials)
+            self._observed = builder.build(self.ops, self._recorder.events, self.end_serials)
         return self._observed
 
 

@@ -10,7 +10,8 @@ from ooc.memory.record import VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.tracing.call_sites import CallSites
 from ooc.tracing.op_log import OpLog
-from ooc.tracing.recorder import OpRecord, StepRecorder
+from ooc.tracing.recorded_ops import OpRecord
+from ooc.tracing.recorder import StepRecorder
 
 MOST_HEAD_OPS = 512
 """So many ops at the head of a plan may touch no variable: those of a loader that makes a batch, sample by sample."""
@@ -129,7 +130,7 @@ class OpsSoFar:
     def ops_since(self, start: int) -> list[tuple[Any, Sequence[int]]]:
         """Ops from one on, with the addresses of their operands."""
         recorder = self._recording.recorder
-        return [(op.func, op.occurrences) for op in recorder.ops[start:]] if recorder is not None else []
+        return recorder.operands_since(start) if recorder is not None else []
 
     def serial_at(self, address: int) -> int | None:
         """The serial of the variable at this address, if one is there now."""

@@ -15,7 +15,7 @@ from ooc.replay.learning_budget import LearningBudget
 from ooc.replay.sequences import Sequences
 from ooc.reporting.hints import _REMEDIES, NO_STEP, hint, planned_share
 from ooc.telemetry.why import _MOST_COMPARED, Cause, UnplannedSteps, compare
-from ooc.tracing.recorder import OpRecord
+from ooc.tracing.recorded_ops import OpRecord
 from tests.session.program_segments import forced_segments
 from vmm.torch_cpu import ALLOC, Event
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from ooc.memory.record import VariableRecord
-from ooc.tracing.recorder import Observed, OpRecord, StepRecorder
+from ooc.tracing.recorded_ops import OpRecord
+from ooc.tracing.recorder import Observed, StepRecorder
 from vmm.table import ALLOC, FREE, Event
 
 _A, _B, _C = 1 << 16, 2 << 16, 3 << 16
@@ -20,7 +21,7 @@ def observe(ops: list[OpRecord], *, events: tuple[Event, ...] = (), limit_nbytes
         records[address] = VariableRecord(nbytes=_NBYTES, reservation=reservation, serial=serial)
     recorder = StepRecorder(records)
     recorder.flight_nbytes = limit_nbytes
-    recorder.ops.extend(ops)
+    recorder.extend(ops)
     recorder.events = list(events)
     return recorder.build(records)
 

@@ -26,64 +26,67 @@ struct OpLog {
   bool has_begun;  // an op has touched a variable that was the first to
 };
 
-inline PyObject* address_list(const std::vector<uint64_t>& addresses, uint32_t start, uint32_t stop) {
-  PyObject* list = PyList_New(static_cast<Py_ssize_t>(stop - start));
-  if (list == nullptr) return nullptr;
+// A tuple of numbers: the cycle collector follows a list for ever, a tuple of numbers no longer than it takes to look.
+inline PyObject* address_tuple(const std::vector<uint64_t>& addresses, uint32_t start, uint32_t stop) {
+  PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(stop - start));
+  if (tuple == nullptr) return nullptr;
   for (uint32_t i = start; i < stop; ++i) {
     PyObject* number = PyLong_FromUnsignedLongLong(addresses[i]);
     if (number == nullptr) {
-      Py_DECREF(list);
+      Py_DECREF(tuple);
       return nullptr;
     }
-    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i - start), number);
+    PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i - start), number);
   }
-  return list;
+  return tuple;
 }
 
-inline void forget_ops(OpLog* log) {
-  std::vector<LoggedOp> ops;
-  ops.swap(*log->ops);  // first: what is released may call back
-  log->addresses->clear();
-  for (const LoggedOp& op : ops) {
-    Py_DECREF(op.func);
-    Py_DECREF(op.where);
-  }
-}
-
-inline PyObject* op_list(const std::vector<LoggedOp>& ops, const std::vector<uint64_t>& addresses) {
-  PyObject* found = PyList_New(static_cast<Py_ssize_t>(ops.size()));
+// entries() -> [(func, where, occurrences, written, results, duration_ns, replayable), ...], of a log to which nothing is
+// added: each object that is made may have garbage collected, whose finalizers run ops.
+inline PyObject* op_log_entries(PyObject* object, PyObject*) {
+  const auto* log = reinterpret_cast<OpLog*>(object);
+  const auto size = static_cast<Py_ssize_t>(log->ops->size());
+  PyObject* found = PyList_New(size);
   if (found == nullptr) return nullptr;
-  for (size_t i = 0; i < ops.size(); ++i) {
-    const LoggedOp& op = ops[i];
-    PyObject* entry = Py_BuildValue("(OONNNLO)", op.func, op.where, address_list(addresses, op.occurrences, op.written),
-                                    address_list(addresses, op.written, op.results),
-                                    address_list(addresses, op.results, op.stop),
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    const LoggedOp& op = (*log->ops)[static_cast<size_t>(i)];
+    const std::vector<uint64_t>& addresses = *log->addresses;
+    PyObject* entry = Py_BuildValue("(OONNNLO)", op.func, op.where, address_tuple(addresses, op.occurrences, op.written),
+                                    address_tuple(addresses, op.written, op.results),
+                                    address_tuple(addresses, op.results, op.stop),
                                     static_cast<long long>(op.duration_ns), op.replayable ? Py_True : Py_False);
     if (entry == nullptr) {
       Py_DECREF(found);
       return nullptr;
     }
-    PyList_SET_ITEM(found, static_cast<Py_ssize_t>(i), entry);
+    PyList_SET_ITEM(found, i, entry);
   }
   return found;
 }
 
-// take() -> [(func, where, occurrences, written, results, duration_ns, replayable), ...]; they are forgotten here.
-// Each object that is made may have garbage collected, whose finalizers run ops: these go to a log that is empty.
-inline PyObject* op_log_take(PyObject* object, PyObject*) {
-  auto* log = reinterpret_cast<OpLog*>(object);
-  std::vector<LoggedOp> ops;
-  std::vector<uint64_t> addresses;
-  ops.swap(*log->ops);
-  addresses.swap(*log->addresses);
-  PyObject* found = op_list(ops, addresses);
-  if (found == nullptr && log->ops->empty()) {
-    ops.swap(*log->ops);
-    addresses.swap(*log->addresses);
+// detach() -> a log with all of them, to which nothing is added; this one has none then.
+inline PyObject* op_log_detach(PyObject* object, PyObject*);
+
+// operands(start) -> [(func, addresses of operands), ...] from op `start` on, of a log to which nothing is added.
+inline PyObject* op_log_operands(PyObject* object, PyObject* start) {
+  const auto* log = reinterpret_cast<OpLog*>(object);
+  const Py_ssize_t first = PyLong_AsSsize_t(start);
+  if (first == -1 && PyErr_Occurred()) return nullptr;
+  const auto size = static_cast<Py_ssize_t>(log->ops->size());
+  if (first < 0 || first > size) {
+    PyErr_Format(PyExc_IndexError, "operands: op %zd of %zd", first, size);
+    return nullptr;
   }
-  for (const LoggedOp& op : ops) {
-    Py_DECREF(op.func);
-    Py_DECREF(op.where);
+  PyObject* found = PyList_New(size - first);
+  if (found == nullptr) return nullptr;
+  for (Py_ssize_t i = first; i < size; ++i) {
+    const LoggedOp& op = (*log->ops)[static_cast<size_t>(i)];
+    PyObject* entry = Py_BuildValue("(ON)", op.func, address_tuple(*log->addresses, op.occurrences, op.written));
+    if (entry == nullptr) {
+      Py_DECREF(found);
+      return nullptr;
+    }
+    PyList_SET_ITEM(found, i - first, entry);
   }
   return found;
 }
@@ -118,14 +121,21 @@ inline PyObject* op_log_new(PyTypeObject* type, PyObject*, PyObject*) {
 // What it owns are ops of torch's and texts, which own nothing of ours: no cycle goes through it.
 inline void op_log_dealloc(PyObject* object) {
   auto* log = reinterpret_cast<OpLog*>(object);
-  if (log->ops != nullptr && log->addresses != nullptr) forget_ops(log);
+  if (log->ops != nullptr) {
+    for (const LoggedOp& op : *log->ops) {
+      Py_DECREF(op.func);
+      Py_DECREF(op.where);
+    }
+  }
   delete log->ops;
   delete log->addresses;
   Py_TYPE(object)->tp_free(object);
 }
 
 inline PyMethodDef op_log_methods[] = {
-    {"take", op_log_take, METH_NOARGS, "The ops, oldest first, as tuples; they are forgotten here."},
+    {"entries", op_log_entries, METH_NOARGS, "The ops, oldest first, as tuples."},
+    {"detach", op_log_detach, METH_NOARGS, "All of them as a log of their own; this one is empty then."},
+    {"operands", op_log_operands, METH_O, "From one op on, each op and its operands' addresses."},
     {"signature", op_log_signature, METH_O, "A hash of the ops."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -152,5 +162,17 @@ inline PyTypeObject op_log_type = [] {
   t.tp_doc = "Ops that ran on demand; see ooc/dispatch/native/op_log.h.";
   return t;
 }();
+
+inline PyObject* op_log_detach(PyObject* object, PyObject*) {
+  PyObject* detached = op_log_new(&op_log_type, nullptr, nullptr);
+  if (detached == nullptr) return nullptr;
+  auto* from = reinterpret_cast<OpLog*>(object);
+  auto* to = reinterpret_cast<OpLog*>(detached);
+  to->ops->swap(*from->ops);
+  to->addresses->swap(*from->addresses);
+  to->ops->shrink_to_fit();
+  to->addresses->shrink_to_fit();
+  return detached;
+}
 
 }  // namespace ooc
