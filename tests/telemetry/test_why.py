@@ -168,7 +168,7 @@ def test_what_was_not_learned_for_want_of_time_says_so_and_the_hint_names_the_re
 def test_a_segment_in_a_planned_step_says_why_it_is_not_planned() -> None:
     reasons: dict[str, str] = {}
     steps = UnplannedSteps(reasons)
-    recording: Any = SimpleNamespace(ops=OPS, events=[])
+    recording: Any = SimpleNamespace(num_ops=len(OPS), ops=OPS, events=[])
     steps.note_period(recording, "k")
     assert steps.in_part(90, 10).text == "10 of its 100 ops are a segment that has no plan yet"
     steps.note_unlearned(recording, "k")

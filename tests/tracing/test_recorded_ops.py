@@ -1,0 +1,123 @@
+"""`RecordedOps` beside a plain list: whatever comes through Python or is logged, and whoever looks in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ooc
+from ooc.tracing.op_log import OpLog
+from ooc.tracing.recorded_ops import OpRecord, RecordedOps
+from ooc.tracing.recorder import StepRecorder
+
+_Entry = tuple[Any, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bool]
+
+
+class _Log:
+    """Stands for the native log."""
+
+    has_begun = False
+
+    def __init__(self, ops: Sequence[OpRecord] = ()) -> None:
+        self.ops = list(ops)
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    def detach(self) -> OpLog:
+        found, self.ops = _Log(self.ops), []
+        return found
+
+    def entries(self) -> list[_Entry]:
+        return [
+            (op.func, op.where, tuple(op.occurrences), tuple(op.written), tuple(op.results), op.duration_ns, False)
+            for op in self.ops
+        ]
+
+    def operands(self, start: int) -> list[tuple[Any, tuple[int, ...]]]:
+        return [(op.func, tuple(op.occurrences)) for op in self.ops[start:]]
+
+    def signature(self, start: int) -> int:
+        for op in self.ops:
+            start = start * 31 + op.func
+        return start
+
+
+def _op(number: int) -> OpRecord:
+    return OpRecord(func=number, where="", occurrences=(number, number + 1), written=(number,), results=(number + 2,))
+
+
+@given(
+    st.lists(st.sampled_from(["python", "native", "look", "compact", "last", "drop"]), max_size=40), st.integers(0, 40)
+)
+def test_as_a_list_of_records(acts: list[str], start: int) -> None:
+    recorded, log, flat = RecordedOps(), _Log(), []
+    recorded.log = log
+    for number, act in enumerate(acts):
+        if act == "python":
+            recorded.extend([_op(number)])
+            flat.append(_op(number))
+        elif act == "native":
+            log.ops.append(_op(number))
+            flat.append(_op(number))
+        elif act == "look":
+            assert recorded.records() == flat
+            assert recorded.records() is recorded.records() or not flat  # they are kept
+        elif act == "compact":
+            assert recorded.as_records() == flat
+        elif act == "last":
+            assert recorded.last() == (flat[-1] if flat else None)
+        else:
+            recorded.drop_last()
+            del flat[-1:]
+        assert len(recorded) == len(flat)
+    wanted = [(op.func, tuple(op.occurrences)) for op in flat]
+    assert [(func, tuple(found)) for func, found in recorded.operands_since(min(start, len(flat)))] == wanted[start:]
+    expected = 7
+    for op in flat:
+        expected = expected * 31 + op.func
+    assert recorded.hashed(7, lambda found, func: found * 31 + func) == expected
+
+
+def test_the_last_record_may_be_changed() -> None:
+    recorded, log = RecordedOps(), _Log()
+    recorded.log = log
+    log.ops.append(_op(1))
+    last = recorded.last()
+    assert last is not None
+    last.is_held = True
+    log.ops.append(_op(2))
+    assert [op.is_held for op in recorded.records()] == [True, False]
+
+
+def test_native_code_logs_what_the_records_say() -> None:
+    """Logged ops and those through Python (a list op in parts), looked at in between."""
+    with ooc.Session("4MiB", recompute=False) as session, session.step():
+        recorder = session.engine.runner.recording.recorder
+        assert recorder is not None
+        assert recorder.log is not None
+        _compare(recorder)
+
+
+def _compare(recorder: StepRecorder) -> None:
+    weights = [torch.ones(1 << 16) for _ in range(3)]
+    first = recorder.operands_since(0)
+    with torch.no_grad():
+        torch._foreach_mul_(weights, 2.0)
+        total = weights[0] + weights[1]
+        total.sum()
+    found = recorder.operands_since(0)
+    assert found[: len(first)] == first
+    assert len(found) == recorder.num_ops
+    compact = recorder.as_records()
+    assert [(op.func, tuple(op.occurrences)) for op in compact] == [(func, tuple(used)) for func, used in found]
+    signature = recorder.signature()
+    assert list(recorder.ops) == list(compact)
+    assert recorder.signature() == signature
+    total_op = next(op for op in recorder.ops if op.func is torch.ops.aten.add.Tensor)
+    assert total_op.results
+    assert total_op.occurrences[:2] == (weights[0].data_ptr(), weights[1].data_ptr())
