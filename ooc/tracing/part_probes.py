@@ -27,7 +27,7 @@ _known: dict[tuple[Any, ...], bool] = {}
 def is_probed(func: Any, given: Mapping[str, Any], sliced: frozenset[str], written: frozenset[str]) -> bool:
     """Whether cutting the operands `sliced` anywhere leaves all bits as they are, as far as the probe shows.
 
-    Runs below everything, on small tensors of its own; the operands are not touched.
+    Runs below everything, on small tensors of its own; no byte of the operands is read.
 
     Args:
         func: The op.
@@ -46,7 +46,7 @@ def is_probed(func: Any, given: Mapping[str, Any], sliced: frozenset[str], writt
 
 def _told(value: Any, is_sliced: bool) -> Any:
     if isinstance(value, Tensor):
-        return (value.dtype, is_sliced) if is_sliced or value.numel() != 1 else (value.dtype, value.item())
+        return value.dtype, is_sliced, min(value.numel(), 2), min(value.dim(), 1)
     return repr(value)
 
 
@@ -58,8 +58,9 @@ def _probe(func: Any, given: Mapping[str, Any], sliced: frozenset[str], written:
             values[name] = value
         elif name in sliced or value.numel() > 1:
             values[name] = _random(value.dtype, generator)
-        else:
-            values[name] = value.clone() if value.dim() < 2 else value.reshape(1)
+        else:  # its own value may be a variable's that is away
+            values[name] = torch.tensor([3.0]).div(7.0 if value.dtype.is_floating_point else 1.0).to(value.dtype)
+            values[name] = values[name] if value.dim() else values[name][0]
     cut = frozenset(name for name, value in values.items() if isinstance(value, Tensor) and value.numel() > 1)
     whole = _run(func, values, cut, written, [(0, _NUM_ELEMENTS)])
     chooser = random.Random(1)

@@ -428,6 +428,17 @@ def address_of(session: ooc.Session, tensor: Tensor) -> int:
     return session.engine.runner.dispatcher.address(tensor)
 
 
+def test_no_byte_is_read_to_find_out_whether_an_op_can_be_cut() -> None:
+    """One element of a variable that is away is an operand: in debug mode there is nothing at its address."""
+    with ooc.Session("3MiB", chunk_nbytes="64KiB", debug=True) as session, session.step():
+        c, a, b = torch.full((1 << 18,), 2.0), torch.full((1 << 19,), 3.0), torch.full((1 << 18,), 5.0)
+        number, d = c[7], torch.full((1 << 19,), 4.0)
+        assert a.sum() + b.sum() > 0  # `c` is away
+        a.addcmul_(d, number)
+        assert session.engine.manager.counters.num_in_parts == 1
+        assert a[:: 1 << 16].tolist() == [11.0] * 8
+
+
 def test_a_number_in_more_dimensions() -> None:
     """Of one element, with as many dimensions as the other operand: not flattened."""
     with ooc.Session("3MiB", chunk_nbytes="64KiB") as session:
