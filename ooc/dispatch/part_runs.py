@@ -150,7 +150,10 @@ class PartRun:
                     return self._func(**as_lists(self._func, given))
             results = [self._new_result(t) for t in found.whole]
             if split.fill is not None:
-                self._pin([t for t in results if t is not None])
+                filled = [t for t in results if t is not None]
+                self._pin(filled)
+                for record in filter(None, map(self._memory.record_of, filled)):
+                    record.written()  # it stays pinned until its last byte is: what the store has counts no more
             self._all_parts(given, results)
         finally:
             with self._lock:

@@ -439,6 +439,17 @@ def test_no_byte_is_read_to_find_out_whether_an_op_can_be_cut() -> None:
         assert a[:: 1 << 16].tolist() == [11.0] * 8
 
 
+def test_a_result_that_is_filled_in_memory_is_not_dropped_as_clean() -> None:
+    """An embedding's, which was born away, as large as it is beside this pool (found by random program 1547)."""
+    with ooc.Session("2MiB", chunk_nbytes="64KiB") as session:
+        weight, indices = torch.full((28 * 1024, 16), 5.0), torch.zeros(9000, dtype=torch.int64)
+        torch.ones(450 * 1024)  # the others go
+        found = nn.functional.embedding(indices, weight)
+        assert session.engine.manager.counters.num_in_parts == 1
+        torch.ones(500 * 1024)  # all go
+        assert found.sum().item() == 5 * 16 * 9000
+
+
 def test_a_number_in_more_dimensions() -> None:
     """Of one element, with as many dimensions as the other operand: not flattened."""
     with ooc.Session("3MiB", chunk_nbytes="64KiB") as session:
