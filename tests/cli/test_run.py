@@ -47,6 +47,7 @@ STEP_KEYS = {
     "num_demand_ops",
     "cause",
     "why",
+    "policy",
 }
 
 
