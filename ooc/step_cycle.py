@@ -56,7 +56,7 @@ class _Stay:
     """On a plan, from where it is entered to where another one is, or none."""
 
     plan: ExecutablePlan
-    entered_ns: int  # how long it took to enter it
+    entered_ns: int  # processor time that it took to enter it
     num_ops: int = 0  # played, of all periods that have ended
 
 
@@ -198,7 +198,8 @@ class StepCycle:
         """Learn from the period that ends, and enter the plan that is predicted for the next one."""
         with self._lock:
             self._exports.step_begins()
-            self._learning.end_period()
+            planned, on_demand = (now - then for now, then in zip(self._num_ops(), self._at_start, strict=True))
+            self._learning.end_period(num_planned=planned, num_ops=planned + on_demand)
             is_other = self.rounds.take_change()
             if self._segmentation.is_on and not is_other:
                 self._end_segment()
@@ -206,13 +207,12 @@ class StepCycle:
             else:
                 self._was_new = False
                 self._pass((lambda: None) if is_other else self._sequences.expected)
-                planned, on_demand = (now - then for now, then in zip(self._num_ops(), self._at_start, strict=True))
                 is_new = self._was_new and on_demand > _MOST_IN_BETWEEN * (planned + on_demand)
                 if self.rounds.num_steps > 1:
                     self.rounds.note_period(is_new=is_new)
                 else:
                     self._segmentation.note_whole(is_new=is_new)
-                self._at_start = self._num_ops()
+            self._at_start = self._num_ops()
             if is_other:  # what begins now begins as one of the plans so far, and would leave it
                 self._segmentation = Segmentation()
                 self._sequences.forget_plans()
@@ -402,17 +402,22 @@ class StepCycle:
         if follower is None:
             return
         if not self._learning.may_enter(follower):
-            self._why.note_all_fits()
+            if self._learning.everything_fits:
+                self._why.note_all_fits()
+            else:
+                self._why.note_refusal(
+                    "plans like it were left so early that entering them took longer than they saved"
+                )
             return
         self._exports.end_returned()
         self._sequences.begin(follower)
         self._entered = follower
         self._tried.append(follower)
         left_because = executor.bailout_reason  # if this step has left a plan before
-        started_ns = time.monotonic_ns()
+        started_ns = time.thread_time_ns()
         if executor.enter(follower, self._sequences.others(follower), is_begun=is_begun):
             self._runner.recording.stop()
-            self._stay = _Stay(follower, entered_ns=time.monotonic_ns() - started_ns)
+            self._stay = _Stay(follower, entered_ns=time.thread_time_ns() - started_ns)
             self._steps.note_plan(self._manager.pool.num_chunks - self._manager.num_free)
         else:
             _log.info("cannot play the plan: %s", executor.bailout_reason)

@@ -126,7 +126,25 @@ class AddressSpace:
         if nbytes <= 0:
             raise ValueError(f"nbytes={nbytes}: must be positive")
         num_chunks = -(-nbytes // self._driver.chunk_nbytes)
-        reservation = Reservation(self._driver.reserve(num_chunks), num_chunks, nbytes)
+        return self._enter(Reservation(self._driver.reserve(num_chunks), num_chunks, nbytes))
+
+    def reserve_shown(self, runs: tuple[tuple[int, int], ...], nbytes: int) -> Reservation | None:
+        """A fresh reservation of `nbytes` that shows `runs` at once; None if the driver has no such addresses.
+
+        Its addresses may show chunks after its release, too: a touch there need not fault.
+        """
+        if len(runs) != 1:
+            return None
+        ((first, length),) = runs
+        address = self._driver.reserve_shown(first, length)
+        if address is None:
+            return None
+        reservation = self._enter(Reservation(address, length, nbytes))
+        reservation._runs = (Run(first, length),)
+        reservation._given = runs
+        return reservation
+
+    def _enter(self, reservation: Reservation) -> Reservation:
         insort(self._starts, reservation.address)
         self._reservations[reservation.address] = reservation
         return reservation

@@ -86,20 +86,32 @@ class ChunkPool:
             left -= run.length
         return tuple(taken)
 
+    def take_if_free(self, runs: Sequence[tuple[int, int]]) -> bool:
+        """Take these chunks if all of them are free, and each is named once; else nothing is taken."""
+        return self._take_or_find_taken(runs) is None
+
     def take_exactly(self, runs: Sequence[tuple[int, int]]) -> None:
         """Take these chunks.
 
         Raises:
             ValueError: One of them is not in the pool or is taken, or is named twice. Nothing was taken.
         """
+        taken = self._take_or_find_taken(runs)
+        if taken is not None:
+            first, length = taken
+            raise ValueError(
+                f"cannot take chunks [{first}, {first + length}): not all of them are free "
+                f"(pool of {self._num_chunks}, {self._free.total} free)"
+            )
+
+    def _take_or_find_taken(self, runs: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+        """Take these chunks; or nothing, and return the first run of which that is not possible."""
         for index, (first, length) in enumerate(runs):
             if length <= 0 or not self._free.take_at(first, length):
                 for done_first, done_length in runs[:index]:
                     self._free.give(done_first, done_length)
-                raise ValueError(
-                    f"cannot take chunks [{first}, {first + length}): not all of them are free "
-                    f"(pool of {self._num_chunks}, {self._free.total} free)"
-                )
+                return first, length
+        return None
 
     def give(self, runs: Iterable[tuple[int, int]]) -> None:
         """Give chunks back.

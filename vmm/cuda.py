@@ -198,6 +198,10 @@ class CudaDriver:
         self._check_usable()
         return self._address(self._places.reserve(num_chunks))
 
+    def reserve_shown(self, first_chunk: int, num_chunks: int) -> int | None:  # noqa: ARG002 - as `Driver` has it
+        """None: a mapping is a handle's, and takes a call for each chunk of each view."""
+        return None
+
     def release(self, address: int, num_chunks: int) -> None:
         """Give a reservation back. Unmaps what is mapped there (see `unmap`)."""
         self._check_usable()

@@ -69,6 +69,13 @@ class Driver(Protocol):
     def reserve(self, num_chunks: int) -> int:
         """A fresh range of addresses, mapped to nothing (a touch faults). Returns its address."""
 
+    def reserve_shown(self, first_chunk: int, num_chunks: int) -> int | None:
+        """A fresh range of addresses that shows these neighbouring chunks, where that takes less than `map`.
+
+        Returns its address; None: there is no such range now, or never. What a touch of it finds between its release
+        and its next reservation is not told: it may show chunks all the time.
+        """
+
     def release(self, address: int, num_chunks: int) -> None:
         """Give a reserved range back, whatever is mapped there. The chunks are not affected."""
 

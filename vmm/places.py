@@ -68,9 +68,28 @@ class Places:
                 "  Options: a larger arena_nbytes; release reservations that are no longer used"
                 f"{self._more_options and f'; {self._more_options}'}."
             )
-        insort(self._starts, place)
-        self._lengths[place] = num_chunks
+        self.adopt(place, num_chunks)
         return place
+
+    def take_aligned(self, num_places: int, alignment: int) -> int | None:
+        """Take free neighbouring places from a multiple of `alignment` on: no reservation. None: there are none."""
+        place = self._free.take(num_places + alignment - 1)
+        if place is None:
+            return None
+        start = -(-place // alignment) * alignment
+        for first, length in ((place, start - place), (start + num_places, place + alignment - 1 - start)):
+            if length:
+                self._free.give(first, length)
+        return start
+
+    def give(self, place: int, num_places: int) -> None:
+        """Let places that are in no reservation be handed out again."""
+        self._free.give(place, num_places)
+
+    def adopt(self, place: int, num_places: int) -> None:
+        """Let places that were taken be a reservation."""
+        insort(self._starts, place)
+        self._lengths[place] = num_places
 
     def occupy(self, address: int, nbytes: int) -> None:
         """Never hand out the places that these bytes touch."""
@@ -88,14 +107,12 @@ class Places:
 
     def release(self, place: int) -> None:
         """Give the reservation that begins at `place` back."""
-        num_chunks = self._lengths[place]
-        self.disown(place)
-        self._free.give(place, num_chunks)
+        self._free.give(place, self.disown(place))
 
-    def disown(self, place: int) -> None:
-        """Forget the reservation that begins at `place`; its places are never handed out again."""
-        del self._lengths[place]
+    def disown(self, place: int) -> int:
+        """Forget the reservation that begins at `place`; nobody hands its places out again. How many they are."""
         del self._starts[bisect_right(self._starts, place) - 1]
+        return self._lengths.pop(place)
 
     def inside(self, address: int, num_chunks: int) -> int:
         """The first place of a range that lies in one reservation."""

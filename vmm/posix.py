@@ -18,6 +18,7 @@ from vmm import machine
 from vmm.driver import Access, MapCountExceeded, MemoryFault
 from vmm.places import Places
 from vmm.pool_file import HUGE_PAGE_NBYTES, NOTHING, PROT_NONE, PoolFile
+from vmm.pool_views import PoolViews
 from vmm.ranges import Layout, Piece
 from vmm.sizes import format_nbytes
 from vmm.syscalls import MAP_FIXED, Syscalls
@@ -125,6 +126,8 @@ class PosixDriver:
             for address, nbytes in occupied:
                 self._places.occupy(address, nbytes)
             self._layout: Layout[_Mapped] = Layout(0, self._places.num_places, None)
+            alignment = max(HUGE_PAGE_NBYTES // chunk_nbytes, 1)
+            self._views = PoolViews(self._places, num_chunks=num_chunks, alignment=alignment)
             _live_drivers.add(self)
         except BaseException:
             self.close()
@@ -189,10 +192,76 @@ class PosixDriver:
         self._check_usable()
         return self._places.address(self._places.reserve(num_chunks))
 
+    def reserve_shown(self, first_chunk: int, num_chunks: int) -> int | None:
+        """A fresh range of addresses that shows these neighbouring chunks: one of a view of the whole pool.
+
+        No system call, unless a view is made (a mapping whose pages are faulted in as they are touched, once for all),
+        or a range showed something else when it was released.
+        """
+        self._check_usable()
+        places = list(self._views.free_places(first_chunk, num_chunks))
+        place = next((p for p in places if self._shows(p, first_chunk, num_chunks)), None)
+        if place is None and (start := self._add_view()) is not None:
+            place = start + first_chunk
+        if place is not None:
+            self._views.take(place, num_chunks)
+            return self._places.address(place)
+        if not places:
+            return None
+        self._views.take(places[0], num_chunks)
+        address = self._places.address(places[0])
+        try:
+            self.map(address, [(first_chunk, num_chunks)])
+        except BaseException as error:
+            self._views.release(places[0])
+            if not isinstance(error, MemoryFault):
+                raise
+            return None
+        return address
+
+    def _shows(self, place: int, first_chunk: int, num_chunks: int) -> bool:
+        return self._layout.is_one(place, place + num_chunks, (first_chunk - place, Access.READ_WRITE))
+
+    def _add_view(self) -> int | None:
+        """Map the whole pool once more. The view's first place, or None: there are enough, or it cannot be mapped."""
+        start = self._views.add()
+        if start is None:
+            return None
+        piece: Piece[_Mapped] = Piece(start, start + self.num_chunks, (-start, Access.READ_WRITE))
+        try:
+            self._make_room(2)
+            self._show(piece, populate=False)
+            self._advise(piece.start, piece.stop)
+        except BaseException as error:
+            self._restore([Piece(piece.start, piece.stop, None)])
+            self._views.remove(start)
+            if not isinstance(error, OSError | MemoryFault):
+                raise
+            return None
+        self._layout.assign([piece])
+        return start
+
+    def _end_views(self, num_chunks: int) -> None:
+        """Let no view of the pool show a chunk but where a reservation is; those to come have `num_chunks` chunks."""
+        for place, length in self._views.free_parts():
+            nothing: Piece[_Mapped] = Piece(place, place + length, None)
+            try:
+                self._show(nothing)
+            except OSError as error:
+                raise self._fault(f"resize({num_chunks})", error) from error
+            self._layout.assign([nothing])
+        self._views.retire(num_chunks)
+
     def release(self, address: int, num_chunks: int) -> None:
-        """Give a reservation back. Unmaps what is mapped there."""
+        """Give a reservation back. Unmaps what is mapped there, but in a view, where it shows chunks at all times."""
         self._check_usable()
         place = self._places.reservation(address, num_chunks)
+        chunk = self._views.chunk_of(place)
+        if chunk is not None:
+            if any(isinstance(piece.value, _File) for piece in self._layout.pieces(place, place + num_chunks)):
+                self.map(address, [(chunk, num_chunks)])  # the file's part is somebody else's from now on
+            self._views.release(place)
+            return
         if self._layout.pieces(place, place + num_chunks) != [Piece(place, place + num_chunks, None)]:
             self.unmap(address, num_chunks)
         self._places.release(place)
@@ -323,6 +392,7 @@ class PosixDriver:
         self._check_usable()
         if not 0 <= num_chunks <= self._max_chunks:
             raise ValueError(f"resize({num_chunks}): the pool may have 0 to {self._max_chunks} chunks")
+        self._end_views(num_chunks)
         for start, stop, value in self._layout.pieces(0, self._places.num_places):
             if isinstance(value, _File) or value is None:
                 continue
@@ -346,7 +416,7 @@ class PosixDriver:
 
     def _clear_lent_arena(self) -> None:
         if self._lent_arena is not None:
-            for place, num_chunks in self._places.reservations():
+            for place, num_chunks in [*self._places.reservations(), *self._views.free_parts()]:
                 nbytes = num_chunks * self._chunk_nbytes
                 self._sys.mmap(self._places.address(place), nbytes, PROT_NONE, NOTHING | MAP_FIXED, -1, 0)
 
@@ -398,8 +468,8 @@ class PosixDriver:
             place += count
         return pieces, place
 
-    def _show(self, piece: Piece[_Mapped]) -> None:
-        """Let the addresses of `piece` show what it says, in place of what they show now."""
+    def _show(self, piece: Piece[_Mapped], *, populate: bool = True) -> None:
+        """Let the addresses of `piece` show what it says, in place of what they show now; chunks with page tables."""
         address = self._places.address(piece.start)
         nbytes = (piece.stop - piece.start) * self._chunk_nbytes
         if piece.value is None:
@@ -417,7 +487,7 @@ class PosixDriver:
             return
         delta, access = piece.value
         offset = (piece.start + delta) * self._chunk_nbytes
-        flags = _CHUNKS | mmap.MAP_POPULATE if access is Access.READ_WRITE else _CHUNKS
+        flags = _CHUNKS | mmap.MAP_POPULATE if populate and access is Access.READ_WRITE else _CHUNKS
         self._sys.mmap(address, nbytes, _prot(access), flags, self._file.descriptor, offset)
 
     def _advise(self, start: int, stop: int) -> None:

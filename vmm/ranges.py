@@ -194,6 +194,11 @@ class Layout(Generic[V]):
             index += 1
         return found
 
+    def is_one(self, start: int, stop: int, value: V) -> bool:
+        """Whether all of `[start, stop)` holds this value."""
+        index = bisect_right(self._starts, start)
+        return self._values[index - 1] == value and (index == len(self._starts) or stop <= self._starts[index])
+
     def assign(self, pieces: Iterable[Piece[V]]) -> None:
         """Let each piece hold its value."""
         for start, stop, value in pieces:

@@ -190,7 +190,7 @@ class OpRunner:
     def _position(self) -> int:
         """The op that is running or comes next; tells the foresight whether a backward pass is under way."""
         if torch._C._current_autograd_node() is not None:
-            self._manager.foresight.note_backward(time.monotonic_ns())
+            self._manager.foresight.note_backward(self.op_index)
         return self.op_index
 
     def bail_out(self, reason: str) -> None:

@@ -11,7 +11,7 @@ ever. `ResidencyManager.land` ends all of it before anybody else looks: a plan, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from ooc.errors import StoreFailed
@@ -22,12 +22,15 @@ from vmm.chunks import ChunkPool
 from vmm.driver import MemoryFault
 from vmm.store import StoreError
 
-_MOST_OPS = 64
+MOST_OPS_AHEAD = 64
 """So many ops ahead are looked at."""
 _LOADING_FRACTION = 4
 """At most a quarter of the pool is on its way in."""
-_WRITING_FRACTION = 4
-"""At most a quarter of the pool is written behind."""
+_WRITING_FRACTIONS = 4, 64
+"""Between a quarter and a sixty-fourth of the pool is written behind: the more, the more often somebody had to wait for
+a write of late. With a quarter at all times, a fifth of what was written was freed, or written anew, before it had to
+go (twelve layers of 192, all in each step, at half of their memory: 101 MiB a step instead of 78)."""
+_FASTER, _SLOWER = 0.5, 1.1
 
 
 class Movers(Protocol):
@@ -48,7 +51,6 @@ class Movers(Protocol):
     def start_write(self, record: VariableRecord) -> Any: ...
     def start_load(self, record: VariableRecord, runs: Runs) -> None: ...
     def evict(self, records: Sequence[VariableRecord]) -> None: ...
-    def cool(self, num_chunks: int) -> None: ...
     def by_next_use(self, index: int) -> list[tuple[VariableRecord, int]]: ...
 
 
@@ -58,6 +60,7 @@ class Ahead:
     def __init__(self, manager: Movers) -> None:
         self._manager = manager
         self._has_failed = False
+        self._writing_fraction = float(_WRITING_FRACTIONS[0])
         self.num_read = 0
         """Variables read ahead so far."""
         self.num_written = 0
@@ -66,17 +69,26 @@ class Ahead:
     def __repr__(self) -> str:
         return f"<Ahead: {self.num_read} read, {self.num_written} written>"
 
-    def write_behind(self, likely: Iterable[VariableRecord]) -> None:
-        """Start writing the likely next victims, in their order."""
+    def note_eviction(self, *, has_waited: bool) -> None:
+        """Room was made on demand; whether a write had to be waited for."""
+        most, least = _WRITING_FRACTIONS
+        self._writing_fraction *= _FASTER if has_waited else _SLOWER
+        self._writing_fraction = min(max(self._writing_fraction, most), least)
+
+    def write_behind(self, likely: Iterable[VariableRecord], index: int) -> None:
+        """Start writing the likely next victims, in their order, while op `index` runs or comes next.
+
+        Not what is freed before it is used again: nobody would read it.
+        """
         manager = self._manager
         if not manager.is_host or self._has_failed:
             return
-        left = manager.pool.num_chunks // _WRITING_FRACTION
+        left = int(manager.pool.num_chunks / self._writing_fraction)
         for record in likely:
             left -= manager.chunks_of(record.nbytes)
             if left < 0 or record.exports:
                 return
-            if record.stored or manager.flights.holds(record):
+            if record.stored or manager.flights.holds(record) or manager.foresight.is_over(record.serial, index):
                 continue
             if record.transfer is not None and not record.transfer.done():
                 continue  # of bytes that have changed since
@@ -96,14 +108,20 @@ class Ahead:
         left = manager.pool.num_chunks // _LOADING_FRACTION
         left -= sum(manager.chunks_of(record.nbytes) for record in loading.values())
         by_serial = {record.serial: record for record in manager.records.values()}
-        for later, serial in foresight.upcoming(index, _MOST_OPS):
+        victims: Iterator[tuple[VariableRecord, int]] | None = None
+        for later, serial in foresight.upcoming(index, MOST_OPS_AHEAD):
             record = by_serial.get(serial)
             if record is None or record.state is not State.AWAY or record.exports or record.pins:
                 continue
             num_chunks = manager.chunks_of(record.nbytes)
             left -= num_chunks
-            if left < 0 or not self._drop_for(num_chunks, index, later):
+            if left < 0:
                 return
+            if num_chunks > manager.num_free:
+                if victims is None:  # the order stays as it is while this goes on
+                    victims = self._clean(index)
+                if not self._drop_for(num_chunks, victims, later):
+                    return
             runs = manager.pool.take(num_chunks)
             try:
                 manager.settle(record)
@@ -115,28 +133,29 @@ class Ahead:
             loading[record.address] = record
             self.num_read += 1
 
-    def _drop_for(self, num_chunks: int, index: int, later: int) -> bool:
-        """Make room out of free chunks, and of clean variables that are used after op `later`. Nobody waits."""
+    def _clean(self, index: int) -> Iterator[tuple[VariableRecord, int]]:
+        """What may be dropped at once, in the order in which it should go, with its next use."""
+        for record, next_use in self._manager.by_next_use(index):
+            if record.stored and not record.exports and (record.transfer is None or record.transfer.done()):
+                yield record, next_use
+
+    def _drop_for(self, num_chunks: int, victims: Iterator[tuple[VariableRecord, int]], later: int) -> bool:
+        """Make room out of those that are used after op `later`. Nobody waits."""
         manager = self._manager
         missing = num_chunks - manager.num_free
+        going: list[VariableRecord] = []
+        for record, next_use in victims:
+            if next_use <= later:
+                return False
+            going.append(record)
+            missing -= manager.chunks_of(record.nbytes)
+            if missing <= 0:
+                break
         if missing > 0:
-            victims = []
-            for record, next_use in manager.by_next_use(index):
-                if next_use <= later or record.exports:
-                    return False
-                is_written = record.transfer is None or record.transfer.done()
-                if not record.stored or not is_written:
-                    continue
-                victims.append(record)
-                missing -= manager.chunks_of(record.nbytes)
-                if missing <= 0:
-                    break
-            else:
-                return False
-            try:
-                manager.evict(victims)
-            except StoreFailed:
-                self._has_failed = True
-                return False
-        manager.cool(num_chunks)
-        return manager.pool.num_free >= num_chunks
+            return False
+        try:
+            manager.evict(going)
+        except StoreFailed:
+            self._has_failed = True
+            return False
+        return manager.num_free >= num_chunks

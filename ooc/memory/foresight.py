@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from ooc.memory.present_uses import PresentUses
 from ooc.memory.step_uses import NEVER, Reference, StepUses, Variable
 
 _MOST_REFERENCES = 4
@@ -25,6 +26,8 @@ class Candidate(Protocol):
     @property
     def serial(self) -> int: ...
     @property
+    def nbytes(self) -> int: ...
+    @property
     def used_ns(self) -> int:
         """When it was last used."""
 
@@ -35,8 +38,8 @@ class PresentStep(Protocol):
     def ops_since(self, start: int) -> Sequence[tuple[Any, Sequence[int]]]:
         """Its ops from one on, with the addresses of their operands."""
 
-    def serial_at(self, address: int) -> int | None:
-        """The serial of the variable at this address, if one is there now."""
+    def variable_at(self, address: int) -> tuple[int, int] | None:
+        """The serial and the bytes of the variable at this address, if one is there now."""
 
     def next_serial(self) -> int:
         """More than any serial so far."""
@@ -61,7 +64,7 @@ class Foresight:
         self._first_serial: int | None = None
         self._begun_ns = 0
         self._knows_births = True
-        self._backward_ns: int | None = None
+        self._own = PresentUses()
         self._lost: tuple[StepUses, int, int] | None = None
         """The step that was followed, from which of its ops on it may be taken up, and how many births both share."""
         self._followed: Reference | None = None
@@ -82,7 +85,7 @@ class Foresight:
         self._first_serial = first_serial
         self._begun_ns = now_ns
         self._knows_births = knows_births
-        self._backward_ns = None
+        self._own = PresentUses()
 
     def remember(self, make: Callable[[], StepUses]) -> None:
         """A step has ended; `make` tells what it used, if somebody asks."""
@@ -93,10 +96,9 @@ class Foresight:
         self._remembered.clear()
         self._candidates = self._followed = self._lost = None
 
-    def note_backward(self, now_ns: int) -> None:
-        """A backward pass is under way."""
-        if self._backward_ns is None:
-            self._backward_ns = now_ns
+    def note_backward(self, index: int) -> None:
+        """A backward pass is under way, since about op `index`."""
+        self._own.note_backward(index)
 
     def reference(self) -> Reference | None:
         """The earlier step that goes like the present one: of those that began so, the latest."""
@@ -105,33 +107,38 @@ class Foresight:
         if self._candidates is None:
             self._candidates = [make() for make in self._remembered]
             self._follow(self._candidates)
-        if not self._candidates:
-            return None
         new = self.present.ops_since(self._num_compared)
         if new:
-            self._compare(new)
+            used = [self._used(index, addresses) for index, (_, addresses) in enumerate(new, self._num_compared)]
+            if self._candidates:
+                self._compare([func for func, _ in new], [self._standing(serials) for serials in used])
             self._num_compared += len(new)
+        self._own.note_births(self._num_compared, self.present.next_serial())
         return self._followed
 
-    def _standing(self, addresses: Sequence[int]) -> list[Variable]:
-        """Which variables at these addresses have been there since before the step."""
-        first, present = self._first_serial, self.present
+    def _used(self, index: int, addresses: Sequence[int]) -> list[int]:
+        """Note that op `index` used what is at these addresses. The variables' serials."""
+        assert self.present is not None
+        variables = [found for address in addresses if (found := self.present.variable_at(address)) is not None]
+        self._own.note(index, variables)
+        return [serial for serial, _ in variables]
+
+    def _standing(self, serials: Sequence[int]) -> list[Variable]:
+        """Those of these variables that have been there since before the step."""
+        first = self._first_serial
         assert first is not None
-        assert present is not None
-        serials = (present.serial_at(address) for address in addresses)
-        return [-1 - serial for serial in serials if serial is not None and serial < first]
+        return [-1 - serial for serial in serials if serial < first]
 
     def _follow(self, candidates: Sequence[StepUses]) -> None:
         if candidates:
             self._followed = Reference(uses=candidates[0], born_until=NEVER if self._knows_births else 0)
 
-    def _compare(self, new: Sequence[tuple[Any, Sequence[int]]]) -> None:
-        """Follow the candidates, or what was taken up again, over the ops that have come."""
+    def _compare(self, funcs: list[Any], standing_at: Sequence[list[Variable]]) -> None:
+        """Follow the candidates, or what was taken up again, over the ops that have come: what each called, on what."""
         assert self._candidates is not None
         start = self._num_compared
         if self._followed is not None:
-            funcs = [func for func, _ in new]
-            standing = [(i, found) for i, (_, addresses) in enumerate(new) if (found := self._standing(addresses))]
+            standing = [(i, found) for i, found in enumerate(standing_at) if found]
             if self._lost is None:
                 num_same = [uses.num_same(start, funcs, standing) for uses in self._candidates]
                 pairs = zip(self._candidates, num_same, strict=True)
@@ -140,13 +147,12 @@ class Foresight:
             followed = self._followed
             place = start + followed.shift
             num_same_now = followed.uses.num_same(place, funcs, standing)
-            if num_same_now == len(new):
+            if num_same_now == len(funcs):
                 return
             place += num_same_now
             shared = min(followed.uses.num_born_before(place), followed.born_until)
             self._lost, self._followed = (followed.uses, place, shared), None
-        func, addresses = new[-1]
-        self._take_up(start + len(new), func, self._standing(addresses))
+        self._take_up(start + len(funcs), funcs[-1], standing_at[-1])
 
     def _take_up(self, index: int, func: Any, standing: Sequence[Variable]) -> None:
         """Follow the earlier step again if it had the last op, the one before op `index`, later than where it was."""
@@ -174,18 +180,25 @@ class Foresight:
         """The candidates in the order in which they should go, while op `index` runs: latest next use first.
 
         Returns:
-            For each its place among `candidates`, and the op that will use it: `index` itself where nobody can say.
+            For each its place among `candidates`, and the op that will use it: of those of which nobody can say, those
+            that were not used for the longest time go first.
         """
         reference, first = self.reference(), self._first_serial
         if reference is None or first is None:
-            begun = self._backward_ns
-            order = sorted((begun is None or c.used_ns < begun, c.used_ns, place) for place, c in enumerate(candidates))
-            return [(place, index) for _, _, place in order]  # in a backward pass first what it has used already
-        next_uses = [self._next_use(reference, first, candidate, index) for candidate in candidates]
+            next_uses = [self._own.next_use(c.serial, c.nbytes, index) for c in candidates]
+        else:
+            next_uses = [self._next_use(reference, first, candidate, index) for candidate in candidates]
         latest = sorted(
             (-later, c.used_ns, place) for place, (later, c) in enumerate(zip(next_uses, candidates, strict=True))
         )
         return [(place, -later) for later, _, place in latest]
+
+    def is_over(self, serial: int, index: int) -> bool:
+        """Whether a variable is probably freed before any op after `index` uses it."""
+        reference, first = self.reference(), self._first_serial
+        if reference is None or first is None:
+            return False
+        return reference.is_over(serial - first if serial >= first else -1 - serial, index)
 
     def _next_use(self, reference: Reference, first: int, candidate: Candidate, index: int) -> int:
         if candidate.serial >= first:

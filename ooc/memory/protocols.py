@@ -30,6 +30,9 @@ class Space(Protocol):
     def reserve(self, nbytes: int) -> Reservation:
         """Addresses for so many bytes, mapped to nothing."""
 
+    def reserve_shown(self, runs: tuple[tuple[int, int], ...], nbytes: int) -> Reservation | None:
+        """Addresses for so many bytes that show these chunks at once, and may after their release; None: none do."""
+
     def release(self, reservation: Reservation) -> None:
         """Give the addresses back."""
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ooc.errors import RerunLost, StoreFailed
-from ooc.memory.ahead import Ahead
+from ooc.memory.ahead import MOST_OPS_AHEAD, Ahead
 from ooc.memory.counters import Counters
 from ooc.memory.flights import Flights
 from ooc.memory.foresight import Foresight
@@ -28,6 +28,7 @@ from ooc.memory.record import NO_GUARD, Runs, Segments, State, VariableRecord
 from ooc.memory.view_segments import checksum, view_segments
 from ooc.memory.warm_reservations import WarmReservations
 from ooc.units import format_nbytes
+from vmm.addresses import Reservation
 from vmm.chunks import ChunkPool
 from vmm.driver import MemoryFault
 from vmm.store import Transfer
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 Move = tuple[int, int, int]
 """A transfer that was started: its ticket, and its variable's address and bytes."""
+
+_SPARE_FRACTION = 32
+"""Whoever needs room makes up to so much of the pool more, where that takes no writing."""
 
 _NUM_MOVES_KEPT = 1 << 14
 """As many as the transfer engine keeps records of; `ooc.telemetry.timeline` empties it each step."""
@@ -95,7 +99,8 @@ class ResidencyManager:
         self.peak_chunks = 0
         self.num_serials = 0
         self._resident: dict[int, VariableRecord] = {}  # by address
-        self._warm = WarmReservations(space, debug=debug)
+        self._warm = WarmReservations(space)
+        self._reuses_addresses = is_host and not debug  # in debug mode the use of a freed variable is to fault
         self._loading: dict[int, VariableRecord] = {}  # read ahead, by address
         self.foresight = Foresight()
         self.ahead = Ahead(self)
@@ -115,7 +120,7 @@ class ResidencyManager:
     @property
     def num_free(self) -> int:
         """Chunks that hold no variable."""
-        return self._pool.num_free + self._warm.num_chunks
+        return self._pool.num_free
 
     @property
     def pool(self) -> ChunkPool:
@@ -159,28 +164,31 @@ class ResidencyManager:
     def allocate(self, nbytes: int) -> VariableRecord:
         """Allocate a resident variable; evicts others as needed. Raises `NoRoom`, `StoreFailed`."""
         num_chunks = self.chunks_of(nbytes)
-        warm = self._warm.take(num_chunks)
-        if warm is not None:
-            warm[0].nbytes = nbytes
-            record = VariableRecord(nbytes=nbytes, reservation=warm[0], serial=self.next_serial())
-            record.born(warm[1])
-            self._note_peak()
-            self.enter(record)
-            return record
         self.make_room(num_chunks)
-        record = self.new_record(nbytes)
-        runs = self._pool.take(num_chunks)
-        try:
-            self.guards.lift(record)
-            self.space.map(record.reservation, runs)
-        except BaseException:
-            self._pool.give(runs)
-            self.space.release(record.reservation)
-            raise
+        reservation, runs = self._warm.take(num_chunks, self._pool) or self._take_shown(num_chunks)
+        reservation.nbytes = nbytes
+        record = VariableRecord(nbytes=nbytes, reservation=reservation, serial=self.next_serial())
         record.born(runs)
         self._note_peak()
         self.enter(record)
         return record
+
+    def _take_shown(self, num_chunks: int) -> tuple[Reservation, Runs]:
+        """Take so many free chunks, and addresses that show them."""
+        runs, nbytes = self._pool.take(num_chunks), num_chunks * self.chunk_nbytes
+        reservation: Reservation | None = None
+        try:
+            if self._reuses_addresses:
+                reservation = self.space.reserve_shown(runs, nbytes)
+            if reservation is None:
+                reservation = self.space.reserve(nbytes)
+                self.space.map(reservation, runs)
+        except BaseException:
+            self._pool.give(runs)
+            if reservation is not None:
+                self.space.release(reservation)
+            raise
+        return reservation, runs
 
     def give_chunks(self, record: VariableRecord) -> None:
         """Give chunks to a record whose bytes are about to be made; evicts others as needed. Manages it from now on.
@@ -227,24 +235,21 @@ class ResidencyManager:
         if record is None:
             return None
         self._resident.pop(address, None)
-        was_loading = record.state is State.LOADING
-        if was_loading or not self.is_host:
+        if record.state is State.LOADING or not self.is_host:
             self._loading.pop(address, None)
             with contextlib.suppress(StoreFailed):  # nobody needs its bytes any more, but they come into its chunks
                 runs = record.runs
                 self.settle(record)
             if record.state is not State.RESIDENT:
                 self._pool.give(runs)
-        if record.state is not State.RESIDENT:
-            self.dispose(record)
-        elif (
-            was_loading or not self.is_host or record.exports or record.guard != NO_GUARD or record.reservation.is_file
-        ):
-            self._pool.give(record.runs)
-            self.dispose(record)
-        else:
-            self._give_up_slot(record)
-            self._pool.give(self._warm.keep(record.reservation, record.runs))
+        runs = record.runs
+        if record.state is State.RESIDENT:
+            self._pool.give(runs)
+            if self._reuses_addresses and len(runs) > 1 and record.guard == NO_GUARD and not record.exports:
+                self._give_up_slot(record)
+                self._warm.keep(record.reservation, runs, self._pool)
+                return record
+        self.dispose(record)
         return record
 
     def dispose(self, record: VariableRecord) -> None:
@@ -271,15 +276,15 @@ class ResidencyManager:
 
     def make_room(self, num_chunks: int) -> None:
         """Evict what is used last, by `foresight`, until so many chunks are free. Raises `NoRoom`, `StoreFailed`."""
-        self.cool(num_chunks)
         missing = num_chunks - self._pool.num_free
         if missing <= 0:
             return
         self.counters.num_crowded += 1
         self.end_exports()
         victims: list[VariableRecord] = []
-        movable = [record for record, _ in self.by_next_use(self.position())]
-        for record in movable:
+        index = self.position()
+        movable = self.by_next_use(index)
+        for record, _ in movable:
             victims.append(record)
             missing -= self.chunks_of(record.nbytes)
             if missing <= 0:
@@ -288,11 +293,30 @@ class ResidencyManager:
             if self.land() or self.flights.wait_any():
                 self.make_room(num_chunks)
                 return
-            movable_chunks = sum(self.chunks_of(r.nbytes) for r in movable)
+            movable_chunks = sum(self.chunks_of(r.nbytes) for r, _ in movable)
             pinned = sum(self.chunks_of(r.nbytes) for r in self._resident.values()) - movable_chunks
             raise NoRoom(num_needed=num_chunks, num_free=self._pool.num_free, num_pinned=pinned)
-        self.evict(victims)
-        self.ahead.write_behind(movable[len(victims) :])
+        others = movable[len(victims) :]
+        self.evict([*victims, *self._spare(others, index)])
+        self.ahead.write_behind((record for record, _ in others), index)
+
+    def _spare(self, candidates: Sequence[tuple[VariableRecord, int]], index: int) -> list[VariableRecord]:
+        """Of the next victims, those that may go at once with the present ones: they are written, and not used soon.
+
+        To find room for a few births takes hardly longer than for one.
+        """
+        found: list[VariableRecord] = []
+        left = self._pool.num_chunks // _SPARE_FRACTION
+        for record, later in candidates:
+            if later <= index + MOST_OPS_AHEAD:
+                break
+            if not record.stored or record.exports or not (record.transfer is None or record.transfer.done()):
+                continue
+            left -= self.chunks_of(record.nbytes)
+            if left < 0:
+                break
+            found.append(record)
+        return found
 
     def by_next_use(self, index: int) -> list[tuple[VariableRecord, int]]:
         """What may be evicted, in the order in which it should go, and the op after `index` that uses it."""
@@ -301,11 +325,6 @@ class ResidencyManager:
         if any(record.exports for record in movable):
             order.sort(key=lambda entry: entry[0].exports > 0)  # a stable sort: what was given out goes last
         return order
-
-    def cool(self, num_chunks: int) -> None:
-        """Take chunks back from freed variables' reservations until so many are free, or none are left there."""
-        while self._pool.num_free < num_chunks and self._warm.num_chunks:
-            self._pool.give(self._warm.release_oldest())
 
     def land(self) -> bool:
         """Wait for what is read ahead, which is then resident like all else, and for all writes. Whether it read any.
@@ -346,7 +365,10 @@ class ResidencyManager:
         started = time.monotonic_ns()
         failure: StoreFailed | MemoryFault | None = None
         leaving = []
+        has_waited = False
         for record in records:
+            is_written = record.stored and (record.transfer is None or record.transfer.done())
+            has_waited = has_waited or not is_written
             if record.stored and not record.exports and self._is_written(record):
                 self.check_clean(record)
                 self.counters.dropped_nbytes += record.nbytes
@@ -372,6 +394,7 @@ class ResidencyManager:
             self._pool.give(record.runs)
             record.released()
             self.guards.hide(record)
+        self.ahead.note_eviction(has_waited=has_waited)
         self.note_stall(started)
         if failure is not None:
             raise failure
@@ -525,7 +548,6 @@ class ResidencyManager:
 
     def retake_pool(self, pool: ChunkPool) -> None:
         """Go on with a fresh pool, in which resident records have their chunks: no plan is active any more."""
-        self._warm.release_all()
         self._pool = pool
         self._resident.clear()
         for record in sorted(self.records.values(), key=lambda r: r.serial):
@@ -541,7 +563,6 @@ class ResidencyManager:
         pool.take_exactly([(0, num_chunks)] if num_chunks else [])
         for record in workspaces:
             pool.take_exactly(record.runs)
-        self._warm.release_all()
         self._pool = pool
 
     def _note_peak(self) -> None:

@@ -45,6 +45,7 @@ class StepUses:
         self.funcs: list[Any] = []
         self.uses_at: list[tuple[Variable, ...]] = []
         self._when: dict[Variable, list[int]] = {}
+        self._freed_at: dict[Variable, int] = {}  # the op before which, of those freed within the step
         self._born_at: list[int] = []
         self._places: dict[Any, list[int]] = {}
         num_born = next_event = 0
@@ -52,11 +53,11 @@ class StepUses:
             while next_event < len(allocations) and allocations[next_event].position <= 2 * index:
                 event = allocations[next_event]
                 next_event += 1
-                if event.is_free:
-                    live.pop(event.address, None)
-                else:
+                if not event.is_free:
                     live[event.address] = num_born
                     num_born += 1
+                elif (freed := live.pop(event.address, None)) is not None:
+                    self._freed_at[freed] = index
             used = tuple(dict.fromkeys(live[address] for address in addresses if address in live))
             self.funcs.append(func)
             self.uses_at.append(used)
@@ -65,6 +66,9 @@ class StepUses:
             for variable in used:
                 self._when.setdefault(variable, []).append(index)
         self._born_at.append(num_born)
+        for event in allocations[next_event:]:
+            if event.is_free and (freed := live.pop(event.address, None)) is not None:
+                self._freed_at[freed] = len(self.funcs)
 
     def __repr__(self) -> str:
         return f"<StepUses of {len(self._when)} variables in {len(self.funcs)} ops>"
@@ -106,14 +110,24 @@ class StepUses:
         return next((place for place in later if standing.issubset(self.uses_at[place])), None)
 
     def next_use(self, variable: Variable, index: int) -> int:
-        """The first op after `index` that uses it; of one that lives on, that is in the next step. Else `NEVER`."""
-        when = self._when.get(variable)
-        if not when:
-            return NEVER
+        """The first op after `index` that uses it; of one that lives on, that is in the next step. Else `NEVER`.
+
+        Of one that is freed before it is used again it is the op before which it was: until then it holds its memory,
+        and to evict it takes a write for nothing.
+        """
+        when = self._when.get(variable, ())
         place = bisect_right(when, index)
         if place < len(when):
             return when[place]
-        return len(self.funcs) + when[0] if variable < 0 else NEVER
+        freed_at = self._freed_at.get(variable)
+        if freed_at is not None:
+            return freed_at if freed_at > index else NEVER
+        return len(self.funcs) + when[0] if when and variable < 0 else NEVER
+
+    def is_over(self, variable: Variable, index: int) -> bool:
+        """Whether no op after `index` used it before it was freed, which was after that, too."""
+        when = self._when.get(variable, ())
+        return self._freed_at.get(variable, -1) > index and (not when or when[-1] <= index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +158,14 @@ class Reference:
             return index
         later = self.uses.next_use(variable, index + self.shift)
         return later if later >= NEVER else later - self.shift
+
+    def is_over(self, variable: Variable, index: int) -> bool:
+        """Whether a variable of the present step will be freed before an op uses it again; False if nobody can say."""
+        if variable >= self.born_from:
+            variable += self.born_shift
+        elif variable >= self.born_until:
+            return False
+        return self.uses.is_over(variable, index + self.shift)
 
     def upcoming(self, index: int, num_ops: int) -> Iterator[tuple[int, Variable]]:
         """The variables of the present step that ops after `index` will use, of so many ops, each where it is first."""

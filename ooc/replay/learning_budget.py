@@ -19,10 +19,15 @@ FREE_SEQUENCES = 64
 _CALM_PERIODS = 4
 """Periods in a row that had to move nothing before all is taken to fit: an evaluation may move what steps do not."""
 _LONGEST_PAUSE = 64
-_SAVED_NS = 5_000
-"""What an op on a plan saves where nothing moves."""
+_LEAST_FRACTION = 0.02
+"""So much of it all the same where hardly an op is planned, in case that changes."""
+_SAVED_NS = {True: 5_000, False: 30_000}
+"""What an op on a plan saves, by whether everything fits. Where something moves, at half of the memory: 49 us in twelve
+layers of 192 (3,143 ops a step: 412 ms of processor time on demand, 258 planned), 26 us in episodes."""
 _LATEST_SHARE = 0.25
 """Of the latest stay on a plan, in what such stays have gained of late."""
+_LATEST_PERIOD = 0.05
+"""Of the latest period, in the share of ops that were planned of late: some twenty periods count."""
 
 
 class Account:
@@ -58,11 +63,14 @@ class LearningBudget:
     """Decides at each border whether to learn from what ends, and whether to enter a plan for what begins.
 
     A plan saves waiting for what is moved. Where nothing had to be moved for some periods it only saves a few
-    microseconds an op, so learning may take a small part of the time so far. Plans that take longer to enter than they
-    save until they are left are entered less and less often; so are all that were not entered yet, if most are such.
-    As soon as anything moves for want of room, all plans are entered, and learning may take a larger part of the time,
-    and any at first. What plans themselves move says nothing: layers skipped at random left a plan in each step, and
-    each time what had outlived it was evicted, at four times the memory that the step needs.
+    microseconds an op, so learning may take a small part of the time so far. As soon as anything moves for want of
+    room, learning may take a larger part of the time, and any at first: the more, the more of the ops are planned for
+    it. What plans themselves move says nothing: layers skipped at random left a plan in each step, and each time what
+    had outlived it was evicted, at four times the memory that the step needs.
+
+    Plans that take longer to enter than they save until they are left are entered less and less often; so are all that
+    were not entered yet, if most are such. To enter one takes processor time; that it waits for the store does not
+    count, since on demand the same would be waited for.
 
     Args:
         counters: Of what is moved.
@@ -79,6 +87,7 @@ class LearningBudget:
         self._num_learned = 0
         self._num_crowded = 0
         self._num_calm = 0
+        self._planned_share = 1.0  # of the ops of late; none have been planned before, which says nothing
         self._account = Account()  # of all plans
         self._accounts: weakref.WeakKeyDictionary[object, Account] = weakref.WeakKeyDictionary()
 
@@ -90,9 +99,11 @@ class LearningBudget:
         """Whether nothing had to be moved for some periods, so that plans are of little use."""
         return self._is_limited and self._num_calm >= _CALM_PERIODS
 
-    def end_period(self) -> None:
-        """Note that a period ends."""
+    def end_period(self, *, num_planned: int = 0, num_ops: int = 0) -> None:
+        """Note that a period of so many ops ends, and how many of them were replayed from plans."""
         self._num_calm = self._num_calm + 1 if self._counters.num_crowded == self._num_crowded else 0
+        if num_ops:
+            self._planned_share += (num_planned / num_ops - self._planned_share) * _LATEST_PERIOD
 
     def begin_period(self) -> None:
         """Note that a period begins: what entering its plan has moved was not for want of room."""
@@ -102,20 +113,27 @@ class LearningBudget:
         """Whether to learn from the period that ends."""
         if self.everything_fits:
             return self._is_within(LEARNING_FRACTION)
-        return not self._is_limited or self._num_learned < FREE_SEQUENCES or self._is_within(MOST_FRACTION)
+        if not self._is_limited or self._num_learned < FREE_SEQUENCES:
+            return True
+        return self._is_within(max(MOST_FRACTION * min(2 * self._planned_share, 1.0), _LEAST_FRACTION))
 
     def _is_within(self, fraction: float) -> bool:
         return self._spent_s <= fraction * (self._clock() - self._opened)
 
     def may_enter(self, plan: object) -> bool:
         """Whether to enter this plan for what begins. One that was never entered is judged by all others."""
-        return not self.everything_fits or self._accounts.get(plan, self._account).may_try()
+        return not self._is_limited or self._accounts.get(plan, self._account).may_try()
 
     def note_stay(self, plan: object, *, num_ops: int, entered_ns: int) -> None:
-        """Note that a plan is played no longer: how many ops were, all in all, and how long it took to enter it."""
-        if self.everything_fits:
-            for account in (self._account, self._accounts.setdefault(plan, Account())):
-                account.note(num_ops * _SAVED_NS - entered_ns)
+        """Note that a plan is played no longer: how many ops were, all in all.
+
+        Args:
+            plan: Which one.
+            num_ops: Played from it since it was entered.
+            entered_ns: Processor time of this thread that it took to enter it.
+        """
+        for account in (self._account, self._accounts.setdefault(plan, Account())):
+            account.note(num_ops * _SAVED_NS[self.everything_fits] - entered_ns)
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:

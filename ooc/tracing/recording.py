@@ -132,10 +132,10 @@ class OpsSoFar:
         recorder = self._recording.recorder
         return recorder.operands_since(start) if recorder is not None else []
 
-    def serial_at(self, address: int) -> int | None:
-        """The serial of the variable at this address, if one is there now."""
+    def variable_at(self, address: int) -> tuple[int, int] | None:
+        """The serial and the bytes of the variable at this address, if one is there now."""
         record = self._manager.records.get(address)
-        return record.serial if record is not None else None
+        return (record.serial, record.nbytes) if record is not None else None
 
     def next_serial(self) -> int:
         """More than any serial so far."""

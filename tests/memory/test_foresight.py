@@ -35,7 +35,9 @@ def test_next_use() -> None:
     uses = step()
     assert [uses.next_use(0, index) for index in range(5)] == [1, 3, 3, 4, NEVER]
     assert uses.next_use(-8, 0) == 5  # in the next step, at its first op
-    assert uses.next_use(1, 2) == NEVER
+    assert uses.next_use(1, 2) == 3  # it is freed before that op: until then it holds its memory, and then it goes
+    assert [uses.is_over(1, index) for index in range(4)] == [False, False, True, False]
+    assert not uses.is_over(0, 4)  # nothing tells when it goes
     assert uses.next_use(99, 0) == NEVER
 
 
@@ -53,8 +55,8 @@ class Present:
     def ops_since(self, start: int) -> list[tuple[Any, list[int]]]:
         return self.ops[start:]
 
-    def serial_at(self, address: int) -> int | None:
-        return self.serials.get(address)
+    def variable_at(self, address: int) -> tuple[int, int] | None:
+        return (self.serials[address], 4) if address in self.serials else None
 
     def next_serial(self) -> int:
         return self.upto
@@ -63,6 +65,7 @@ class Present:
 class Record(NamedTuple):
     serial: int
     used_ns: int
+    nbytes: int = 4
 
 
 def candidates(*serials: int) -> list[Record]:
@@ -114,11 +117,13 @@ def test_the_latest_step_that_fits_is_the_reference() -> None:
 
 
 def test_the_backward_pass_takes_what_the_forward_pass_left_in_reverse() -> None:
-    foresight = Foresight()
+    forward: list[tuple[Any, list[int]]] = [("f", [P]), ("f", [Q]), ("f", [R]), ("f", []), ("f", [])]
+    foresight = Foresight(Present(forward, {P: 1, Q: 2, R: 3}))
     foresight.begin(first_serial=0)
-    assert places(foresight, 1, 2, 3) == [0, 1, 2]
-    foresight.note_backward(102)
-    # 2 was used by the backward pass already: the optimizer is next to use it.
+    assert places(foresight, 1, 2, 3) == [0, 1, 2]  # least recently used
+    foresight.note_backward(5)
+    forward.append(("b", [R]))
+    # R was used by the backward pass already: the optimizer is next to use it. P was used before Q, so it comes later.
     assert places(foresight, 1, 2, 3) == [2, 0, 1]
 
 

@@ -62,8 +62,10 @@ def test_where_something_was_moved_all_is_learned() -> None:
     learning.end_period()
     assert learning.may_learn()
     plan = _Plan()
-    learning.note_stay(plan, num_ops=0, entered_ns=1_000_000)
+    learning.note_stay(plan, num_ops=100, entered_ns=1_000_000)  # more than it saves where all fits
     assert all(learning.may_enter(plan) for _ in range(8))
+    learning.note_stay(plan, num_ops=0, entered_ns=50_000_000)
+    assert not all(learning.may_enter(plan) for _ in range(8))
 
 
 def test_where_something_moves_learning_takes_its_share_after_so_many_sequences() -> None:
@@ -75,6 +77,31 @@ def test_where_something_moves_learning_takes_its_share_after_so_many_sequences(
             clock.now += 1.0
     assert not learning.may_learn()
     clock.now = FREE_SEQUENCES / MOST_FRACTION
+    assert learning.may_learn()
+
+
+def test_where_hardly_an_op_is_planned_learning_takes_less() -> None:
+    counters, clock = Counters(), _Clock()
+    learning = LearningBudget(counters, is_limited=True, clock=clock)
+
+    def end_periods(num_planned: int) -> None:
+        for _ in range(200):
+            learning.begin_period()
+            counters.num_crowded += 1
+            learning.end_period(num_planned=num_planned, num_ops=100)
+
+    for _ in range(FREE_SEQUENCES):
+        with learning.spending():
+            clock.now += 1.0
+    enough = FREE_SEQUENCES / MOST_FRACTION + 1
+    clock.now = enough
+    assert learning.may_learn()
+    end_periods(num_planned=0)
+    assert not learning.may_learn()
+    clock.now = 10 * enough
+    assert learning.may_learn()  # all the same, in case that changes
+    clock.now = enough
+    end_periods(num_planned=60)
     assert learning.may_learn()
 
 

@@ -104,7 +104,6 @@ def assert_books_true(session: ooc.Session) -> None:
     manager = session.engine.manager
     with session.engine.lock:
         manager.land()
-        manager.cool(manager.pool.num_chunks + 1)
     assert session.engine.executor.active is None
     assert live_nbytes == sum(record.nbytes for record in manager.records.values())
     held: list[int] = []

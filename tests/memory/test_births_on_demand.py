@@ -1,4 +1,4 @@
-"""Freed variables' reservations are taken over, and their chunks count as free all the same."""
+"""Variables born on demand take addresses that show their chunks already; their chunks are free again when they die."""
 
 from __future__ import annotations
 
@@ -10,24 +10,32 @@ import ooc
 MIB = 1 << 20
 
 
-def _reservations(session: ooc.Session) -> int:
-    return len(session.engine.memory.space.reservations)
-
-
-def test_a_second_allocation_of_the_size_makes_no_system_call() -> None:
+def test_a_birth_on_demand_maps_nothing() -> None:
     with ooc.Session("4MiB", recompute=False) as session:  # trials of ops take memory of their own
         space = session.engine.memory.space
-        num_maps = []
         for value in range(3):
-            tensor = torch.full((256, 1024), float(value))
-            del tensor
-            num_maps.append(space.num_maps)
-        assert num_maps == [1, 1, 1]
+            tensors = [torch.full((64 * size, 1024), float(value)) for size in (1, 3, 2)]
+            del tensors
+        assert space.num_maps == 0
+
+
+def test_addresses_are_kept_for_life_while_chunks_serve_others() -> None:
+    """What was evicted comes back to its addresses, into other chunks; births meanwhile take other addresses."""
+    with ooc.Session("4MiB", recompute=False) as session:
+        kept = [torch.full((256, 1024), float(value)) for value in range(3)]
+        addresses = [tensor.untyped_storage().data_ptr() for tensor in kept]
+        for value in range(6):
+            other = torch.full((512, 1024), float(value))
+            assert other.sum().item() == 512 * 1024 * value
+            index = value % 3
+            assert kept[index].sum().item() == 256 * 1024 * index
+            del other
+        assert session.engine.manager.counters.loaded_nbytes > 0
+        assert [tensor.untyped_storage().data_ptr() for tensor in kept] == addresses
 
 
 @pytest.mark.parametrize("debug", [False, True])
 def test_their_chunks_serve_other_sizes(debug: bool) -> None:
-    """Sizes that shrink and grow: each needs chunks that a freed variable of another size shows."""
     with ooc.Session("4MiB", debug=debug) as session:
         for num_rows in (960, 64, 512, 128, 960, 448, 512, 1000):
             a = torch.ones(num_rows, 1024)
@@ -36,23 +44,24 @@ def test_their_chunks_serve_other_sizes(debug: bool) -> None:
         assert session.engine.manager.pool.num_chunks == 4 * MIB // session.engine.memory.driver.chunk_nbytes
 
 
-def test_no_address_is_kept_beyond_the_pool() -> None:
+def test_no_address_is_kept_of_what_is_freed() -> None:
     with ooc.Session("4MiB") as session:
         for num_rows in range(32, 900, 7):
             torch.ones(num_rows, 1024)
-        # Each kept reservation has a chunk of its own at least.
-        assert _reservations(session) <= session.engine.manager.pool.num_chunks + 1
+        assert len(session.engine.memory.space.reservations) <= 1
 
 
 def test_a_smaller_budget_takes_their_chunks() -> None:
     with ooc.Session("8MiB") as session:
+        kept = torch.full((128, 1024), 3.0)
         for num_rows in (256, 512, 900):
             torch.ones(num_rows, 1024)
         session.set_budget("2MiB")
-        tensor = torch.ones(400, 1024)
-        assert tensor.sum().item() == 400 * 1024
+        tensor = torch.ones(300, 1024)
+        assert tensor.sum().item() == 300 * 1024
         session.set_budget("8MiB")
         assert torch.ones(1000, 1024).sum().item() == 1000 * 1024
+        assert kept.sum().item() == 128 * 1024 * 3
 
 
 def test_the_peak_counts_variables_alone() -> None:
