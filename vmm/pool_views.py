@@ -25,19 +25,17 @@ class PoolViews:
 
     Args:
         places: Where the views' own addresses come from, and where ranges of them count as reservations.
-        num_chunks: Chunks of the pool.
         alignment: Each view begins at a multiple of so many places, as the pool's chunks do in their file.
     """
 
-    def __init__(self, places: Places, *, num_chunks: int, alignment: int) -> None:
+    def __init__(self, places: Places, *, alignment: int) -> None:
         self._places = places
-        self._num_chunks = num_chunks
         self._alignment = alignment
         self._free: dict[int, FreeRanges] = {}  # by a view's first place: its free places
 
     def __repr__(self) -> str:
         num_free = sum(free.total for free in self._free.values())
-        return f"<PoolViews: {len(self._free)} of {self._num_chunks} chunks, {num_free} places free>"
+        return f"<PoolViews: {len(self._free)}, {num_free} places free>"
 
     def free_places(self, first_chunk: int, num_chunks: int) -> Iterator[int]:
         """Where these chunks belong in each view in which all of these addresses are free."""
@@ -45,30 +43,30 @@ class PoolViews:
             if free.is_free(start + first_chunk, num_chunks):
                 yield start + first_chunk
 
-    def add(self) -> int | None:
-        """A further view's first place, whose addresses are free and show nothing yet; None: there are enough."""
+    def add(self, num_chunks: int) -> int | None:
+        """A further view's first place, of a pool of so many chunks; it shows nothing yet. None: there are enough."""
         if len(self._free) == _MOST_VIEWS:
             return None
-        start = self._places.take_aligned(self._num_chunks, self._alignment)
+        start = self._places.take_aligned(num_chunks, self._alignment)
         if start is not None:
-            self._free[start] = FreeRanges(start, start + self._num_chunks)
+            self._free[start] = FreeRanges(start, start + num_chunks)
         return start
 
     def remove(self, start: int) -> None:
         """Forget a view all of whose addresses are free."""
-        self._places.give(start, self._num_chunks)
-        del self._free[start]
+        self._places.give(start, self._free.pop(start).total)
 
     def chunk_of(self, place: int) -> int | None:
         """The chunk that belongs at this place; None: it is in no view."""
-        for start in self._free:
-            if start <= place < start + self._num_chunks:
+        for start, free in self._free.items():
+            if start <= place < free.stop:
                 return place - start
         return None
 
     def take(self, place: int, num_chunks: int) -> None:
         """Let a free range of a view be a reservation."""
-        self._view(place).take_at(place, num_chunks)
+        if not self._view(place).take_at(place, num_chunks):
+            raise ValueError(f"{num_chunks} places from {place} on are not all free in a view of the pool")
         self._places.adopt(place, num_chunks)
 
     def release(self, place: int) -> None:
@@ -79,15 +77,14 @@ class PoolViews:
         """`(first place, number)` of all that is free in views."""
         return [(start, stop - start) for free in self._free.values() for start, stop in free.ranges()]
 
-    def retire(self, num_chunks: int) -> None:
-        """Let there be no views any more, and those to come have so many chunks.
+    def retire(self) -> None:
+        """Let there be no views any more.
 
         What is free in them counts as addresses like any others, and must show nothing. Reservations stay.
         """
         for start, length in self.free_parts():
             self._places.give(start, length)
         self._free.clear()
-        self._num_chunks = num_chunks
 
     def _view(self, place: int) -> FreeRanges:
         chunk = self.chunk_of(place)

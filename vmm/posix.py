@@ -127,7 +127,7 @@ class PosixDriver:
                 self._places.occupy(address, nbytes)
             self._layout: Layout[_Mapped] = Layout(0, self._places.num_places, None)
             alignment = max(HUGE_PAGE_NBYTES // chunk_nbytes, 1)
-            self._views = PoolViews(self._places, num_chunks=num_chunks, alignment=alignment)
+            self._views = PoolViews(self._places, alignment=alignment)
             _live_drivers.add(self)
         except BaseException:
             self.close()
@@ -190,13 +190,16 @@ class PosixDriver:
     def reserve(self, num_chunks: int) -> int:
         """A fresh range of addresses, mapped to nothing. No system call."""
         self._check_usable()
-        return self._places.address(self._places.reserve(num_chunks))
+        try:
+            return self._places.address(self._places.reserve(num_chunks))
+        except MemoryFault:  # where addresses are limited, views are the first to go without
+            self._end_views()
+            return self._places.address(self._places.reserve(num_chunks))
 
     def reserve_shown(self, first_chunk: int, num_chunks: int) -> int | None:
         """A fresh range of addresses that shows these neighbouring chunks: one of a view of the whole pool.
 
-        No system call, unless a view is made (a mapping whose pages are faulted in as they are touched, once for all),
-        or a range showed something else when it was released.
+        No system call, unless a view is made: a mapping whose pages are faulted in as they are touched, once for all.
         """
         self._check_usable()
         places = list(self._views.free_places(first_chunk, num_chunks))
@@ -224,7 +227,7 @@ class PosixDriver:
 
     def _add_view(self) -> int | None:
         """Map the whole pool once more. The view's first place, or None: there are enough, or it cannot be mapped."""
-        start = self._views.add()
+        start = self._views.add(self.num_chunks)
         if start is None:
             return None
         piece: Piece[_Mapped] = Piece(start, start + self.num_chunks, (-start, Access.READ_WRITE))
@@ -241,25 +244,25 @@ class PosixDriver:
         self._layout.assign([piece])
         return start
 
-    def _end_views(self, num_chunks: int) -> None:
-        """Let no view of the pool show a chunk but where a reservation is; those to come have `num_chunks` chunks."""
+    def _end_views(self) -> None:
+        """Let no view of the pool show a chunk but where a reservation is, and others have their addresses."""
         for place, length in self._views.free_parts():
             nothing: Piece[_Mapped] = Piece(place, place + length, None)
             try:
                 self._show(nothing)
             except OSError as error:
-                raise self._fault(f"resize({num_chunks})", error) from error
+                raise self._fault("a view of the pool cannot be unmapped", error) from error
             self._layout.assign([nothing])
-        self._views.retire(num_chunks)
+        self._views.retire()
 
     def release(self, address: int, num_chunks: int) -> None:
-        """Give a reservation back. Unmaps what is mapped there, but in a view, where it shows chunks at all times."""
+        """Give a reservation back. Unmaps what is mapped there; in a view it shows its own chunks from now on."""
         self._check_usable()
         place = self._places.reservation(address, num_chunks)
         chunk = self._views.chunk_of(place)
         if chunk is not None:
-            if any(isinstance(piece.value, _File) for piece in self._layout.pieces(place, place + num_chunks)):
-                self.map(address, [(chunk, num_chunks)])  # the file's part is somebody else's from now on
+            if not self._shows(place, chunk, num_chunks):
+                self._put_back(place, chunk, num_chunks)
             self._views.release(place)
             return
         if self._layout.pieces(place, place + num_chunks) != [Piece(place, place + num_chunks, None)]:
@@ -283,6 +286,21 @@ class PosixDriver:
             what = f"map({address:#x}, {len(runs)} runs, {place - pieces[0].start} chunks)"
             raise self._fault(what, error) from error
         self._layout.assign(pieces)
+
+    def _put_back(self, place: int, chunk: int, num_chunks: int) -> None:
+        """Let a range of a view show its own chunks again: then it is one mapping with its neighbours."""
+        self._make_room(2, left_to_others=0)  # the way back from too many, as in `unmap`
+        before = self._layout.pieces(place, place + num_chunks)
+        piece: Piece[_Mapped] = Piece(place, place + num_chunks, (chunk - place, Access.READ_WRITE))
+        try:
+            self._show(piece, populate=False)
+            self._advise(piece.start, piece.stop)
+        except BaseException as error:
+            self._restore(before)
+            if not isinstance(error, OSError):
+                raise
+            raise self._fault(f"release({self._places.address(place):#x}, {num_chunks} chunks)", error) from error
+        self._layout.assign([piece])
 
     def unmap(self, address: int, num_chunks: int) -> None:
         """Map nothing at the range: a touch faults. Frees its page tables."""
@@ -392,7 +410,7 @@ class PosixDriver:
         self._check_usable()
         if not 0 <= num_chunks <= self._max_chunks:
             raise ValueError(f"resize({num_chunks}): the pool may have 0 to {self._max_chunks} chunks")
-        self._end_views(num_chunks)
+        self._end_views()
         for start, stop, value in self._layout.pieces(0, self._places.num_places):
             if isinstance(value, _File) or value is None:
                 continue

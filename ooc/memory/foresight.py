@@ -86,6 +86,7 @@ class Foresight:
         self._begun_ns = now_ns
         self._knows_births = knows_births
         self._own = PresentUses()
+        self._own.note_births(0, first_serial or 0)
 
     def remember(self, make: Callable[[], StepUses]) -> None:
         """A step has ended; `make` tells what it used, if somebody asks."""
@@ -107,13 +108,13 @@ class Foresight:
         if self._candidates is None:
             self._candidates = [make() for make in self._remembered]
             self._follow(self._candidates)
+        self._own.note_births(self._num_compared, self.present.next_serial())
         new = self.present.ops_since(self._num_compared)
         if new:
             used = [self._used(index, addresses) for index, (_, addresses) in enumerate(new, self._num_compared)]
             if self._candidates:
                 self._compare([func for func, _ in new], [self._standing(serials) for serials in used])
             self._num_compared += len(new)
-        self._own.note_births(self._num_compared, self.present.next_serial())
         return self._followed
 
     def _used(self, index: int, addresses: Sequence[int]) -> list[int]:

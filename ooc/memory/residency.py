@@ -62,6 +62,7 @@ class ResidencyManager:
             stay there, since no touch of it can be served.
 
     Attributes:
+        chunk_nbytes: Size of a chunk.
         records: Those it manages, by address.
         ended_exports: Records whose exports have ended, one entry an export; appended to on any thread.
         moves: Transfers started since it was last emptied (by `ooc.telemetry.timeline`).
@@ -85,6 +86,7 @@ class ResidencyManager:
     ) -> None:
         self._pool = pool
         self.space = space
+        self.chunk_nbytes = space.driver.chunk_nbytes
         self.store = store
         self.debug = debug
         self.records: dict[int, VariableRecord] = {}
@@ -126,11 +128,6 @@ class ResidencyManager:
     def pool(self) -> ChunkPool:
         """Which chunks are free. Another object after `retake_pool` and `share_pool`: do not keep it."""
         return self._pool
-
-    @property
-    def chunk_nbytes(self) -> int:
-        """Size of a chunk."""
-        return self.space.driver.chunk_nbytes
 
     def workspaces(self) -> list[VariableRecord]:
         """Records of memory that ops allocated and kept without naming it: it stays resident, beside any plan."""
@@ -245,7 +242,8 @@ class ResidencyManager:
         runs = record.runs
         if record.state is State.RESIDENT:
             self._pool.give(runs)
-            if self._reuses_addresses and len(runs) > 1 and record.guard == NO_GUARD and not record.exports:
+            is_plain = record.guard == NO_GUARD and not (record.exports or record.reservation.is_file)
+            if self._reuses_addresses and len(runs) > 1 and is_plain:
                 self._give_up_slot(record)
                 self._warm.keep(record.reservation, runs, self._pool)
                 return record
@@ -320,7 +318,9 @@ class ResidencyManager:
 
     def by_next_use(self, index: int) -> list[tuple[VariableRecord, int]]:
         """What may be evicted, in the order in which it should go, and the op after `index` that uses it."""
-        movable = [r for r in self._resident.values() if self.may_be_evicted(r)]
+        is_host = self.is_host
+        # As `may_be_evicted` says, which takes as long to call as all the rest of this.
+        movable = [r for r in self._resident.values() if not r.pins and r.seen and (is_host or not r.exports)]
         order = [(movable[place], later) for place, later in self.foresight.latest_first(movable, index)]
         if any(record.exports for record in movable):
             order.sort(key=lambda entry: entry[0].exports > 0)  # a stable sort: what was given out goes last

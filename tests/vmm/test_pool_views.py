@@ -7,8 +7,9 @@ import os
 
 import pytest
 
-from vmm import syscalls
+from vmm import machine, syscalls
 from vmm.addresses import AddressSpace
+from vmm.driver import MemoryFault
 from vmm.places import Places
 from vmm.pool_views import PoolViews
 from vmm.posix import PosixDriver
@@ -54,9 +55,11 @@ def test_what_showed_something_else_shows_its_own_chunks_again() -> None:
             write(driver.view_address + chunk * CHUNK, chunk)
         address = driver.reserve_shown(0, 2)
         assert address is not None
-        driver.map(address, [(4, 2)])
-        assert read(address) == 4
+        num_mappings = driver.num_mappings
+        driver.map(address, [(4, 1), (6, 1)])
+        assert (read(address), read(address + CHUNK)) == (4, 6)
         driver.release(address, 2)
+        assert driver.num_mappings == num_mappings  # nothing piles up in what is free
         others = [driver.reserve_shown(0, 2) for _ in range(4)]  # all views, the first one's range among them
         assert address in others
         assert [read(other) for other in others if other is not None] == [0] * 4
@@ -99,11 +102,14 @@ def test_a_pool_of_another_size_has_other_views(num_chunks: int) -> None:
 def test_chunks_that_are_held_in_a_view_do_not_go() -> None:
     with PosixDriver(8, CHUNK) as driver:
         address = driver.reserve_shown(6, 2)
-        with pytest.raises(ValueError, match="chunk 7 is mapped"):
+        held = [driver.reserve_shown(5, 1) for _ in range(2)]
+        with pytest.raises(ValueError, match=r"chunk [567] is mapped"):
             driver.resize(4)
+        for chunk in range(8):
+            write(driver.view_address + chunk * CHUNK, chunk)
+        more = [driver.reserve_shown(5, 1), driver.reserve_shown(7, 1)]  # of views that have all chunks, as before
         assert address is not None
-        write(driver.view_address + 7 * CHUNK, 2)
-        assert read(address + CHUNK) == 2
+        assert [read(other) for other in (address, address + CHUNK, *held, *more) if other] == [6, 7, 5, 5, 5, 7]
 
 
 class _Failing(syscalls.Syscalls):
@@ -128,12 +134,40 @@ def test_a_view_that_cannot_be_mapped_is_none() -> None:
         address = driver.reserve_shown(0, 1)
         assert address is not None
         driver.map(address, [(3, 1)])
-        driver.release(address, 1)
-        taken = [driver.reserve_shown(0, 1) for _ in range(3)]
+        driver.unmap(address, 1)
         calls.left = 1
-        assert driver.reserve_shown(0, 1) is None  # the first view's range shows chunk 3, and cannot be mapped back
+        with pytest.raises(MemoryFault, match="release"):
+            driver.release(address, 1)
+        driver.release(address, 1)
         assert driver.reserve_shown(0, 1) == address
-        assert len({*taken, address}) == 4
+
+
+def test_where_addresses_are_few_views_go_without() -> None:
+    with PosixDriver(8, CHUNK, arena_nbytes=64 * CHUNK) as driver:
+        kept = driver.reserve_shown(0, 2)
+        assert kept is not None
+        write(kept, 4)
+        driver.reserve(56)  # all but the view
+        other = driver.reserve(6)
+        driver.map(other, [(2, 6)])
+        write(other, 5)
+        assert read(kept) == 4
+        with pytest.raises(MemoryFault, match="no such range free"):
+            driver.reserve(1)
+
+
+def test_where_mappings_are_few_what_is_freed_can_still_be_given_back() -> None:
+    with PosixDriver(64, CHUNK) as driver:
+        held = [driver.reserve_shown(2 * index, 1) for index in range(32)]
+        for index, address in enumerate(held):
+            assert address is not None
+            driver.map(address, [(63 - index, 1)])
+        driver._max_map_count = machine.map_count() + 8  # no new mapping may be made
+        driver._num_mappings_unchecked = 0
+        for address in held:
+            assert address is not None
+            driver.release(address, 1)
+        assert driver.num_reserved_chunks == 0
 
 
 def test_a_space_has_them_for_neighbouring_chunks() -> None:
@@ -152,12 +186,14 @@ def test_a_space_has_them_for_neighbouring_chunks() -> None:
 
 def test_views_begin_where_large_pages_do() -> None:
     places = Places(base=0, chunk_nbytes=CHUNK, start=3, stop=1000)
-    views = PoolViews(places, num_chunks=40, alignment=32)
-    starts = [views.add() for _ in range(3)]
+    views = PoolViews(places, alignment=32)
+    starts = [views.add(40) for _ in range(3)]
     assert all(start is not None and start % 32 == 0 for start in starts)
     views.take(starts[0] or 0, 8)
     with pytest.raises(ValueError, match="in no view"):
         views.take(1, 1)
-    views.retire(10)
+    with pytest.raises(ValueError, match="not all free"):
+        views.take(starts[0] or 0, 1)
+    views.retire()
     assert places.num_reserved == 8
     assert places.reserve(900) >= 3  # what was free in the views serves others
