@@ -105,6 +105,7 @@ class PosixDriver:
         self._whole: tuple[int, int] | None = None  # address and length of all addresses we hold
         self._lent_arena = arena
         self._places = Places(base=0, chunk_nbytes=chunk_nbytes, start=0, stop=0)  # until addresses are held
+        self._views = PoolViews(self._places, alignment=1)
         self._file = PoolFile(
             num_chunks,
             chunk_nbytes,

@@ -197,3 +197,13 @@ def test_views_begin_where_large_pages_do() -> None:
     views.retire()
     assert places.num_reserved == 8
     assert places.reserve(900) >= 3  # what was free in the views serves others
+
+
+def test_an_opening_that_is_interrupted_lets_go_of_everything() -> None:
+    """Whatever is there already by then: a lent arena is cleared, too."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with PosixDriver(8, CHUNK) as lender, pytest.raises(KeyboardInterrupt):
+        PosixDriver(8, CHUNK, arena=lender.arena, checkpoint=interrupt)
