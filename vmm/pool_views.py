@@ -17,7 +17,7 @@ __all__ = ["PoolViews"]
 
 _MOST_VIEWS = 4
 """Page tables take 8 bytes for each page of each view that was touched: at most 1/128 of the pool in all. Twelve layers
-of 192 at half of their memory, each skipped in one step of five: 1 of 460 births a step finds no addresses in four."""
+of 192 at half of their memory, each skipped in one step of five: 15 of 430 births a step find no addresses in four."""
 
 
 class PoolViews:

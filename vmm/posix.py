@@ -234,26 +234,18 @@ class PosixDriver:
         piece: Piece[_Mapped] = Piece(start, start + self.num_chunks, (-start, Access.READ_WRITE))
         try:
             self._make_room(2)
-            self._show(piece, populate=False)
-            self._advise(piece.start, piece.stop)
+            self._replace([piece], lambda: "a view of the pool", populate=False)
         except BaseException as error:
-            self._restore([Piece(piece.start, piece.stop, None)])
             self._views.remove(start)
-            if not isinstance(error, OSError | MemoryFault):
+            if not isinstance(error, MemoryFault):
                 raise
             return None
-        self._layout.assign([piece])
         return start
 
     def _end_views(self) -> None:
         """Let no view of the pool show a chunk but where a reservation is, and others have their addresses."""
         for place, length in self._views.free_parts():
-            nothing: Piece[_Mapped] = Piece(place, place + length, None)
-            try:
-                self._show(nothing)
-            except OSError as error:
-                raise self._fault("a view of the pool cannot be unmapped", error) from error
-            self._layout.assign([nothing])
+            self._replace([Piece(place, place + length, None)], lambda: "the end of a view of the pool")
         self._views.retire()
 
     def release(self, address: int, num_chunks: int) -> None:
@@ -275,49 +267,22 @@ class PosixDriver:
         self._check_usable()
         pieces, place = self._pieces_of_runs(address, runs)
         self._make_room(len(pieces) + 2)  # at most: one mapping a run, and the rests of a piece at both ends
-        before = self._layout.pieces(pieces[0].start, place)
-        try:
-            for piece in pieces:
-                self._show(piece)
-            self._advise(pieces[0].start, place)
-        except BaseException as error:
-            self._restore(before)
-            if not isinstance(error, OSError):
-                raise
-            what = f"map({address:#x}, {len(runs)} runs, {place - pieces[0].start} chunks)"
-            raise self._fault(what, error) from error
-        self._layout.assign(pieces)
+        self._replace(pieces, lambda: f"map({address:#x}, {len(runs)} runs, {place - pieces[0].start} chunks)")
 
     def _put_back(self, place: int, chunk: int, num_chunks: int) -> None:
         """Let a range of a view show its own chunks again: then it is one mapping with its neighbours."""
         self._make_room(2, left_to_others=0)  # the way back from too many, as in `unmap`
-        before = self._layout.pieces(place, place + num_chunks)
         piece: Piece[_Mapped] = Piece(place, place + num_chunks, (chunk - place, Access.READ_WRITE))
-        try:
-            self._show(piece, populate=False)
-            self._advise(piece.start, piece.stop)
-        except BaseException as error:
-            self._restore(before)
-            if not isinstance(error, OSError):
-                raise
-            raise self._fault(f"release({self._places.address(place):#x}, {num_chunks} chunks)", error) from error
-        self._layout.assign([piece])
+        address = self._places.address(place)
+        self._replace([piece], lambda: f"release({address:#x}, {num_chunks} chunks)", populate=False)
 
     def unmap(self, address: int, num_chunks: int) -> None:
         """Map nothing at the range: a touch faults. Frees its page tables."""
         self._check_usable()
         place = self._places.inside(address, num_chunks)
         self._make_room(2, left_to_others=0)  # the way back from too many: it may use what is kept for others
-        before = self._layout.pieces(place, place + num_chunks)
         nothing: Piece[_Mapped] = Piece(place, place + num_chunks, None)
-        try:
-            self._show(nothing)
-        except BaseException as error:
-            self._restore(before)
-            if not isinstance(error, OSError):
-                raise
-            raise self._fault(f"unmap({address:#x}, {num_chunks} chunks)", error) from error
-        self._layout.assign([nothing])
+        self._replace([nothing], lambda: f"unmap({address:#x}, {num_chunks} chunks)")
 
     def map_file(self, address: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:
         """Map a part of a file at the start of the range, read-write and shared; nothing behind it.
@@ -341,17 +306,8 @@ class PosixDriver:
                 f"({self._granularity} bytes) that fit the range"
             )
         self._make_room(4)
-        before = self._layout.pieces(place, place + num_chunks)
         piece: Piece[_Mapped] = Piece(place, place + num_chunks, _File(descriptor, offset, nbytes, place))
-        try:
-            self._show(piece)
-            self._advise(place, place + num_chunks)
-        except BaseException as error:
-            self._restore(before)
-            if not isinstance(error, OSError):
-                raise
-            raise self._fault(f"map_file({address:#x}, {nbytes} bytes at {offset})", error) from error
-        self._layout.assign([piece])
+        self._replace([piece], lambda: f"map_file({address:#x}, {nbytes} bytes at {offset})")
 
     def note_file(self, address: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:
         """Note that somebody else (the fault handler) has done what `map_file` does. No system call."""
@@ -486,6 +442,26 @@ class PosixDriver:
                 pieces.append(Piece(place, place + count, value))
             place += count
         return pieces, place
+
+    def _replace(self, pieces: list[Piece[_Mapped]], what: Callable[[], str], *, populate: bool = True) -> None:
+        """Let neighbouring addresses show `pieces`; if a call fails, they show again what they show now.
+
+        Raises:
+            MemoryFault: A call failed; `what` says for what it was made.
+        """
+        start, stop = pieces[0].start, pieces[-1].stop
+        before = self._layout.pieces(start, stop)
+        try:
+            for piece in pieces:
+                self._show(piece, populate=populate)
+            if pieces[0].value is not None:
+                self._advise(start, stop)
+        except BaseException as error:
+            self._restore(before)
+            if not isinstance(error, OSError):
+                raise
+            raise self._fault(what(), error) from error
+        self._layout.assign(pieces)
 
     def _show(self, piece: Piece[_Mapped], *, populate: bool = True) -> None:
         """Let the addresses of `piece` show what it says, in place of what they show now; chunks with page tables."""
