@@ -28,10 +28,10 @@ import torch
 
 from ooc.dispatch.op_runner import OpRunner
 from ooc.interop.exports import Exports
+from ooc.learner import Learner
 from ooc.memory.record import VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.executable_plan import ExecutablePlan
-from ooc.replay.first_sightings import name_of
 from ooc.replay.learning_budget import LearningBudget
 from ooc.replay.optimizer_rounds import OptimizerRounds
 from ooc.replay.segmentation import Segmentation
@@ -40,9 +40,6 @@ from ooc.telemetry.progress import Position, Progress
 from ooc.telemetry.steps import StepLog
 from ooc.telemetry.timeline import Timeline
 from ooc.telemetry.why import UnplannedSteps
-from ooc.tracing.pieces import cuts, split
-from ooc.tracing.recorder import RecordedStep
-from scheduler.plan import Machine
 from vmm.nvtx_ranges import NamedRange
 
 _log = logging.getLogger(__name__)
@@ -102,6 +99,9 @@ class StepCycle:
         self._num_backward = 0  # backward passes since the last boundary
         self._last_optimizer: int | None = None  # identity of the one that ended the last step
         self._why = UnplannedSteps(sequences.unplannable)
+        self._learner = Learner(
+            runner=runner, manager=manager, sequences=sequences, budget=learning, steps=steps, why=self._why
+        )
         self._segmentation = Segmentation()
         self.rounds = OptimizerRounds()
         self._is_between = False  # in what comes between steps without gradients, in a period that is planned whole
@@ -472,55 +472,10 @@ class StepCycle:
             self._sequences.note_end(None)
             self._was_new = self._was_new or self.rounds.num_steps > 1  # too long
             return None
-        may_learn = self._learning.may_learn()
-        if not may_learn and self._learning.everything_fits:
-            self._why.note_all_fits()
-            key = self._sequences.key_of(recorder.signature())
-            self._sequences.note_end(key)
-            return key
-        recording = recorder.finish(self._manager.records)
-        recording.note_origins(self._manager.records)
-        self._steps.note_recording(recording)
-        if self._manager.counters.evicted_nbytes:
-            self._manager.foresight.remember(recording.uses)
-        entered = self._sequences.active_key if recorder.num_replayed else None
-        if may_learn:
-            with self._learning.spending():
-                key = self._learn_from(recording)
-        else:  # too much of the time went by with that
-            key = self._sequences.key_of(recording.signature) or name_of(recording)
-            self._was_new = self._was_new or self._sequences.is_new(key)
-            self._sequences.note_end(key)
-            self._why.note_unlearned(recording, key)
-        if self._segmentation.is_on:
-            bailout = self._executor.bailout_reason if recorder.num_replayed else ""
-            self._why.note_segment(recording, num_ops=recorder.num_ops - recorder.num_replayed, bailout=bailout)
-        self._was_new = self._was_new or entered not in (None, key)
+        in_segments = self._segmentation.is_on
+        key, is_new = self._learner.learn(recorder, in_segments=in_segments, in_pieces=in_segments or self._is_between)
+        self._was_new = self._was_new or is_new
         return key
-
-    def _learn_from(self, recording: RecordedStep) -> str | None:
-        key = None
-        for piece in self._pieces(recording):
-            key = self._sequences.note(piece, self._machine)
-            self._was_new = self._was_new or self._sequences.is_new(key)
-            self._sequences.note_end(key)
-            self._why.note_period(piece, key)
-        return key
-
-    def _pieces(self, recording: RecordedStep) -> list[RecordedStep]:
-        """What a recording consists of: without gradients, it may be one batch after another."""
-        if recording.grad_mode or not (self._segmentation.is_on or self._is_between):
-            return [recording]
-        found = cuts(recording)
-        return split(recording, found) if found else [recording]
-
-    def _machine(self) -> Machine:
-        """The machine that plans are made for: its pool is the session's, less the workspaces of libraries."""
-        manager = self._manager
-        num_kept = sum(manager.chunks_of(record.nbytes) for record in manager.workspaces())
-        num_chunks = max(manager.pool.num_chunks - num_kept, 1)
-        with self._learning.uncounted():
-            return self._steps.machine(num_chunks, manager.chunk_nbytes, manager.store)
 
     def _note_step(self) -> None:
         self._range.end()

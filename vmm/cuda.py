@@ -6,17 +6,16 @@ See DESIGN.md, "CUDA driver behaviour we rely on".
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from vmm.cuda_calls import CudaCalls, CudaFault, load_bindings
 from vmm.cuda_handles import ChunkHandles
+from vmm.cuda_mappings import CudaMappings
 from vmm.driver import Access, MemoryFault
 from vmm.places import Places
-from vmm.ranges import Layout, Piece
 from vmm.sizes import format_nbytes
 
 __all__ = ["CudaDriver"]
@@ -25,18 +24,6 @@ _MAX_ARENA_NBYTES = 1 << 40
 """Addresses cost no device memory; 1 TiB is a few times the largest card's. Not tuned: no GPU has been seen."""
 _TOO_MANY_ADDRESSES = frozenset({"CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED"})
 """Results after which half as many addresses are asked for: which of them a driver gives is not documented."""
-_GONE_WITH_THE_CONTEXT = frozenset({"CUDA_ERROR_DEINITIALIZED", "CUDA_ERROR_CONTEXT_IS_DESTROYED"})
-"""Results after which there is nothing left to give back."""
-
-
-class _Shown(NamedTuple):
-    """What a place shows: chunk `place + delta`."""
-
-    delta: int
-    access: Access
-
-
-_Mapped = _Shown | None
 
 
 class CudaDriver:
@@ -111,7 +98,9 @@ class CudaDriver:
         self._handles = ChunkHandles(self._calls, chunk_nbytes=chunk_nbytes)
         self._held: tuple[int, int] | None = None  # address and length of all addresses we hold
         self._num_places = num_chunks  # of the view, and of the arena behind it once its addresses are held
-        self._layout: Layout[_Mapped] = Layout(0, num_chunks, None)
+        self._mappings = CudaMappings(  # until addresses are held
+            self._calls, self._handles, base=0, num_places=num_chunks, chunk_nbytes=chunk_nbytes
+        )
         try:
             self._granularity = self._handles.find_device(device_index)
             total_nbytes = self._handles.check_free(num_chunks + num_fixed_chunks)
@@ -121,8 +110,14 @@ class CudaDriver:
             self._places = Places(
                 base=self._address(0), chunk_nbytes=chunk_nbytes, start=self._num_view, stop=self._num_places
             )
-            self._layout = Layout(0, self._num_places, None)
-            self._show_in_view(0, num_chunks)
+            self._mappings = CudaMappings(
+                self._calls,
+                self._handles,
+                base=self._address(0),
+                num_places=self._num_places,
+                chunk_nbytes=chunk_nbytes,
+            )
+            self._mappings.map_in_view(0, num_chunks)
             self._num_fixed = self._resized(self._max_chunks, num_fixed_chunks) if num_fixed_chunks else 0
             self._calls.note_context()
         except BaseException as error:
@@ -206,7 +201,7 @@ class CudaDriver:
         """Give a reservation back. Unmaps what is mapped there (see `unmap`)."""
         self._check_usable()
         place = self._places.reservation(address, num_chunks)
-        self._change([Piece(place, place + num_chunks, None)], f"release({address:#x}, {num_chunks} chunks)")
+        self._mappings.unmap(place, num_chunks, f"release({address:#x}, {num_chunks} chunks)")
         self._places.release(place)
 
     def map(self, address: int, runs: Sequence[tuple[int, int]]) -> None:
@@ -216,18 +211,13 @@ class CudaDriver:
         that is not there yet, then one cuMemSetAccess.
         """
         self._check_usable()
-        place = self._places.of_runs(address, runs, self._num_chunks)
-        wanted: list[Piece[_Mapped]] = []
-        for first, count in runs:
-            wanted.append(Piece(place, place + count, _Shown(first - place, Access.READ_WRITE)))
-            place += count
-        self._change(wanted, f"map({address:#x}, {len(runs)} runs, {place - wanted[0].start} chunks)")
+        self._mappings.map_runs(self._places.of_runs(address, runs, self._num_chunks), runs)
 
     def unmap(self, address: int, num_chunks: int) -> None:
         """Map nothing at the range. The host must have observed an event behind its last use."""
         self._check_usable()
         place = self._places.inside(address, num_chunks)
-        self._change([Piece(place, place + num_chunks, None)], f"unmap({address:#x}, {num_chunks} chunks)")
+        self._mappings.unmap(place, num_chunks, f"unmap({address:#x}, {num_chunks} chunks)")
 
     def map_file(self, address: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:
         """Not possible on a device."""
@@ -247,15 +237,7 @@ class CudaDriver:
     def protect(self, address: int, num_chunks: int, access: Access) -> None:
         """Change what a device touch does; with NONE under the same rule as `unmap`. One driver call."""
         self._check_usable()
-        place = self._places.inside(address, num_chunks)
-        wanted: list[Piece[_Mapped]] = []
-        for start, stop, value in self._layout.pieces(place, place + num_chunks):
-            if value is None:
-                raise ValueError(
-                    f"protect({address:#x}, {num_chunks} chunks): no chunk is mapped at {self._address(start):#x}"
-                )
-            wanted.append(Piece(start, stop, value._replace(access=access)))
-        self._change(wanted, f"protect({address:#x}, {num_chunks} chunks, {access.value})")
+        self._mappings.protect(self._places.inside(address, num_chunks), num_chunks, access)
 
     def resize(self, num_chunks: int) -> None:
         """Let the pool have so many chunks: the last ones go to the driver, with what is in them, or more are taken.
@@ -270,11 +252,7 @@ class CudaDriver:
         self._check_usable()
         if not 0 <= num_chunks <= self._max_chunks:
             raise ValueError(f"resize({num_chunks}): the pool may have 0 to {self._max_chunks} chunks")
-        for start, stop, value in self._layout.pieces(self._num_view, self._num_places):
-            if value is not None and num_chunks < stop + value.delta <= self._num_chunks:
-                raise ValueError(
-                    f"resize({num_chunks}): chunk {stop + value.delta - 1} is mapped at {self._address(start):#x}"
-                )
+        self._mappings.check_unmapped(num_chunks, self._num_chunks, first_place=self._num_view)
         try:
             self._num_chunks = self._resized(0, num_chunks)
         except MemoryFault:
@@ -300,7 +278,7 @@ class CudaDriver:
         place, rest = divmod(address - self._address(0), self._chunk_nbytes)
         if rest or place < 0 or place + num_chunks > self._num_places:
             raise ValueError(f"disown({address:#x}, {num_chunks} chunks): not whole chunks of the pool's addresses")
-        self._layout.assign([Piece(place, place + num_chunks, None)])
+        self._mappings.forget(place, num_chunks)
         self.keeps_addresses = True
 
     def give_chunks_back(self) -> None:
@@ -340,12 +318,17 @@ class CudaDriver:
         if os.getpid() != self._process:
             return
         faults = self._give_chunks_back()
-        if self._held is not None and not self._mapped_stretches() and not self.keeps_addresses:
+        if self._held is not None and self._mappings.is_empty and not self.keeps_addresses:
             address, nbytes = self._held
             what = f"close: {format_nbytes(nbytes)} of addresses at {address:#x}"
-            free = functools.partial(self._calls.call, "cuMemAddressFree", address, nbytes, what=what)
-            if self._gives_back(faults, free):
+            try:
+                self._calls.call("cuMemAddressFree", address, nbytes, what=what)
                 self._held = None
+            except CudaFault as fault:
+                if fault.is_gone_with_context:
+                    self._held = None
+                else:
+                    faults.append(fault)
         if faults:
             raise MemoryFault(
                 f"close: {len(faults)} driver calls failed; {len(self._handles)} chunks are still held. "
@@ -354,20 +337,7 @@ class CudaDriver:
 
     def _give_chunks_back(self) -> list[CudaFault]:
         """What could not be given back stays in the books."""
-        faults: list[CudaFault] = []
-        for start, stop in self._mapped_stretches():
-            if self._gives_back(faults, functools.partial(self._unmap_stretch, start, stop, "close")):
-                self._layout.assign([Piece(start, stop, None)])
-        return faults + self._handles.release_all()
-
-    def _gives_back(self, faults: list[CudaFault], operation: Callable[[], object]) -> bool:
-        try:
-            operation()
-        except CudaFault as fault:
-            if fault.result_name not in _GONE_WITH_THE_CONTEXT:
-                faults.append(fault)
-                return False
-        return True
+        return self._mappings.unmap_all() + self._handles.release_all()
 
     @property
     def _num_view(self) -> int:
@@ -381,17 +351,17 @@ class CudaDriver:
             self._handles.check_free(last - first)
             self._handles.create(first, last)
         elif last < first:
-            self._change([Piece(last, first, None)], f"giving back {first - last} chunks")
+            self._mappings.unmap(last, first - last, f"giving back {first - last} chunks")
             try:
                 self._handles.release(last, first)
             except BaseException:
-                self._show_in_view(base, last + self._handles.num_from(last, first))
+                self._mappings.map_in_view(base, last + self._handles.num_from(last, first))
                 raise
         try:
-            self._show_in_view(base, last)
+            self._mappings.map_in_view(base, last)
         except BaseException as error:
             try:
-                if last > first and not any(it.value for it in self._layout.pieces(first, last)):  # else the next call
+                if last > first and self._mappings.shows_nothing(first, last - first):  # else the next call
                     self._handles.release(first, last)
             except MemoryFault as fault:
                 error.add_note(f"What had been taken could not all be given back: {fault}")
@@ -400,16 +370,7 @@ class CudaDriver:
 
     def _num_usable(self, base: int, most: int) -> int:
         """How many chunks from `base` on exist and show in the view, after a failure whose undo failed, too."""
-        usable = 0
-        for start, stop, value in self._layout.pieces(base, base + most) if most else ():
-            if value != _Shown(0, Access.READ_WRITE) or start != base + usable:
-                break
-            usable = stop - base
-        return min(usable, self._handles.num_from(base, base + most))
-
-    def _show_in_view(self, start: int, stop: int) -> None:
-        if stop > start:
-            self._change([Piece(start, stop, _Shown(0, Access.READ_WRITE))], "the linear view")
+        return min(self._mappings.num_in_view(base, most), self._handles.num_from(base, base + most))
 
     def _hold_addresses(self, arena_nbytes: int | None) -> int:
         """One range for the view and, after it, the arena. The number of places of the arena."""
@@ -431,108 +392,6 @@ class CudaDriver:
             self._held = (address, nbytes)
             return num_places
 
-    def _change(self, wanted: Sequence[Piece[_Mapped]], what: str) -> None:
-        """Let neighbouring pieces show what they say, or leave all as it was.
-
-        The books follow every driver call, so the way back is a change like any other.
-        """
-        before = self._layout.pieces(wanted[0].start, wanted[-1].stop)
-        try:
-            self._show(wanted, what)
-        except BaseException as error:
-            try:
-                self._show(before, f"undo of {what}")
-            except CudaFault as second:
-                raise MemoryFault(
-                    f"{what}: failed, and could not be undone; the range shows a part of what it did.\n"
-                    f"First: {error}\nThen: {second}"
-                ) from error
-            raise
-
-    def _show(self, wanted: Sequence[Piece[_Mapped]], what: str) -> None:
-        self._unmap_others(wanted, what)
-        self._map_missing(wanted, what)
-        self._set_access(wanted, what)
-
-    def _unmap_others(self, wanted: Sequence[Piece[_Mapped]], what: str) -> None:
-        """Unmap what shows another chunk than is wanted: one call for each contiguous range."""
-        stretches: list[tuple[int, int]] = []
-        for piece in wanted:
-            for start, stop, value in self._layout.pieces(piece.start, piece.stop):
-                if value is not None and (piece.value is None or piece.value.delta != value.delta):
-                    _extend(stretches, start, stop)
-        for start, stop in stretches:
-            self._unmap_stretch(start, stop, what)
-            self._layout.assign([Piece(start, stop, None)])
-
-    def _map_missing(self, wanted: Sequence[Piece[_Mapped]], what: str) -> None:
-        """Map the wanted chunks where nothing is mapped: one call each, since a handle is one chunk."""
-        for piece in wanted:
-            if piece.value is None:
-                continue
-            shown = _Shown(piece.value.delta, Access.NONE)  # until access is set
-            for start, stop, value in self._layout.pieces(piece.start, piece.stop):
-                if value is not None:
-                    continue
-                for place in range(start, stop):
-                    chunk = place + shown.delta
-                    address = self._address(place)
-                    self._calls.call(
-                        "cuMemMap",
-                        address,
-                        self._chunk_nbytes,
-                        0,
-                        self._handles[chunk],
-                        0,
-                        what=f"{what}: chunk {chunk} at {address:#x}",
-                    )
-                    self._layout.assign([Piece(place, place + 1, shown)])
-
-    def _set_access(self, wanted: Sequence[Piece[_Mapped]], what: str) -> None:
-        """Set what a touch does: one call for each contiguous range of equal access, where any of it differs."""
-        groups: list[tuple[int, int, Access]] = []
-        for start, stop, value in wanted:
-            if value is None:
-                continue
-            if groups and groups[-1][1:] == (start, value.access):
-                groups[-1] = (groups[-1][0], stop, value.access)
-            else:
-                groups.append((start, stop, value.access))
-        for start, stop, access in groups:
-            others = [
-                piece
-                for piece in self._layout.pieces(start, stop)
-                if piece.value is not None and piece.value.access is not access
-            ]
-            if others:
-                self._set_stretch(others[0].start, others[-1].stop, access, what)
-
-    def _set_stretch(self, start: int, stop: int, access: Access, what: str) -> None:
-        bindings, address = self._calls.bindings, self._address(start)
-        flags = bindings.CUmemAccess_flags
-        wish = self._handles.located(bindings.CUmemAccessDesc())
-        is_open = access is Access.READ_WRITE
-        wish.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if is_open else flags.CU_MEM_ACCESS_FLAGS_PROT_NONE
-        nbytes = (stop - start) * self._chunk_nbytes
-        what = f"{what}: access {access.value} for {format_nbytes(nbytes)} at {address:#x}"
-        self._calls.call("cuMemSetAccess", address, nbytes, [wish], 1, what=what)
-        after: list[Piece[_Mapped]] = []
-        for first, last, value in self._layout.pieces(start, stop):
-            assert value is not None
-            after.append(Piece(first, last, value._replace(access=access)))
-        self._layout.assign(after)
-
-    def _unmap_stretch(self, start: int, stop: int, what: str) -> None:
-        address, nbytes = self._address(start), (stop - start) * self._chunk_nbytes
-        self._calls.call("cuMemUnmap", address, nbytes, what=f"{what}: {format_nbytes(nbytes)} at {address:#x}")
-
-    def _mapped_stretches(self) -> list[tuple[int, int]]:
-        stretches: list[tuple[int, int]] = []
-        for start, stop, value in self._layout.pieces(0, self._num_places):
-            if value is not None:
-                _extend(stretches, start, stop)
-        return stretches
-
     def _check_usable(self) -> None:
         if self._is_closed:
             raise MemoryFault("the driver is closed")
@@ -543,11 +402,3 @@ class CudaDriver:
         if self._held is None:
             raise MemoryFault("the driver is closed")
         return self._held[0] + place * self._chunk_nbytes
-
-
-def _extend(stretches: list[tuple[int, int]], start: int, stop: int) -> None:
-    """Add `[start, stop)` behind the last stretch, as a part of it where they touch."""
-    if stretches and stretches[-1][1] == start:
-        stretches[-1] = (stretches[-1][0], stop)
-    else:
-        stretches.append((start, stop))

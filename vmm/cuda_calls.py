@@ -24,6 +24,8 @@ _LONGEST_WAIT_S = 5e-3
 """With 100 attempts a call that stays NOT_READY is given up after about half a second. The bound on attempts is
 that of the public work-around that DESIGN.md names; the waits are not tuned, since no GPU has been seen."""
 
+_GONE_WITH_THE_CONTEXT = frozenset({"CUDA_ERROR_DEINITIALIZED", "CUDA_ERROR_CONTEXT_IS_DESTROYED"})
+"""Results after which there is nothing left to give back."""
 _EXPLANATIONS = {
     "CUDA_ERROR_INVALID_VALUE": (
         "an argument breaks a rule of this call: granularity; an address that is not reserved, or mapped twice, or not",
@@ -116,6 +118,11 @@ class CudaFault(MemoryFault):
         self.result_name = result_name
         self.result_code = result_code
         self.num_attempts = num_attempts
+
+    @property
+    def is_gone_with_context(self) -> bool:
+        """Whether it failed because the context is gone, and with it all that could be given back."""
+        return self.result_name in _GONE_WITH_THE_CONTEXT
 
 
 class MemoryInfo(NamedTuple):

@@ -11,8 +11,6 @@ from vmm.sizes import format_exactly, format_nbytes
 
 __all__ = ["ChunkHandles"]
 
-_GONE_WITH_THE_CONTEXT = frozenset({"CUDA_ERROR_DEINITIALIZED", "CUDA_ERROR_CONTEXT_IS_DESTROYED"})
-"""Results after which there is nothing left to give back."""
 _HOST_SHARE = 16
 """One part in so many of memory that device and host share is never the device's. Not tuned: none was seen."""
 
@@ -151,7 +149,7 @@ class ChunkHandles:
             try:
                 self._release(chunk)
             except CudaFault as fault:
-                if fault.result_name in _GONE_WITH_THE_CONTEXT:
+                if fault.is_gone_with_context:
                     del self._handles[chunk]
                 else:
                     faults.append(fault)

@@ -22,7 +22,7 @@ from vmm.chunks import ChunkPool
 from vmm.driver import MemoryFault
 from vmm.store import StoreError
 
-MOST_OPS_AHEAD = 64
+_MOST_OPS_AHEAD = 64
 """So many ops ahead are looked at."""
 _LOADING_FRACTION = 4
 """At most a quarter of the pool is on its way in."""
@@ -31,6 +31,8 @@ _WRITING_FRACTIONS = 4, 64
 a write of late. With a quarter at all times, a fifth of what was written was freed, or written anew, before it had to
 go (twelve layers of 192, all in each step, at half of their memory: 101 MiB a step instead of 78)."""
 _FASTER, _SLOWER = 0.5, 1.1
+_SPARE_FRACTION = 32
+"""Whoever needs room makes up to so much of the pool more, where that takes no writing."""
 
 
 class Movers(Protocol):
@@ -100,6 +102,24 @@ class Ahead:
                 return
             self.num_written += 1
 
+    def spare(self, candidates: Iterable[tuple[VariableRecord, int]], index: int) -> list[VariableRecord]:
+        """Of the next victims, those that may go at once with the present ones: they are written, and not used soon.
+
+        To find room for a few births takes hardly longer than for one.
+        """
+        found: list[VariableRecord] = []
+        left = self._manager.pool.num_chunks // _SPARE_FRACTION
+        for record, later in candidates:
+            if later <= index + _MOST_OPS_AHEAD:
+                break
+            if not _may_be_dropped(record):
+                continue
+            left -= self._manager.chunks_of(record.nbytes)
+            if left < 0:
+                break
+            found.append(record)
+        return found
+
     def read_ahead(self, index: int, loading: dict[int, VariableRecord]) -> None:
         """Start loading what the ops after `index` will probably use; notes it in `loading`, by address."""
         manager, foresight = self._manager, self._manager.foresight
@@ -109,7 +129,7 @@ class Ahead:
         left -= sum(manager.chunks_of(record.nbytes) for record in loading.values())
         by_serial = {record.serial: record for record in manager.records.values()}
         victims: Iterator[tuple[VariableRecord, int]] | None = None
-        for later, serial in foresight.upcoming(index, MOST_OPS_AHEAD):
+        for later, serial in foresight.upcoming(index, _MOST_OPS_AHEAD):
             record = by_serial.get(serial)
             if record is None or record.state is not State.AWAY or record.exports or record.pins:
                 continue
@@ -136,7 +156,7 @@ class Ahead:
     def _clean(self, index: int) -> Iterator[tuple[VariableRecord, int]]:
         """What may be dropped at once, in the order in which it should go, with its next use."""
         for record, next_use in self._manager.by_next_use(index):
-            if record.stored and not record.exports and (record.transfer is None or record.transfer.done()):
+            if _may_be_dropped(record):
                 yield record, next_use
 
     def _drop_for(self, num_chunks: int, victims: Iterator[tuple[VariableRecord, int]], later: int) -> bool:
@@ -159,3 +179,8 @@ class Ahead:
             self._has_failed = True
             return False
         return manager.num_free >= num_chunks
+
+
+def _may_be_dropped(record: VariableRecord) -> bool:
+    """Whether nobody would have to wait for its eviction: the store has its bytes."""
+    return record.stored and not record.exports and (record.transfer is None or record.transfer.done())

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ooc.errors import RerunLost, StoreFailed
-from ooc.memory.ahead import MOST_OPS_AHEAD, Ahead
+from ooc.memory.ahead import Ahead
+from ooc.memory.births import Births
 from ooc.memory.counters import Counters
 from ooc.memory.flights import Flights
 from ooc.memory.foresight import Foresight
@@ -26,9 +27,7 @@ from ooc.memory.hidden_writes import hidden_write
 from ooc.memory.no_room import NoRoom
 from ooc.memory.record import NO_GUARD, Runs, Segments, State, VariableRecord
 from ooc.memory.view_segments import checksum, view_segments
-from ooc.memory.warm_reservations import WarmReservations
 from ooc.units import format_nbytes
-from vmm.addresses import Reservation
 from vmm.chunks import ChunkPool
 from vmm.driver import MemoryFault
 from vmm.store import Transfer
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
 
 Move = tuple[int, int, int]
 """A transfer that was started: its ticket, and its variable's address and bytes."""
-
-_SPARE_FRACTION = 32
-"""Whoever needs room makes up to so much of the pool more, where that takes no writing."""
 
 _NUM_MOVES_KEPT = 1 << 14
 """As many as the transfer engine keeps records of; `ooc.telemetry.timeline` empties it each step."""
@@ -101,8 +97,7 @@ class ResidencyManager:
         self.peak_chunks = 0
         self.num_serials = 0
         self._resident: dict[int, VariableRecord] = {}  # by address
-        self._warm = WarmReservations(space)
-        self._reuses_addresses = is_host and not debug  # in debug mode the use of a freed variable is to fault
+        self._births = Births(space, reuses_addresses=is_host and not debug)  # debug: the use of what is freed faults
         self._loading: dict[int, VariableRecord] = {}  # read ahead, by address
         self.foresight = Foresight()
         self.ahead = Ahead(self)
@@ -162,30 +157,13 @@ class ResidencyManager:
         """Allocate a resident variable; evicts others as needed. Raises `NoRoom`, `StoreFailed`."""
         num_chunks = self.chunks_of(nbytes)
         self.make_room(num_chunks)
-        reservation, runs = self._warm.take(num_chunks, self._pool) or self._take_shown(num_chunks)
+        reservation, runs = self._births.take(num_chunks, self._pool)
         reservation.nbytes = nbytes
         record = VariableRecord(nbytes=nbytes, reservation=reservation, serial=self.next_serial())
         record.born(runs)
         self._note_peak()
         self.enter(record)
         return record
-
-    def _take_shown(self, num_chunks: int) -> tuple[Reservation, Runs]:
-        """Take so many free chunks, and addresses that show them."""
-        runs, nbytes = self._pool.take(num_chunks), num_chunks * self.chunk_nbytes
-        reservation: Reservation | None = None
-        try:
-            if self._reuses_addresses:
-                reservation = self.space.reserve_shown(runs, nbytes)
-            if reservation is None:
-                reservation = self.space.reserve(nbytes)
-                self.space.map(reservation, runs)
-        except BaseException:
-            self._pool.give(runs)
-            if reservation is not None:
-                self.space.release(reservation)
-            raise
-        return reservation, runs
 
     def give_chunks(self, record: VariableRecord) -> None:
         """Give chunks to a record whose bytes are about to be made; evicts others as needed. Manages it from now on.
@@ -243,9 +221,8 @@ class ResidencyManager:
         if record.state is State.RESIDENT:
             self._pool.give(runs)
             is_plain = record.guard == NO_GUARD and not (record.exports or record.reservation.is_file)
-            if self._reuses_addresses and len(runs) > 1 and is_plain:
+            if is_plain and self._births.keep(record.reservation, runs, self._pool):
                 self._give_up_slot(record)
-                self._warm.keep(record.reservation, runs, self._pool)
                 return record
         self.dispose(record)
         return record
@@ -295,26 +272,8 @@ class ResidencyManager:
             pinned = sum(self.chunks_of(r.nbytes) for r in self._resident.values()) - movable_chunks
             raise NoRoom(num_needed=num_chunks, num_free=self._pool.num_free, num_pinned=pinned)
         others = movable[len(victims) :]
-        self.evict([*victims, *self._spare(others, index)])
+        self.evict([*victims, *self.ahead.spare(others, index)])
         self.ahead.write_behind((record for record, _ in others), index)
-
-    def _spare(self, candidates: Sequence[tuple[VariableRecord, int]], index: int) -> list[VariableRecord]:
-        """Of the next victims, those that may go at once with the present ones: they are written, and not used soon.
-
-        To find room for a few births takes hardly longer than for one.
-        """
-        found: list[VariableRecord] = []
-        left = self._pool.num_chunks // _SPARE_FRACTION
-        for record, later in candidates:
-            if later <= index + MOST_OPS_AHEAD:
-                break
-            if not record.stored or record.exports or not (record.transfer is None or record.transfer.done()):
-                continue
-            left -= self.chunks_of(record.nbytes)
-            if left < 0:
-                break
-            found.append(record)
-        return found
 
     def by_next_use(self, index: int) -> list[tuple[VariableRecord, int]]:
         """What may be evicted, in the order in which it should go, and the op after `index` that uses it."""

@@ -365,8 +365,8 @@ def test_map_count_exhausted() -> None:
             if index == 1:  # from here on, a handful more than now
                 gc.collect()  # what earlier tests have left
                 driver = session.engine.memory.driver
-                driver._max_map_count = machine.map_count() + 512 + 12
-                driver._num_mappings_unchecked = 0
+                driver._mappings._max_map_count = machine.map_count() + 512 + 12
+                driver._mappings._num_mappings_unchecked = 0
         modes = [row.mode for row in session.steps.rows]
         report = session.report()
     assert losses == expected

@@ -162,8 +162,8 @@ def test_where_mappings_are_few_what_is_freed_can_still_be_given_back() -> None:
         for index, address in enumerate(held):
             assert address is not None
             driver.map(address, [(63 - index, 1)])
-        driver._max_map_count = machine.map_count() + 8  # no new mapping may be made
-        driver._num_mappings_unchecked = 0
+        driver._mappings._max_map_count = machine.map_count() + 8  # no new mapping may be made
+        driver._mappings._num_mappings_unchecked = 0
         for address in held:
             assert address is not None
             driver.release(address, 1)

@@ -117,7 +117,7 @@ def test_the_driver_counts_mappings_as_the_kernel_does(operations: list[tuple[st
 
 
 def shown_pieces(driver: PosixDriver, place: int, count: int) -> list[object]:
-    return [piece.value for piece in driver._layout.pieces(place, place + count)]
+    return [piece.value for piece in driver._mappings._layout.pieces(place, place + count)]
 
 
 @pytest.mark.parametrize("are_sampled", [False, True])
