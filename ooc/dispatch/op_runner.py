@@ -130,7 +130,9 @@ class OpRunner:
             threshold_nbytes=threshold_nbytes,
         )
         notes = OpNotes(complete=self._complete, absorb=self.absorb, failed=self._note_failed_op)
-        self.parts = OpsInParts(manager, allocator, self.dispatcher, self.lock, self.recording, self.refusals, notes)
+        self.parts = OpsInParts(
+            manager, allocator, self.dispatcher, self.executor, self.lock, self.recording, self.refusals, notes
+        )
         if self._watch is None and not self._names_ops:
             run_natively(
                 self.dispatcher,
@@ -207,6 +209,7 @@ class OpRunner:
         with self._lock:
             if not self.collectives.postpones(index):
                 self._executor.after(index)
+                self._executor.realignment.skip_marks(index)
 
     def finish(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
         """Record an op that began on the plan and ended after a bailout, as if it had run on demand."""
@@ -223,7 +226,8 @@ class OpRunner:
                 landed=self.collectives.take_landed(index),
                 replayable=self.trials.knows(func, args, kwargs or {}),
             )
-            self._complete(record, result)
+            if not self.parts.take_left(record, result):
+                self._complete(record, result)
         if error is not None:  # as in `_give_up`
             raise error from error.__cause__
 
@@ -354,8 +358,8 @@ class OpRunner:
             if active is None or cursor >= active.num_ops:
                 return False
             if active.funcs[cursor] is func:
-                return executor.rebind(self._dispatcher.occurrences(args, kwargs))
-            return executor.skip_bystanders(func)
+                return executor.realignment.rebind(self._dispatcher.occurrences(args, kwargs))
+            return executor.realignment.skip_to(func)
 
     def _run_on_demand(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:
@@ -412,9 +416,7 @@ class OpRunner:
             with self._lock:
                 if isinstance(trial, RerunTrial):
                     trial.close()
-                error = self.refusals.error(
-                    (func, args, kwargs), records, in_parts=True
-                )  # before what it allocated is forgotten
+                error = self.refusals.error((func, args, kwargs), records, in_parts=True)  # before `absorb`
                 self._unpin(records)
                 for record in self._records_at(op.written):
                     record.written()
@@ -490,30 +492,28 @@ class OpRunner:
 
     def cold_allocate(self, nbytes: int) -> int:
         """Serve an allocation that no plan covers. Called by the allocator, on any thread; never raises."""
-        if self.collectives.is_apart(nbytes):
-            return SERVED_APART
-        if threading.get_ident() != self._thread and self.guests.takes_apart(nbytes):
+        is_ours = threading.get_ident() == self._thread
+        if self.collectives.is_apart(nbytes) or (not is_ours and self.guests.takes_apart(nbytes)):
             return SERVED_APART
         try:
             with self._lock:
                 executor = self._executor
                 if executor.active is not None:
                     executor.absorb_events()
-                    if not self._allocator.state.is_inside_op and threading.get_ident() == self._thread:
+                    if not self._allocator.state.is_inside_op and is_ours:
                         address = executor.serve_between(nbytes)
                         if address:
                             return self._served(address, nbytes)
-                    if self._manager.num_free < self._manager.chunks_of(nbytes):
-                        self.bail_out("an allocation that the plan does not have")
+                    executor.leave_for(nbytes, may_refuse=is_ours and self.parts.memory.may_refuse)
                 self.absorb()
-                is_away = self.parts.memory.takes_away and threading.get_ident() == self._thread
-                record = (self.parts.memory if is_away else self._manager).allocate(nbytes)
-                record.is_workspace = self._allocator.state.is_inside_op and threading.get_ident() == self._thread
+                memory = self.parts.memory
+                record = (memory if memory.takes_away and is_ours else self._manager).allocate(nbytes)
+                record.is_workspace = self._allocator.state.is_inside_op and is_ours and not memory.may_refuse
                 if record.is_workspace and executor.active is not None and not executor.active.reruns.by_op:
                     self._dispatcher.meet(record.address, record)
                 return self._served(record.address, nbytes)
         except BaseException as error:  # noqa: BLE001 - nothing may be raised into C++; the op's caller raises it
-            if threading.get_ident() == self._thread and self._dispatcher.depth > 1:  # one for this call, one for an op
+            if is_ours and self._dispatcher.depth > 1:  # one for this call, one for an op
                 self.refusals.note(error, nbytes)
             return 0
 

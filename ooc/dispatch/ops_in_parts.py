@@ -7,12 +7,14 @@ cut, and how, is in `ooc.tracing.part_rules`; there each part's bits are the who
 A result that is too large for the pool is born *away*: its record has a slot of the store and no chunks, and is filled
 there. What an op writes in place is written back part by part, after the part has ended well.
 
-No plan has such an op. In the recording it needs what it needs as a whole, which is more than the budget: so no planner
-can make a legal plan for its sequence, and says which op it was, and what budget it takes.
+In a recording such an op uses its results, the memory in which its parts ran, and those operands alone that it needs
+as a whole; marks beside it stand for the others (`ooc.tracing.operand_marks`). So it is planned like any other op, and
+the plan lends it that memory (`run_planned`).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +25,20 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from ooc.dispatch.part_runs import Found, PartMemory, PartRefused, PartRun
+from ooc.dispatch.part_runs import Found, LentMemory, PartMemory, PartRefused, PartRun
 from ooc.dispatch.refusals import Call, RefusedAllocations, RunInParts
 from ooc.dispatch.signals import CriticalLock
 from ooc.memory.no_room import NoRoom
 from ooc.memory.pieces import pieces_of
 from ooc.memory.record import VariableRecord
 from ooc.memory.residency import ResidencyManager
+from ooc.replay.bailout import records_of
 from ooc.replay.dispatcher import Dispatcher
+from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.executor import Executor
 from ooc.replay.recipes import below_everything
 from ooc.tracing import op_semantics as ops
+from ooc.tracing.operand_marks import ROOM_ORDINAL, marks_after, marks_before
 from ooc.tracing.part_probes import as_lists
 from ooc.tracing.part_rules import Blocks, Split, is_view, split_of
 from ooc.tracing.recorded_ops import OpRecord
@@ -62,6 +68,7 @@ class OpsInParts:
     """Runs ops of one session in parts, on its thread.
 
     Args:
+        executor: Has it run the ops of plans that were in parts when they were recorded.
         recording: The present step's.
         refusals: Makes the error of an op that cannot run in parts either.
         notes: What is noted of any op on demand.
@@ -75,6 +82,7 @@ class OpsInParts:
         manager: ResidencyManager,
         allocator: AllocatorTable,
         dispatcher: Dispatcher,
+        executor: Executor,
         lock: CriticalLock,
         recording: StepRecording,
         refusals: RefusedAllocations,
@@ -84,6 +92,9 @@ class OpsInParts:
         self._manager = manager
         self._allocator = allocator
         self._dispatcher = dispatcher
+        self._executor = executor
+        executor.run_in_parts = self.run_planned
+        self._left: Found | None = None  # the op that has left its plan while it ran in parts
         self._lock = lock
         self._recording = recording
         self._refusals = refusals
@@ -133,12 +144,11 @@ class OpsInParts:
                 if is_noted:
                     self._notes.failed(call[0])
                 raise too_small from None
-            op = self._begin(call)
-            first_event = self._num_events()
+            op = self._begin(call, found)
         started = time.monotonic_ns()
         try:
             with below_everything():
-                result = PartRun(self.memory, found).run()
+                result = self._run_parts(found)
         except BaseException as error:
             with self._lock:
                 self._refusals.pending.clear()
@@ -153,12 +163,93 @@ class OpsInParts:
         op.duration_ns = time.monotonic_ns() - started
         with self._lock:
             self._notes.absorb()
-            self._note_need(first_event, records, no_room, result)
-            written, op.written = op.written, ()  # what is away is current there, and all else is noted
-            self._notes.complete(op, result)
-            op.written = written
+            self._note_done(op, result, found)
             self._manager.counters.num_in_parts += 1
         return result
+
+    def _run_parts(self, found: Found) -> Any:
+        self._allocator.state.num_counted = 0  # on a plan, and off it, results are the first that the op allocates
+        return PartRun(self.memory, found).run()
+
+    def take_left(self, op: OpRecord, result: Any) -> bool:
+        """Note an op of a plan if it has run in parts, and has left the plan meanwhile. Whether that was so."""
+        found, self._left = self._left, None
+        if found is None:
+            return False
+        op.sliced = self._sliced(found)
+        self._note_done(op, result, found)
+        return True
+
+    def _note_done(self, op: OpRecord, result: Any, found: Found) -> None:
+        """Note an op that has run in parts, its memory, and the marks after it."""
+        if found.split.length:
+            num_chunks = self._forget_memory()
+            if num_chunks:
+                self._note_memory(num_chunks)
+        written, op.written = op.written, ()  # what is away is current there, and all else is noted
+        self._notes.complete(op, result)
+        op.written = written
+        recorder = self._recording.recorder
+        assert recorder is not None
+        recorder.extend(marks_after(op))
+        self._allocator.state.set_between(recorder.num_ops)
+
+    def run_planned(self, executable: ExecutablePlan, index: int, /, *args: Any, **kwargs: Any) -> Any:
+        """Run op `index` of the plan that is being replayed in parts, in memory that the plan has for that.
+
+        Should this not do, the step leaves the plan, and the op goes on in what memory there is then.
+
+        Raises as `run`.
+        """
+        call = executable.funcs[index], args, kwargs
+        with self._lock:
+            records, found = records_of(executable, index), self._find(call)
+            lent = self._borrow(executable, index, records)
+        try:
+            if found is None:
+                raise PartRefused
+            with below_everything():
+                result = self._run_parts(found)
+        except PartRefused:
+            with self._lock:
+                self._refusals.pending.clear()
+                num_needed = sum(self._manager.chunks_of(r.nbytes) for r in records.values())
+                no_room = NoRoom(num_needed=num_needed, num_free=self._manager.num_free, num_pinned=0)
+                raise self._refusals.too_small(call, list(records.values()), no_room, 0) from None
+        finally:
+            with self._lock:
+                self._give_back(executable, lent, found)
+        self._manager.counters.num_in_parts += 1
+        return result
+
+    def _borrow(
+        self, executable: ExecutablePlan, index: int, records: dict[int, VariableRecord]
+    ) -> list[tuple[int, int]]:
+        """Let the pool have the chunks that the plan keeps for an op's parts, until `_give_back`. Which they are."""
+        manager, executor = self._manager, self._executor
+        acts = executable.before[index]
+        rooms = executable.parts.divide(index, acts.births)[1] if acts is not None else []
+        lent = [(first, count) for room in rooms for first, count in room.runs]
+        if executor.active is executable and any(executable.variable_alive[i] for room in rooms for i in room.dead):
+            executor.bail_out("a variable was freed later than planned")
+        self.memory.lent = LentMemory(
+            records=records,
+            nbytes=sum(count for _, count in lent) * manager.chunk_nbytes,
+            is_planned=lambda: executor.active is executable,
+            leave=executor.bail_out,
+        )
+        if executor.active is executable:
+            manager.pool.give(lent)
+        return lent
+
+    def _give_back(self, executable: ExecutablePlan, lent: list[tuple[int, int]], found: Found | None) -> None:
+        self.memory.lent = None
+        if self._executor.active is not executable:  # which has returned all
+            self._left = found
+            return
+        self._executor.absorb_events()
+        if not self._manager.pool.take_if_free(lent):
+            self._executor.bail_out("an op in parts has kept memory that the plan needs")
 
     def _find(self, call: Call) -> Found | None:
         func, args, kwargs = call
@@ -194,67 +285,76 @@ class OpsInParts:
 
     # -- the op as others see it
 
-    def _num_events(self) -> int:
-        recorder = self._recording.recorder
-        return len(recorder.events) if recorder is not None else 0
+    def _sliced(self, found: Found) -> list[int]:
+        """Addresses of the operands that a call uses in slices alone."""
+        apart = found.split.operands.keys() | found.split.unread
+        whole = self._dispatcher.operands([value for name, value in found.given.items() if name not in apart])
+        named = self._dispatcher.operands([value for name, value in found.given.items() if name in apart])
+        return [address for address in named if address not in whole]
 
-    def _begin(self, call: Call) -> OpRecord:
+    def _begin(self, call: Call, found: Found) -> OpRecord:
         func, args, kwargs = call
         recorder, state = self._recording.recorder, self._allocator.state
         assert recorder is not None
         self._notes.absorb()
-        state.set_inside(recorder.num_ops)
+        self._forget_memory()  # it may have run as a whole, until it was refused memory
         if str(func) not in self._told:
             self._told.add(str(func))
             where = self._recording.call_sites.of_this_op()
             _log.warning(
-                "%s%s does not fit the budget and runs in parts, through the store: slower, and not planned",
+                "%s%s does not fit the budget and runs in parts, through the store: slower",
                 func,
                 f" ({where})" if where else "",
             )
-        return OpRecord(
+        op = OpRecord(
             func=func,
             where=self._recording.call_sites.of_this_op(),
             occurrences=self._dispatcher.occurrences(args, kwargs),
             written=self._dispatcher.operands(*ops.written_values(func, tuple(args), dict(kwargs))),
+            sliced=self._sliced(found),
         )
+        recorder.extend(marks_before(op))
+        state.set_inside(recorder.num_ops)
+        return op
 
-    def _note_need(self, first_event: int, records: Sequence[VariableRecord], no_room: NoRoom, result: Any) -> None:
-        """Note in the recording what the op needs as a whole: what a planner finds there exceeds the budget.
+    def _forget_memory(self) -> int:
+        """Forget what the present op has allocated and freed so far. The most chunks that this took at once."""
+        recorder = self._recording.recorder
+        assert recorder is not None
+        events, inside = recorder.events, inside_op(recorder.num_ops)
+        first = next((place for place, event in enumerate(events) if event.position >= inside), len(events))
+        events[first:], num_chunks = _divided(events[first:], self._manager.chunks_of)
+        return num_chunks
 
-        The parts' own allocations are taken out. Operands and results are there. Where these fit together, and what did
-        not was the op's own, so much more was allocated within it: for the planner a variable that lives in the op
-        alone.
-        """
+    def _note_memory(self, num_chunks: int) -> None:
+        """Note one allocation, freed within the present op: for the planner the memory in which the op's parts run."""
         manager, recorder = self._manager, self._recording.recorder
         assert recorder is not None
-        recorder.events[first_event:] = _lasting(recorder.events[first_event:])
-        made = [manager.records.get(address) for address in self._dispatcher.operands(result)]
-        there = {record.address: record.nbytes for record in (*records, *made) if record is not None}
-        num_there, num_chunks = sum(map(manager.chunks_of, there.values())), manager.pool.num_chunks
-        num_missing = 0
-        if num_there <= num_chunks:
-            num_missing = max(no_room.num_needed + no_room.num_pinned, num_chunks + 1) - num_there
-        if num_missing > 0:
-            position, address = inside_op(recorder.num_ops), _NOWHERE + manager.next_serial()
-            nbytes = num_missing * manager.chunk_nbytes
-            recorder.events += [Event(address, nbytes, ALLOC, position, 0), Event(address, 0, FREE, position, 0)]
+        position, address = inside_op(recorder.num_ops), _NOWHERE + manager.next_serial()
+        nbytes = num_chunks * manager.chunk_nbytes
+        recorder.events += [
+            Event(address, nbytes, ALLOC, position, ROOM_ORDINAL),
+            Event(address, 0, FREE, position, 0),
+        ]
 
 
 _NOWHERE = 1 << 62
 """From here on no address can be."""
 
 
-def _lasting(events: Sequence[Event]) -> list[Event]:
-    """Without the allocations that were freed within."""
+def _divided(events: Sequence[Event], chunks_of: Callable[[int], int]) -> tuple[list[Event], int]:
+    """An op's events without the allocations that were freed within; and the most chunks that these took at once."""
     born: dict[int, int] = {}
-    gone: set[int] = set()
+    change: dict[int, int] = {}  # chunks, by the place of an allocation, or of its free
     for index, event in enumerate(events):
         if event.kind == ALLOC:
             born[event.address] = index
         elif event.address in born:
-            gone |= {born.pop(event.address), index}
-    return [event for index, event in enumerate(events) if index not in gone]
+            start = born.pop(event.address)
+            change[start] = chunks_of(events[start].nbytes)
+            change[index] = -change[start]
+    most = max(itertools.accumulate(change[index] for index in sorted(change)), default=0)
+    return [event for index, event in enumerate(events) if index not in change], most
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -12,6 +12,7 @@ import ctypes
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ooc.dispatch.signals import CriticalLock
 from ooc.errors import OocError
 from ooc.memory.no_room import NoRoom
 from ooc.memory.pieces import Pieces, pieces_of
-from ooc.memory.record import VariableRecord
+from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.memory.slices import Slices
 from ooc.replay.dispatcher import Dispatcher
@@ -33,8 +34,8 @@ from ooc.tracing.part_rules import Along, Blocks, Cut, Split
 _data_ptr: Any = torch.Tensor.data_ptr
 """Before a session replaces it: what is asked for here is given to nobody."""
 
-_ROOM_FRACTION = 4
-"""A part takes a quarter of the memory that there may be for it: with more, operands that are in memory would have to
+_ROOM_FRACTION = 8
+"""A part takes an eighth of the memory that there may be for it: with more, operands that are in memory would have to
 go; with less there are more calls of an op and of the system, of which each takes 10 to 100 us."""
 _MAP_NORESERVE = 0x4000
 """linux/mman.h; in Python's `mmap` from 3.13 on."""
@@ -67,6 +68,24 @@ class Found:
     split: Split
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LentMemory:
+    """What an op of a plan has while it runs in parts.
+
+    Attributes:
+        records: Of its operands and results, which are the executor's, by address.
+        nbytes: The memory that the plan has for its parts; the pool has these chunks free meanwhile. 0: it runs in one
+            part, of which the plan knows every allocation.
+        is_planned: Whether the plan is still being replayed.
+        leave: Leaves it, for the reason given: all of this is the residency manager's then.
+    """
+
+    records: Mapping[int, VariableRecord]
+    nbytes: int
+    is_planned: Callable[[], bool]
+    leave: Callable[[str], None]
+
+
 class PartMemory:
     """The memory of ops in parts, of one session and on its thread.
 
@@ -75,6 +94,7 @@ class PartMemory:
 
     Attributes:
         takes_away: Whether the next large allocation is one that is born away (`allocate`).
+        lent: While an op of a plan runs in parts, the plan's.
         slices: Reads and writes parts of variables.
     """
 
@@ -87,6 +107,7 @@ class PartMemory:
         self.refusals = refusals
         self.slices = Slices(manager)
         self.takes_away = False
+        self.lent: LentMemory | None = None
 
     def __repr__(self) -> str:
         return f"<PartMemory of {self.manager!r}>"
@@ -110,7 +131,8 @@ class PartMemory:
         manager = self.manager
         fills = torch._C._get_deterministic_fill_uninitialized_memory()
         torch._C._set_deterministic_fill_uninitialized_memory(False)  # it is not there to be filled
-        self.takes_away = manager.chunks_of(nbytes) * _AWAY_FRACTION > manager.pool.num_chunks
+        is_large = manager.chunks_of(nbytes) * _AWAY_FRACTION > manager.pool.num_chunks
+        self.takes_away = is_large and (self.lent is None or not self.lent.is_planned())
         try:
             # A storage made directly would not come from the session's allocator.
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
@@ -120,7 +142,30 @@ class PartMemory:
 
     def record_of(self, tensor: Tensor) -> VariableRecord | None:
         """The variable that a tensor is of; None for small ones, and those of nobody."""
-        return self.manager.records.get(self.dispatcher.address(tensor))
+        address = self.dispatcher.address(tensor)
+        record = self.manager.records.get(address)
+        return record if record is not None or self.lent is None else self.lent.records.get(address)
+
+    def room_nbytes(self) -> int:
+        """So much memory may be taken for the parts of an op."""
+        if self.lent is not None:
+            return self.lent.nbytes
+        manager = self.manager
+        stays = sum(manager.chunks_of(r.nbytes) for r in manager.records.values() if r.state.holds_chunks and r.pins)
+        return max(manager.pool.num_chunks - stays, 1) * manager.chunk_nbytes // _ROOM_FRACTION
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether an allocation for which a plan has no room may be refused: smaller parts will ask for less."""
+        return self.lent is not None and self.lent.nbytes > 0
+
+    def make_room(self) -> bool:
+        """What a plan has lent does not do: leave the plan, so that there may be more. Whether it was left."""
+        if self.lent is None or not self.lent.is_planned():
+            return False
+        with self.lock:
+            self.lent.leave("an op in parts needs more memory than planned")
+        return True
 
 
 class PartRun:
@@ -148,7 +193,7 @@ class PartRun:
             if split.length == 0:
                 with _Telling(self._memory):
                     return self._func(**as_lists(self._func, given))
-            results = [self._new_result(t) for t in found.whole]
+            results = [self._with_room(partial(self._new_result, t)) for t in found.whole]
             if split.fill is not None:
                 filled = [t for t in results if t is not None]
                 self._pin(filled)
@@ -162,12 +207,23 @@ class PartRun:
         self._note_checksums([*results, *(found.given[name] for name in split.written)])
         return tree_unflatten(results, found.returned)
 
+    def _with_room(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns; if it is refused memory, once more off the plan, if this is on one."""
+        try:
+            return make()
+        except PartRefused:
+            if not self._memory.make_room():
+                raise
+        return make()
+
     def _pin(self, tensors: Sequence[Tensor]) -> None:
         with self._lock:
             records = {r.address: r for t in tensors if (r := self._memory.record_of(t)) is not None}.values()
             for record in records:
                 record.pin()
                 self._pinned.append(record)
+            if any(record.state is not State.RESIDENT for record in records):
+                self._memory.make_room()  # not as planned
             try:
                 self._manager.load(records)
             except NoRoom:
@@ -193,6 +249,8 @@ class PartRun:
                 self._part(given, results, start, stop)
             except PartRefused:
                 if step <= split.granule:
+                    if self._memory.make_room():
+                        continue
                     raise
                 step = max(split.granule, step // 2 // split.granule * split.granule)
             else:
@@ -200,13 +258,11 @@ class PartRun:
 
     def _first_step(self, given: dict[str, Any], results: Sequence[Any]) -> int:
         """Positions of the first part, by the room that there may be and what a position takes."""
-        split, manager = self._split, self._manager
+        split = self._split
         sliced = [given[name] for name in split.operands]
         sliced += [t for t, cut in zip(results, split.results, strict=False) if cut is not None and t is not None]
         nbytes = sum(t.numel() * t.element_size() for t in sliced)
-        stays = sum(manager.chunks_of(r.nbytes) for r in manager.records.values() if r.state.holds_chunks and r.pins)
-        room = max(manager.pool.num_chunks - stays, 1) * manager.chunk_nbytes // _ROOM_FRACTION
-        step = min(room * split.length // max(nbytes, 1), split.length)
+        step = min(self._memory.room_nbytes() * split.length // max(nbytes, 1), split.length)
         return max(int(step) // split.granule * split.granule, split.granule)
 
     def _part(self, given: dict[str, Any], results: list[Any], start: int, stop: int) -> None:

@@ -96,6 +96,7 @@ def recorder_so_far(
                 in_flight=[address[r] for r in launched],
                 is_held=is_held,
                 replayable=op.replayable,
+                sliced=None if (apart := executable.parts.sliced[index]) is None else [address[r] for r in apart],
                 landed=[address[r] for r in landed],
             )
         )
@@ -153,14 +154,16 @@ def return_records(
 
 def pinned_by(executable: ExecutablePlan, index: int) -> set[int]:
     """Indices of the plan variables that op `index` uses or allocates: pinned until it has ended."""
-    return {use.variable for use in executable.trace.ops[index].uses} | set(executable.occurrences[index])
+    operands = set(executable.occurrences[index]).difference(executable.parts.sliced[index] or ())
+    return {use.variable for use in executable.trace.ops[index].uses} | operands
 
 
 def records_of(executable: ExecutablePlan | None, index: int) -> dict[int, VariableRecord]:
     """By address, the records that op `index` of a plan uses or has made."""
     if executable is None:
         return {}
-    records = (executable.variables[i].record for i in pinned_by(executable, index))
+    operands = pinned_by(executable, index) | set(executable.occurrences[index])
+    records = (executable.variables[i].record for i in operands)
     return {record.address: record for record in records if record is not None}
 
 

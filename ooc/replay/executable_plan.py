@@ -8,8 +8,8 @@ out in arrays that native/dispatch.cpp and vmm/native/allocator.cpp read.
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from ooc.memory.record import VariableRecord
 from ooc.replay.op_timings import Between, OpTimings
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
 from ooc.replay.planned_border import planned_border
+from ooc.replay.planned_parts import PlannedParts
 from ooc.replay.planned_reruns import PlannedRerun, PlannedReruns, PlannedTrials
+from ooc.replay.takeovers import Takeovers
 from ooc.tracing.recorder import Observed
 from ooc.tracing.recording import MOST_HEAD_OPS
 from ooc.units import format_nbytes
@@ -36,7 +38,7 @@ from scheduler.plan import (
     Recomputed,
     occupied_ticks,
 )
-from scheduler.trace import Trace
+from scheduler.trace import Trace, Use
 from vmm.addresses import Reservation
 from vmm.torch_cpu import PLANNED_ALLOC_DTYPE, PlanTables
 
@@ -115,6 +117,7 @@ class ExecutablePlan:
         self.funcs = list(observed.funcs)
         self.calls = [getattr(func, "_op", func) for func in observed.funcs]
         self.occurrences = observed.occurrences
+        self.parts = PlannedParts(trace, observed)
         self.flights = observed.flights or (None,) * self.num_ops
         self.variables = [PlanVariable(index=i, trace=trace) for i in range(len(trace.variables))]
         self.before: list[Before | None] = [None] * self.num_ops
@@ -147,14 +150,16 @@ class ExecutablePlan:
         """Of a plan made in mid-step: the trace with all ops that may run again, for which the next one is made."""
         self.scratch: dict[tuple[int, int], Reservation] = {}
         """For each re-run's op and each variable that it makes and does not keep: where that is. See `Bindings`."""
-        self.border = planned_border(plan, trace, self.variables, residencies, self._has_transfer)
+        self.parts.leave_out(residencies)
+        takeovers = Takeovers(trace, self.variables, self.deaths, self.reruns.written_out)
+        self.border = planned_border(plan, trace, self.variables, residencies, takeovers.has_transfer)
         """What is copied within memory before the next step of the same plan."""
         if self.border is not None:
             self.num_chunks = max(self.num_chunks, self.border.num_chunks)
-        self._find_predecessors(residencies)
-        self._wait_for_scratch(residencies)
+        takeovers.find(residencies, self.num_chunks, self.border.written_early() if self.border is not None else ())
+        takeovers.wait_for_scratch(self.reruns.by_op.values(), residencies)
         self.outlasting = [variable for variable in self.variables if not variable.dies_within and variable.residencies]
-        births = self._place_acts(residencies)
+        births = self._place_acts(residencies, takeovers)
         idle = range(min(self.num_ops, MOST_HEAD_OPS))
         self.num_idle = next((i for i in idle if not self.is_bystander(i)), len(idle))
         self._lay_out(births, intercepts)
@@ -203,94 +208,27 @@ class ExecutablePlan:
             variable.residencies.sort(key=lambda s: occupied_ticks(s.planned, self.trace))
         return residencies
 
-    def _find_predecessors(self, residencies: Sequence[ExecutableResidency]) -> None:
-        """Find for each residency which ones held its chunks before it, across the step boundary, too.
-
-        A residency waits for the transfers of the one before it. Where that one may not have waited
-        itself (kept over the boundary, or born between ops and perhaps not born this time),
-        it waits for those before that, too. A load that is left out waits all the same. What was copied away at the
-        border may still be on its way out from there.
-        """
-        last = np.full(self.num_chunks, -1, dtype=np.int64)
-        passed_on: list[set[int]] = [set() for _ in residencies]
-        number_of = {id(residency): number for number, residency in enumerate(residencies)}
-        early = {
-            number_of[id(ends)]: number_of[id(starts)]
-            for ends, starts in (self.border.written_early() if self.border is not None else ())
-        }
-        for lap in range(2):
-            for number, residency in enumerate(residencies):
-                before: set[int] = set()
-                for first, count in residency.runs:
-                    before.update(np.unique(last[first : first + count]).tolist())
-                    last[first : first + count] = number
-                before.discard(-1)
-                before.discard(number)
-                before |= {early[n] for n in before if n in early} - {number}
-                waits = {n for n in before if self._has_transfer(residencies[n])}.union(*(passed_on[n] for n in before))
-                waits.discard(number)
-                op = self._birth_op(residency)
-                if isinstance(residency.planned.start, Kept) or (
-                    isinstance(residency.planned.start, Born) and op is None
-                ):
-                    passed_on[number] = waits
-                if lap and not isinstance(residency.planned.start, Kept):
-                    residency.waits = tuple(residencies[n] for n in sorted(waits))
-                if lap and op is not None:
-                    start_tick = self.trace.ops[op].start_tick
-                    residency.dead = tuple(self._freed_inside(residency, start_tick))
-
-    def _has_transfer(self, residency: ExecutableResidency) -> bool:
-        """Whether a load or write of this residency may be under way when its chunks are passed on."""
-        planned = residency.planned
-        is_written = isinstance(planned.stop, Evicted | Dropped) or id(residency) in self.reruns.written_out
-        return isinstance(planned.start, Loaded) or is_written
-
-    def _wait_for_scratch(self, residencies: Sequence[ExecutableResidency]) -> None:
-        """Find for each re-run which residencies held its scratch chunks before: theirs may be under way."""
-        for rerun in self.reruns.by_op.values():
-            chunks = {c for runs in rerun.scratch.values() for first, n in runs for c in range(first, first + n)}
-            rerun.waits = tuple(
-                r for r in residencies if self._has_transfer(r) and not chunks.isdisjoint(r.planned.chunk_indices())
-            )
-
-    def _birth_op(self, residency: ExecutableResidency) -> int | None:
-        """The op inside which a residency begins with a birth; None if it begins otherwise, or between ops."""
-        if not isinstance(residency.planned.start, Born):
-            return None
-        tick, _ = occupied_ticks(residency.planned, self.trace)
-        op = bisect_right(self.trace.ops, tick, key=lambda o: o.start_tick) - 1
-        return op if op >= 0 and tick < self.trace.ops[op].stop_tick else None
-
-    def _freed_inside(self, residency: ExecutableResidency, start_tick: int) -> Iterator[int]:
-        """Variables that die between an op's start and the residency's birth inside it and held a chunk of it.
-
-        All that dies earlier is seen dead before the op (`deaths`).
-        """
-        birth_tick, _ = occupied_ticks(residency.planned, self.trace)
-        chunks = set(residency.planned.chunk_indices())
-        low = bisect_left(self.deaths, (start_tick + 1, -1))
-        high = bisect_left(self.deaths, (birth_tick + 1, -1))
-        for _, index in self.deaths[low:high]:
-            final = self.variables[index].residencies[-1] if self.variables[index].residencies else None
-            if final is not None and not chunks.isdisjoint(final.planned.chunk_indices()):
-                yield index
-
-    def _place_acts(self, residencies: Iterable[ExecutableResidency]) -> list[list[ExecutableResidency]]:
+    def _place_acts(
+        self, residencies: Iterable[ExecutableResidency], takeovers: Takeovers
+    ) -> list[list[ExecutableResidency]]:
         """Sort the residencies' actions by op. Returns the births inside each op, in order."""
         uses = self.trace.uses_by_variable()
         births: list[list[ExecutableResidency]] = [[] for _ in range(self.num_ops)]
         late = self._loaded_for_next_step()
         starts = self.trace.op_starts
+        for in_parts in self.parts.ops():
+            self._after(in_parts)  # there the marks of its operands are skipped
         for residency in residencies:
             planned, index = residency.planned, residency.variable.index
+            if residency.is_left_out:
+                continue
             first_tick, last_tick = occupied_ticks(planned, self.trace)
             mine = [
                 (i, u) for i, u in uses[index] if self.trace.ops[i].stop_tick > first_tick and starts[i] < last_tick
             ]
             match planned.start:
                 case Born():
-                    op = self._birth_op(residency)
+                    op = takeovers.birth_op(residency)
                     if op is not None:
                         births[op].append(residency)
                         self._before(op).births.append(residency)
@@ -298,11 +236,10 @@ class ExecutablePlan:
                         self.between_births.setdefault(bisect_right(starts, first_tick), []).append(residency)
                 case Loaded(before_op=op):
                     self._before(op).loads.append(residency)
-                    if mine:
-                        self._before(mine[0][0]).arrivals.append(residency)
+                    self._note_arrival(residency, mine)
                 case Kept():
-                    if index in late and mine:
-                        self._before(mine[0][0]).arrivals.append(residency)
+                    if index in late:
+                        self._note_arrival(residency, mine)
                 case Recomputed(before_op=op):
                     acts = self._before(op)
                     acts.rerun = self.reruns.by_op[op]
@@ -326,6 +263,12 @@ class ExecutablePlan:
                 case Dies() | Kept():
                     pass
         return births
+
+    def _note_arrival(self, residency: ExecutableResidency, uses: Sequence[tuple[int, Use]]) -> None:
+        """Let the first op that uses a residency wait for its load; a mark after an op in parts does not."""
+        op = next((op for op, _ in uses if not self.parts.is_after(op)), None)
+        if op is not None:
+            self._before(op).arrivals.append(residency)
 
     def _loaded_for_next_step(self) -> set[int]:
         """Variables that start in memory, where the load may still be under way when the step starts."""
@@ -362,7 +305,7 @@ class ExecutablePlan:
         for index in range(self.num_ops):
             first_use, first_alloc = len(uses), len(allocs)
             uses.extend(self.occurrences[index])
-            for residency in births[index]:
+            for residency in self.parts.divide(index, births[index])[0]:
                 first_dead = len(must_be_dead)
                 must_be_dead.extend(residency.dead)
                 variable = residency.variable
@@ -446,7 +389,11 @@ class ExecutablePlan:
     @property
     def head(self) -> Any:
         """The first op that touches a variable."""
-        return self.funcs[min(self.num_idle, self.num_ops - 1)]
+        return self.funcs[self._head_index]
+
+    @property
+    def _head_index(self) -> int:
+        return next((i for i in range(self.num_idle, self.num_ops) if not self.parts.is_mark(i)), self.num_ops - 1)
 
     def can_be_bound(self, observed: Observed, alignment: Mapping[int, int]) -> bool:
         """Whether the variables that live across steps are still those that the plan was made for."""
@@ -471,7 +418,7 @@ class ExecutablePlan:
         """
         if grad_mode != self.grad_mode or func is not self.head:
             return False
-        expected = self.occurrences[min(self.num_idle, self.num_ops - 1)]
+        expected = self.occurrences[self._head_index]
         if len(expected) < len(addresses):
             return False
         if len(expected) > len(addresses):  # some fell below the threshold this time

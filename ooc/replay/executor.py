@@ -13,12 +13,14 @@ that the plan does not use. Ordering rules (DESIGN.md section 10):
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ooc.memory.no_room import NoRoom
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.acts import ResidencyActs
@@ -31,10 +33,11 @@ from ooc.replay.op_watch import OpWatch, named_calls
 from ooc.replay.plan_switch import Handover, PlanChange, held_for
 from ooc.replay.plan_variables import PlanVariable
 from ooc.replay.planned_trials import TrialsInPlans
+from ooc.replay.realignment import Realignment
 from ooc.replay.rerun_device import RerunDevice
 from ooc.replay.reruns import Reruns
 from ooc.tracing.recording import StepRecording
-from scheduler.plan import Loaded, occupied_ticks
+from scheduler.plan import occupied_ticks
 from vmm.chunks import ChunkPool
 from vmm.nvtx_ranges import names_ops
 from vmm.torch_cpu import MODE_DEMAND, MODE_PLANNED, AllocatorTable, EventLog
@@ -43,7 +46,12 @@ _log = logging.getLogger(__name__)
 
 
 class Executor:
-    """Replays one plan at a time, over the session's residency manager, allocator and dispatcher."""
+    """Replays one plan at a time, over the session's residency manager, allocator and dispatcher.
+
+    Attributes:
+        run_in_parts: Runs an op of the active plan in parts, called with the plan and the op's index before its
+            arguments; to be set by whoever can.
+    """
 
     def __init__(
         self,
@@ -66,6 +74,7 @@ class Executor:
         self._space = manager.space
         self._bindings = Bindings(manager, allocator)
         self.active: ExecutablePlan | None = None
+        self.run_in_parts: Callable[..., Any] = _not_in_parts
         self.bailout_reason = ""
         self.events = EventLog()  # of the present period
         self._next_death = 0  # in `ExecutablePlan.deaths`
@@ -76,6 +85,7 @@ class Executor:
         self.acts = ResidencyActs(manager, dispatcher, bail_out=self.bail_out)
         self._border = BorderRelocation(manager, self.acts, self._check_deaths, bail_out=self.bail_out)
         self._trials = new_trials(self.bail_out)
+        self.realignment = Realignment(self, manager, allocator, dispatcher, self._bindings, self.acts)
         self.reruns = Reruns(
             manager, allocator, dispatcher, self.acts, rerun_device, self._trials, bail_out=self.bail_out
         )
@@ -145,7 +155,10 @@ class Executor:
         executable.calls = self.reruns.calls_of(executable, executable.calls)
         if names_ops():
             executable.calls = named_calls(executable.funcs, executable.calls)
-        self._dispatcher.install(*executable.install_arguments(self._trials.calls_of(executable)))
+        calls = self._trials.calls_of(executable)
+        for op in executable.parts.ops():
+            calls[op] = functools.partial(self.run_in_parts, executable, op)
+        self._dispatcher.install(*executable.install_arguments(calls))
         self._allocator.state.plan = executable.tables_address
         self._allocator.state.mode = MODE_PLANNED
         self.active = executable
@@ -273,7 +286,7 @@ class Executor:
             self._bindings.expel(executable, variable)
         return True
 
-    def _is_anyone_late(self, executable: ExecutablePlan, tick: int) -> bool:
+    def is_anyone_late(self, executable: ExecutablePlan, tick: int) -> bool:
         """Whether something that should have been freed by `tick` was not."""
         deaths = executable.deaths[self._next_death :]
         return any(executable.variable_alive[index] for death, index in deaths if death <= tick)
@@ -339,7 +352,7 @@ class Executor:
                 continue
             birth_tick, _ = occupied_ticks(residency.planned, executable.trace)
             successor = variable.successor
-            if self._is_anyone_late(executable, birth_tick) or (
+            if self.is_anyone_late(executable, birth_tick) or (
                 successor is not None
                 and executable.variable_alive[successor.index]
                 and successor.record is variable.record
@@ -353,6 +366,18 @@ class Executor:
             self._bindings.set_alive(executable, variable, variable.record, is_born=True)
             return variable.record.address
         return 0
+
+    def leave_for(self, nbytes: int, *, may_refuse: bool) -> None:
+        """Bail out if the plan leaves no room for an allocation that it does not have.
+
+        With `may_refuse` raise `NoRoom` instead: an op that runs in parts will ask for less.
+        """
+        num_free, num_needed = self._manager.num_free, self._manager.chunks_of(nbytes)
+        if num_free >= num_needed:
+            return
+        if may_refuse:
+            raise NoRoom(num_needed=num_needed, num_free=num_free, num_pinned=0)
+        self.bail_out("an allocation that the plan does not have")
 
     def absorb_events(self) -> None:
         """Append the allocator's log to this period's, and free those of its variables that the manager has."""
@@ -444,74 +469,7 @@ class Executor:
             self.reruns.remake()  # else when the op has ended: `finish`
             self._manager.foresight.begin(self._manager.num_serials, time.monotonic_ns(), knows_births=False)
 
-    # -- steps that differ harmlessly, and what is alive
-
-    def skip_bystanders(self, func: Any) -> bool:
-        """Skip planned ops that touch no variable, up to the next `func`, but no acts around them. True if possible."""
-        executable = self.active
-        assert executable is not None
-        cursor = index = self._dispatcher.cursor
-        while index < executable.num_ops and executable.funcs[index] is not func and executable.is_bystander(index):
-            index += 1
-        if index == cursor or index == executable.num_ops or executable.funcs[index] is not func:
-            return False
-        for skipped in range(cursor, index):
-            self._allocator.state.set_between(skipped)
-            executable.op_start_ns[skipped] = executable.op_stop_ns[skipped] = time.monotonic_ns()
-            if executable.before[skipped] is not None and not self.before(skipped):
-                return False
-            if executable.after[skipped] is not None:
-                self.after(skipped)
-            if self.active is None:
-                return False
-        self._allocator.state.set_between(index)
-        self._dispatcher.start(index)
-        return True
-
-    def rebind(self, addresses: Sequence[int]) -> bool:
-        """Bind operands of the next op to plan variables that are not bound yet (a batch from a list).
-
-        Returns:
-            True if the op's operands are now as planned, and resident.
-        """
-        executable = self.active
-        assert executable is not None
-        index = self._dispatcher.cursor
-        changes = executable.late_bindings(index, addresses, self._manager.records)
-        return bool(changes) and all(
-            self._bind_late(executable, variable, record, index) for variable, record in changes
-        )
-
-    def _bind_late(
-        self, executable: ExecutablePlan, variable: PlanVariable, record: VariableRecord, index: int
-    ) -> bool:
-        residency = executable.residency_at(variable, index)
-        if residency is None or record.exports or not record.seen or self._manager.flights.holds(record):
-            return False
-        if self._is_anyone_late(executable, executable.trace.ops[index].start_tick):
-            return False
-        if executable.variable_alive[variable.index]:
-            if variable.record is not None and (
-                variable.record.state is State.DISCARDED or not self.acts.may_move(variable.record)
-            ):
-                return False
-            self._bindings.expel(executable, variable)
-        if record.state is State.RESIDENT:
-            self._manager.evict([record])
-        del self._manager.records[record.address]
-        self._bindings.bury(executable, variable)
-        variable.record = record
-        self._bindings.set_alive(executable, variable, record)
-        start = residency.planned.start
-        started = time.monotonic_ns()
-        if not (isinstance(start, Loaded) and start.before_op == index):
-            self.acts.start_load(residency)
-            self.acts.arrive(record)
-        # Else `before` loads it, after it has released the variable that has the chunks until this very op.
-        if executable.is_written_from(variable, index):
-            record.written()  # the op that was to note the first write may have been another's
-        self._manager.note_stall(started)
-        return True
+    # -- the step's end, and what is alive
 
     def guard_away(self) -> None:
         """Guard what is away at the step's end, or goes away until `step_begins`: stray touches of it are served."""
@@ -539,3 +497,7 @@ class Executor:
     def record_at(self, address: int) -> VariableRecord | None:
         """The record at this address, if it is bound to a live plan variable."""
         return next((record for record in self.live_records() if record.address == address), None)
+
+
+def _not_in_parts(executable: ExecutablePlan, index: int, /, *_: Any, **__: Any) -> Any:
+    raise RuntimeError(f"op {index} of {executable!r} runs in parts, and nobody said how")

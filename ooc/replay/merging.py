@@ -28,7 +28,12 @@ def strangers(observed: Observed, known: Iterable[int]) -> list[int] | None:
 
 def _is_mergeable(observed: Observed, index: int) -> bool:
     v, origin = observed.trace.variables[index], observed.origins[index]
-    if not v.evictable or any(observed.flights) or (v.birth_tick is None and v.death_tick is None):
+    if (
+        not v.evictable
+        or any(observed.flights)
+        or any(observed.sliced)
+        or (v.birth_tick is None and v.death_tick is None)
+    ):
         return False
     return v.birth_tick is None or (origin is not None and inside_op(_op_at(observed.trace, v.birth_tick)) == origin[1])
 

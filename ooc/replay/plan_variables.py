@@ -84,6 +84,7 @@ class ExecutableResidency:
 
     Attributes:
         runs: Its chunks.
+        is_left_out: It is loaded for marks alone (`ooc.tracing.operand_marks`), so its variable stays in the store.
         is_written_before: Its bytes are written in the step before, and stay in memory over the border.
         waits: Earlier holders of its chunks whose transfer must be complete first.
         dead: Indices of variables freed inside the op that it is born in, from which it takes chunks over.
@@ -97,6 +98,7 @@ class ExecutableResidency:
     __slots__ = (
         "dead",
         "fitted",
+        "is_left_out",
         "is_written_before",
         "moved",
         "planned",
@@ -110,6 +112,7 @@ class ExecutableResidency:
     def __init__(self, *, variable: PlanVariable, planned: Residency, segments: list[tuple[int, int]]) -> None:
         self.variable = variable
         self.planned = planned
+        self.is_left_out = False
         self.is_written_before = isinstance(planned.stop, Evicted) and planned.stop.write_op < 0
         self.runs: Runs = planned.chunks
         self.segments = segments

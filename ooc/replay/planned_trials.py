@@ -58,7 +58,8 @@ def trials_for(executable: ExecutablePlan, may_be_tried: Callable[[Any], bool]) 
     found = [
         index
         for index in range(last)
-        if may_be_tried(executable.funcs[index])
+        if executable.parts.may_run_again(index)
+        and may_be_tried(executable.funcs[index])
         and all(executable.variables[v].evictable for v in born[index])
         and (born[index] or any(u.writes and u.variable in within for u in trace.ops[index].uses))
     ]

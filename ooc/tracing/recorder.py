@@ -36,6 +36,7 @@ class Observed:
         occurrences: Per op, the variable of each operand, repeats included.
         start_serials, end_serials: Per variable, the serial of its record where it exists at the
             step's start, or is alive at its end; else None.
+        sliced: Per op, `OpRecord.sliced`, of variables.
         flights: Per op, `OpRecord.in_flight`, `is_held` and `landed`, of variables; empty where there is no collective.
         start_ranks: Per variable that exists at the step's start, its record's rank (`ranks_by_age`).
         family: Identity of the sequence of ops; sizes and lifetimes may differ.
@@ -51,6 +52,7 @@ class Observed:
     start_serials: tuple[int | None, ...]
     start_ranks: tuple[int | None, ...]
     end_serials: tuple[int | None, ...]
+    sliced: tuple[tuple[int, ...] | None, ...] = ()
     flights: tuple[tuple[tuple[int, ...], bool, tuple[int, ...]] | None, ...] = ()
     family: str = ""
     origins: tuple[Origin | None, ...] = ()
@@ -353,6 +355,7 @@ class _Builder:
         self.ranks = ranks_by_age(self.start_records.values())
         made: list[Op] = []
         occurrences: list[tuple[int, ...]] = []
+        sliced: list[tuple[int, ...] | None] = []
         flights: list[tuple[tuple[int, ...], bool, tuple[int, ...]] | None] = []
         next_event = 0
 
@@ -380,7 +383,10 @@ class _Builder:
                 if address in self.live:
                     self.drafts[self.live[address]].seen = True
             changing = written | self.in_flight.written
-            uses = [Use(variable=v, reads=True, writes=v in changing) for v in dict.fromkeys(operands)]
+            apart = None if op.sliced is None else self._known(op.sliced)
+            sliced.append(apart)
+            whole = [v for v in dict.fromkeys(operands) if apart is None or v not in apart]
+            uses = [Use(variable=v, reads=True, writes=v in changing) for v in whole]
             uses += [Use(variable=v, reads=False, writes=True) for v in born]
             # What ends before this op is used and changed in it, too: written out right after the op before, it would
             # be written out before the program's wait.
@@ -402,7 +408,7 @@ class _Builder:
             )
             occurrences.append(operands)
         consume(between_ops(len(ops) + 1), "")
-        return self._finish(made, occurrences, flights, ops, end_serials)
+        return self._finish(_without_reruns(made, sliced), occurrences, sliced, flights, ops, end_serials)
 
     def _known(self, addresses: Iterable[int]) -> tuple[int, ...]:
         """The variables alive at these addresses."""
@@ -450,6 +456,7 @@ class _Builder:
         self,
         made: list[Op],
         occurrences: list[tuple[int, ...]],
+        sliced: list[tuple[int, ...] | None],
         flights: list[tuple[tuple[int, ...], bool, tuple[int, ...]] | None],
         ops: Sequence[OpRecord],
         end_serials: Mapping[int, int],
@@ -475,12 +482,24 @@ class _Builder:
             start_serials=tuple(d.start_serial for d in self.drafts),
             start_ranks=tuple(self.ranks.get(d.start_serial) for d in self.drafts),
             end_serials=tuple(ends.get(i) for i in range(len(self.drafts))),
+            sliced=tuple(sliced),
             flights=tuple(flights),
             family=self.family,
             origins=tuple(d.origin for d in self.drafts),
             grad_mode=self.grad_mode,
             num_alive=len(self.ranks),
         )
+
+
+def _without_reruns(ops: list[Op], sliced: Sequence[tuple[int, ...] | None]) -> list[Op]:
+    """The ops, of which none is to make again what another uses in slices: no plan sees that use."""
+    apart = {variable for variables in sliced if variables for variable in variables}
+    if not apart:
+        return ops
+    return [
+        replace(op, replayable=op.replayable and not any(u.writes and u.variable in apart for u in op.uses))
+        for op in ops
+    ]
 
 
 def _within_one_op(draft: _Draft, ops: Sequence[Op]) -> bool:

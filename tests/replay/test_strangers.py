@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import ooc
-from ooc.step_cycle import StepCycle
+from ooc.learner import Learner
 from tests.replay.test_elastic import ROW, Program, digest, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -138,9 +138,9 @@ def test_a_stranger_is_given_out() -> None:
 
 def test_what_no_step_had_before_is_used_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remedy: `Acts::meets_stranger`. A part is large enough for the first time, and the plan has left room."""
-    machine = StepCycle._machine
+    machine = Learner._machine
     monkeypatch.setattr(
-        StepCycle, "_machine", lambda cycle: replace(machine(cycle), num_chunks=machine(cycle).num_chunks - 20)
+        Learner, "_machine", lambda cycle: replace(machine(cycle), num_chunks=machine(cycle).num_chunks - 20)
     )
     monkeypatch.setattr(sys.modules[__name__], "sizes", lambda index: [72 if index in (6, 8) else 60] + [60] * 11)
     _, modes = run_routed()
@@ -159,9 +159,9 @@ def test_a_stranger_that_a_plan_has_met_can_be_evicted(monkeypatch: pytest.Monke
             held.append(torch.zeros(needed // 4).add_(1.0))
         return x
 
-    machine = StepCycle._machine
+    machine = Learner._machine
     monkeypatch.setattr(
-        StepCycle, "_machine", lambda cycle: replace(machine(cycle), num_chunks=machine(cycle).num_chunks - 20)
+        Learner, "_machine", lambda cycle: replace(machine(cycle), num_chunks=machine(cycle).num_chunks - 20)
     )
     monkeypatch.setattr(sys.modules[__name__], "sizes", lambda index: [72 if index == 6 else 60] + [60] * 11)
     with ooc.Session(BUDGET, debug=True, plan_cache=False, policy="capuchin", recompute=False) as session:

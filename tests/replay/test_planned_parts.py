@@ -1,0 +1,240 @@
+"""Ops in parts within plans: what is moved for them, and what becomes of a step that differs. Debug mode is on."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ooc
+from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.executor import Executor
+from ooc.tracing.operand_marks import OperandMark
+from tests.replay.test_elastic import digest, run
+from tests.store_speed import SLOW, store_speed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_STEPS = 9
+MIB = 1 << 20
+BUDGET = "5632KiB"
+
+Step = Callable[[], contextlib.AbstractContextManager[None]]
+Within = Callable[[int, Tensor], Tensor]
+
+
+def words(step: Step, lengths: list[int], *, within: Within = lambda _, x: x, lr: float = 1e-2) -> list[Any]:
+    """A language model whose logits are its largest activation: of their derivative's operands two of three fit."""
+    embedding, layer, head = nn.Embedding(1024, 64), nn.Linear(64, 64), nn.Linear(64, 1024)
+    parameters = [*embedding.parameters(), *layer.parameters(), *head.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr, momentum=0.9, foreach=False)
+    out: list[Any] = []
+    for index, length in enumerate(lengths):
+        batch = torch.randint(0, 1024, (length,), generator=torch.Generator().manual_seed(index))
+        with step():
+            x = within(index, torch.tanh(layer(embedding(batch))))
+            loss = F.cross_entropy(head(x), batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            out.append(loss.item())
+    return out + digest(parameters)
+
+
+def update(step: Step, lengths: list[int]) -> list[Any]:
+    """An update in place of one large parameter by one large gradient, which do not fit together."""
+    weight, small = torch.randn(1 << 20).requires_grad_(), torch.randn(1 << 14).requires_grad_()
+    out: list[Any] = []
+    for index, _ in enumerate(lengths):
+        with step():
+            weight.grad = small.grad = None
+            (weight[: 1 << 14] * small).sum().backward()
+            with torch.no_grad():
+                for parameter in (weight, small):
+                    assert parameter.grad is not None
+                    parameter.add_(parameter.grad, alpha=-1e-2 * (index + 1))
+            out.append(float(small[0]))
+    return out + digest([*weight.detach().split(1 << 18), small])
+
+
+def run_words(lengths: list[int] | None = None, **options: Any) -> tuple[ooc.Session, list[str]]:
+    within = options.pop("within", lambda _, x: x)
+    program = lambda step, lengths: words(step, lengths, within=within)  # noqa: E731
+    return run(program, lengths or [512] * NUM_STEPS, budget=BUDGET, chunk_nbytes="64KiB", **options)
+
+
+def rows(session: ooc.Session) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = session.report()["steps"]
+    return found
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[ExecutablePlan]:
+    """The plans that were entered."""
+    found: list[ExecutablePlan] = []
+    enter = Executor.enter
+
+    def noting(self: Executor, executable: ExecutablePlan, *args: Any, **kwargs: Any) -> bool:
+        found.append(executable)
+        return enter(self, executable, *args, **kwargs)
+
+    monkeypatch.setattr(Executor, "enter", noting)
+    return found
+
+
+@pytest.mark.parametrize("debug", [True, False])
+@pytest.mark.parametrize("program", [words, update])
+def test_planned(program: Any, debug: bool) -> None:
+    budget = BUDGET if program is words else "5MiB"
+    session, modes = run(program, [512] * NUM_STEPS, budget=budget, chunk_nbytes="64KiB", debug=debug)
+    assert modes[0] == "learning" and modes[3:] == ["planned"] * (NUM_STEPS - 3)
+    assert [row["num_in_parts"] for row in rows(session)] == [1] * NUM_STEPS
+    assert session.report()["peak_nbytes"] <= session.report()["budget_nbytes"]
+
+
+def test_marks_stand_beside_the_op_and_nobody_moves_for_them(plans: list[ExecutablePlan]) -> None:
+    """What is changed in place has one before, and one after; what is read has one after."""
+    run(update, [512] * NUM_STEPS, budget="5MiB", chunk_nbytes="64KiB")
+    plan = plans[-1]
+    (op,) = plan.parts.ops()
+    assert str(plan.funcs[op]) == "aten.add_.Tensor"
+    assert [i - op for i in range(plan.num_ops) if plan.parts.is_mark(i)] == [-1, 1, 2]
+    ((weight, mark),) = plan.parts.written(op)
+    assert mark in (op + 1, op + 2)
+    assert plan.residency_at(plan.variables[weight], op) is plan.residency_at(plan.variables[weight], mark)
+    read = next(v for v in plan.parts.sliced[op] or () if v != weight)
+    assert all(r.is_left_out for r in plan.variables[read].residencies if _covers_mark_alone(plan, r))
+    assert plan.residency_at(plan.variables[read], op) is None
+
+
+def _covers_mark_alone(plan: ExecutablePlan, residency: Any) -> bool:
+    used = [i for i, op in enumerate(plan.trace.ops) for u in op.uses if u.variable == residency.variable.index]
+    mine = [i for i in used if plan.residency_at(residency.variable, i) is residency]
+    return bool(mine) and all(isinstance(plan.funcs[i], OperandMark) for i in mine)
+
+
+def test_a_step_without_the_op_leaves_the_plan_and_comes_back() -> None:
+    """The plan is left at the mark before the op, or where the step ends."""
+    weight = torch.zeros(1)
+
+    def program(step: Step, lengths: list[int]) -> list[Any]:
+        nonlocal weight
+        weight, other = torch.randn(1 << 20), torch.randn(1 << 20)
+        small = torch.randn(1 << 14)
+        out: list[Any] = []
+        for index, _ in enumerate(lengths):
+            with step():
+                small.mul_(1.01)
+                if index != 6:
+                    weight.add_(other, alpha=0.5)
+                if index != 7:
+                    small.add_(1)
+                out.append(float(small[0]))
+        return out + digest([*weight.split(1 << 18), *other.split(1 << 18), small])
+
+    session, modes = run(program, [0] * 12, budget="5MiB", chunk_nbytes="64KiB")
+    assert modes[3:6] == ["planned"] * 3
+    assert modes[6] == "off_plan"
+    assert modes[-1] == "planned"
+    assert [row["num_in_parts"] for row in rows(session)] == [1] * 6 + [0] + [1] * 5
+
+
+def test_sizes_that_differ() -> None:
+    """One plan for all of them; where the op would fit as a whole it runs in parts all the same, in a plan."""
+    session, modes = run_words([512, 496, 504, 480, 512, 500, 488, 508, 492, 510, 484, 506])
+    assert modes[-4:] == ["planned"] * 4
+    assert all(row["num_in_parts"] for row in rows(session))
+
+
+def test_memory_that_the_program_takes_beside_the_plan() -> None:
+    """What is kept from one step on is not in the recording."""
+    held: list[Tensor] = []
+
+    def within(index: int, x: Tensor) -> Tensor:
+        if index in (5, 6):
+            held.append(torch.full((1 << 18,), float(index)))
+            x = x + held[-1][0]
+        return x
+
+    session, _ = run_words(within=within)
+    assert all(row["num_in_parts"] for row in rows(session))
+
+
+def test_the_memory_that_the_plan_has_for_parts_does_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller parts ask for less; where the smallest is refused, too, the step leaves its plan in mid-op."""
+    leave_for, refused = Executor.leave_for, itertools.count()
+
+    def never(self: Executor, nbytes: int, *, may_refuse: bool) -> None:
+        if may_refuse:
+            next(refused)
+            nbytes = 1 << 40
+        leave_for(self, nbytes, may_refuse=may_refuse)
+
+    monkeypatch.setattr(Executor, "leave_for", never)
+    for program, budget in ((words, BUDGET), (update, "5MiB")):
+        session, modes = run(program, [512] * NUM_STEPS, budget=budget, chunk_nbytes="64KiB", threshold_nbytes=4)
+        assert "off_plan" in modes
+        assert [row["num_in_parts"] for row in rows(session)] == [1] * NUM_STEPS
+    assert next(refused) > 4
+
+
+@pytest.mark.parametrize("recompute", [True, None])
+def test_what_is_read_in_slices_is_not_made_again(recompute: bool | None, plans: list[ExecutablePlan]) -> None:
+    """On a store so slow that everything that can be is recomputed."""
+    with store_speed(SLOW):
+        session, modes = run_words(recompute=recompute, lengths=[512] * 14)
+    assert modes[-2:] == ["planned"] * 2
+    assert all(row["num_in_parts"] for row in rows(session))
+    for plan in plans:
+        apart = {variable for variables in plan.parts.sliced for variable in variables or ()}
+        makers = [i for i, op in enumerate(plan.trace.ops) if any(u.writes and u.variable in apart for u in op.uses)]
+        assert makers and not any(plan.trace.ops[i].replayable for i in makers)
+
+
+def test_discarded_operands_take_the_step_off_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should a plan discard one over the op all the same: it is made again first, on demand."""
+    monkeypatch.setattr("ooc.tracing.recorder._without_reruns", lambda ops, _: ops)
+    with store_speed(SLOW):
+        session, _ = run_words(recompute=True, lengths=[512] * 14)
+    assert all(row["num_in_parts"] for row in rows(session))
+
+
+@pytest.mark.parametrize("fail_call", range(1, 24, 2))
+def test_a_failed_transfer(fail_call: int) -> None:
+    """The step that it fails raises, on its plan or off it; what is trained is what it was before, or after."""
+    torch.manual_seed(0)
+    with ooc.Session("5MiB", chunk_nbytes="64KiB", debug=True) as session:
+        weight, other, small = torch.randn(1 << 20), torch.randn(1 << 20), torch.zeros(1 << 14)
+        expected = [float(weight[0]), float(weight[-1])]
+        num_done = 0
+        for index in range(8):
+            try:
+                with session.step():
+                    if index == 5:
+                        session.engine.memory.store.wait_all()
+                        session.engine.memory.store.engine.inject_faults(fail_call=fail_call)
+                    small.add_(1)
+                    if num_done == int(small[0]) - 1:
+                        weight.add_(other)
+                        num_done += 1
+            except ooc.StoreFailed:
+                break
+        session.engine.memory.store.engine.inject_faults(fail_call=0)
+        ends = [float(weight[0].clone()), float(weight[-1].clone())]
+        steps = [float(other[0].clone()), float(other[-1].clone())]
+        for before, now, by in zip(expected, ends, steps, strict=True):
+            done = {_added(before, by, count) for count in (num_done, num_done + 1)}
+            assert now in done
+
+
+def _added(start: float, by: float, count: int) -> float:
+    value, step = torch.tensor(start), torch.tensor(by)
+    for _ in range(count):
+        value = value + step
+    return float(value)
