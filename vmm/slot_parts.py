@@ -33,7 +33,8 @@ _SYNC_ALL = 7
 class SlotParts:
     """Moves parts of a store's slots to and from memory. Calls block, without the GIL; one thread at a time.
 
-    The caller waits for the slot's transfers first, and begins none meanwhile.
+    Both wait for the slot's last write. For a write the caller waits for the slot's other transfers first; in neither
+    does it begin any meanwhile.
 
     Raises:
         OSError: The store's file cannot be opened a second time (no /proc).
@@ -69,6 +70,7 @@ class SlotParts:
         Raises:
             OSError: The device failed, or the file is shorter than that.
         """
+        self._store.wait_written(slot)
         direct, cached = self._placed(slot, pieces, address)
         tickets = [
             self._store.engine.submit_read(self._store.descriptor, place, Segments([(at, nbytes)]))
@@ -87,6 +89,7 @@ class SlotParts:
         Raises:
             OSError: The device failed. Some of the pieces may have been written.
         """
+        self._store.wait_written(slot)
         direct, cached = self._placed(slot, pieces, address)
         tickets = [
             self._store.engine.submit_write(self._store.descriptor, place, Segments([(at, nbytes)]))

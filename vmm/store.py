@@ -330,6 +330,11 @@ class FileStore:
         slot._reads.append(ticket)
         return Transfer(self._engine, ticket, prepared.nbytes)
 
+    def wait_written(self, slot: Slot) -> None:
+        """Block until the slot's last write is over. Raises OSError: it failed, so there is nothing to read."""
+        if slot._last_write is not None:
+            self._engine.wait(slot._last_write)
+
     def wait_all(self) -> None:
         """Block until no transfer is under way. Errors are raised by each `Transfer.wait`."""
         self._engine.wait_all()

@@ -30,7 +30,7 @@ from ooc.dispatch.refusals import Call, RefusedAllocations, RunInParts
 from ooc.dispatch.signals import CriticalLock
 from ooc.memory.no_room import NoRoom
 from ooc.memory.pieces import pieces_of
-from ooc.memory.record import VariableRecord
+from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.bailout import records_of
 from ooc.replay.dispatcher import Dispatcher
@@ -38,7 +38,7 @@ from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.executor import Executor
 from ooc.replay.recipes import below_everything
 from ooc.tracing import op_semantics as ops
-from ooc.tracing.operand_marks import ROOM_ORDINAL, marks_after, marks_before
+from ooc.tracing.operand_marks import ROOM_ORDINAL, marks_of
 from ooc.tracing.part_probes import as_lists
 from ooc.tracing.part_rules import Blocks, Split, is_view, split_of
 from ooc.tracing.recorded_ops import OpRecord
@@ -174,9 +174,9 @@ class OpsInParts:
     def take_left(self, op: OpRecord, result: Any) -> bool:
         """Note an op of a plan if it has run in parts, and has left the plan meanwhile. Whether that was so."""
         found, self._left = self._left, None
-        if found is None:
+        if found is None or found.func is not op.func:
             return False
-        op.sliced = self._sliced(found)
+        op.sliced, op.replayable = self._sliced(found, op.written), False
         self._note_done(op, result, found)
         return True
 
@@ -191,7 +191,7 @@ class OpsInParts:
         op.written = written
         recorder = self._recording.recorder
         assert recorder is not None
-        recorder.extend(marks_after(op))
+        recorder.extend(marks_of(op))
         self._allocator.state.set_between(recorder.num_ops)
 
     def run_planned(self, executable: ExecutablePlan, index: int, /, *args: Any, **kwargs: Any) -> Any:
@@ -202,12 +202,15 @@ class OpsInParts:
         Raises as `run`.
         """
         call = executable.funcs[index], args, kwargs
+        self._left = None
         with self._lock:
-            records, found = records_of(executable, index), self._find(call)
-            lent = self._borrow(executable, index, records)
+            found = self._find(call)
+            if found is not None:
+                records = records_of(executable, index)
+                lent = self._borrow(executable, index, records)
+        if found is None:
+            return self._run_whole(call)
         try:
-            if found is None:
-                raise PartRefused
             with below_everything():
                 result = self._run_parts(found)
         except PartRefused:
@@ -218,9 +221,32 @@ class OpsInParts:
                 raise self._refusals.too_small(call, list(records.values()), no_room, 0) from None
         finally:
             with self._lock:
-                self._give_back(executable, lent, found)
-        self._manager.counters.num_in_parts += 1
+                self._give_back(executable, lent)
+        with self._lock:
+            self._left = found if self._executor.active is not executable else None
+            self._manager.counters.num_in_parts += 1
         return result
+
+    def _run_whole(self, call: Call) -> Any:
+        """Run an op of the plan that cannot be cut as it comes this time: on one row, or on small operands."""
+        with self._lock:
+            named = self._dispatcher.operands(call[1], call[2])
+            planned = {r.address: r for r in self._executor.live_records()}
+            if any(planned[address].state is not State.RESIDENT for address in named if address in planned):
+                self._executor.bail_out("an op that runs in parts cannot be cut")
+            records = [r for address in named if (r := self._manager.records.get(address)) is not None]
+            for record in records:
+                record.pin()
+        try:
+            with self._lock:
+                self._manager.load(records)
+            return call[0](*call[1], **call[2])
+        except NoRoom as no_room:
+            raise self._refusals.too_small(call, records, no_room, 0) from None
+        finally:
+            with self._lock:
+                for record in records:
+                    record.unpin()
 
     def _borrow(
         self, executable: ExecutablePlan, index: int, records: dict[int, VariableRecord]
@@ -242,11 +268,10 @@ class OpsInParts:
             manager.pool.give(lent)
         return lent
 
-    def _give_back(self, executable: ExecutablePlan, lent: list[tuple[int, int]], found: Found | None) -> None:
+    def _give_back(self, executable: ExecutablePlan, lent: list[tuple[int, int]]) -> None:
         self.memory.lent = None
-        if self._executor.active is not executable:  # which has returned all
-            self._left = found
-            return
+        if self._executor.active is not executable:
+            return  # which has returned all
         self._executor.absorb_events()
         if not self._manager.pool.take_if_free(lent):
             self._executor.bail_out("an op in parts has kept memory that the plan needs")
@@ -285,12 +310,12 @@ class OpsInParts:
 
     # -- the op as others see it
 
-    def _sliced(self, found: Found) -> list[int]:
-        """Addresses of the operands that a call uses in slices alone."""
+    def _sliced(self, found: Found, written: Sequence[int]) -> list[int]:
+        """Addresses of the operands that a call reads, in slices alone."""
         apart = found.split.operands.keys() | found.split.unread
         whole = self._dispatcher.operands([value for name, value in found.given.items() if name not in apart])
         named = self._dispatcher.operands([value for name, value in found.given.items() if name in apart])
-        return [address for address in named if address not in whole]
+        return [address for address in named if address not in whole and address not in written]
 
     def _begin(self, call: Call, found: Found) -> OpRecord:
         func, args, kwargs = call
@@ -311,9 +336,8 @@ class OpsInParts:
             where=self._recording.call_sites.of_this_op(),
             occurrences=self._dispatcher.occurrences(args, kwargs),
             written=self._dispatcher.operands(*ops.written_values(func, tuple(args), dict(kwargs))),
-            sliced=self._sliced(found),
         )
-        recorder.extend(marks_before(op))
+        op.sliced = self._sliced(found, op.written)
         state.set_inside(recorder.num_ops)
         return op
 

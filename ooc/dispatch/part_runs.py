@@ -279,10 +279,13 @@ class PartRun:
             else:
                 returned = (split.part or _plainly(func))(as_lists(func, arguments), start, stop)
                 made = tree_flatten(returned)[0]
+            for index, _ in enumerate(made):
+                if made[index] is None:
+                    results[index] = None  # as the whole op would return it: by a mask, say
             sources = [
                 (results[index], cut, _laid_out(made[index], results[index], cut, start, stop))
                 for index, cut in enumerate(split.results)
-                if cut is not None
+                if cut is not None and results[index] is not None
             ]
         with self._lock:  # the part has ended well: from here on nothing is allocated
             for target, cut, source in sources:

@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Sequence
 
-from ooc.errors import StoreFailed
+from ooc.errors import RerunLost, StoreFailed
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.units import format_nbytes
@@ -85,6 +85,7 @@ class Slices:
 
         Raises:
             StoreFailed: The device failed.
+            RerunLost: It was discarded.
         """
         if record.state is State.RESIDENT:
             for offset, nbytes in pieces:
@@ -105,6 +106,7 @@ class Slices:
 
         Raises:
             StoreFailed: The device failed, or is full: some of the parts may have been written.
+            RerunLost: It was discarded.
         """
         if record.state is State.LOADING:  # it has its chunks already: it arrives
             self._manager.load([record])
@@ -138,7 +140,9 @@ class Slices:
         record.checksum = total
 
     def _settled(self, record: VariableRecord) -> Slot:
-        """The slot of a variable that is away, or on its way in, whose last write has ended."""
+        """The slot of a variable that is away, or on its way in, whose last write has ended. Raises `RerunLost`."""
+        if record.state is State.DISCARDED:  # no plan does that: nothing makes it again (`StepRecorder.build`)
+            raise RerunLost(f"{record.label or 'a variable'} is read in slices, and was discarded")
         slot: Slot | None = record.slot
         assert slot is not None, record
         if record.state is State.AWAY:

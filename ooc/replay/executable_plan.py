@@ -265,8 +265,8 @@ class ExecutablePlan:
         return births
 
     def _note_arrival(self, residency: ExecutableResidency, uses: Sequence[tuple[int, Use]]) -> None:
-        """Let the first op that uses a residency wait for its load; a mark after an op in parts does not."""
-        op = next((op for op, _ in uses if not self.parts.is_after(op)), None)
+        """Let the first op that uses a residency wait for its load; a mark does not."""
+        op = next((op for op, _ in uses if not self.parts.is_mark(op)), None)
         if op is not None:
             self._before(op).arrivals.append(residency)
 
@@ -472,11 +472,11 @@ class ExecutablePlan:
         return [(self.variables[index], record) for index, record in changes.items()]
 
     def residency_at(self, variable: PlanVariable, op: int) -> ExecutableResidency | None:
-        """The residency of a variable that covers op `op`, if any."""
+        """The residency of a variable that covers op `op`, if any that is not left out."""
         start, stop = self.trace.ops[op].start_tick, self.trace.ops[op].stop_tick
         for residency in variable.residencies:
             first, last = occupied_ticks(residency.planned, self.trace)
-            if first < stop and last > start:
+            if first < stop and last > start and not residency.is_left_out:
                 return residency
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
 from ooc.tracing.operand_marks import ROOM_ORDINAL, OperandMark
@@ -15,7 +15,7 @@ class PlannedParts:
     """Which ops of a plan run in parts, on what, and in which memory.
 
     Attributes:
-        sliced: Per op, the variables that it uses in slices, wherever they are; None: it runs as a whole.
+        sliced: Per op, the variables that it reads in slices, wherever they are; None: it runs as a whole.
     """
 
     def __init__(self, trace: Trace, observed: Observed) -> None:
@@ -23,7 +23,7 @@ class PlannedParts:
         self._occurrences = observed.occurrences
         self.sliced = observed.sliced or (None,) * len(trace.ops)
         self._apart = {variable for apart in self.sliced for variable in apart or ()}
-        self._marks = [func if isinstance(func, OperandMark) else None for func in observed.funcs]
+        self._marks = [isinstance(func, OperandMark) for func in observed.funcs]
 
     def __repr__(self) -> str:
         return f"<PlannedParts: {len(self.ops())} of {len(self.sliced)} ops>"
@@ -39,26 +39,14 @@ class PlannedParts:
 
     def is_mark(self, op: int) -> bool:
         """Whether this op is none, but a mark, which no step has."""
-        return self._marks[op] is not None
-
-    def is_after(self, op: int) -> bool:
-        """Whether it is a mark that stands after its op."""
-        mark = self._marks[op]
-        return mark is not None and mark.is_after
+        return self._marks[op]
 
     def marks_after(self, op: int) -> range:
-        """The marks after an op in parts."""
+        """The marks after an op."""
         stop = op + 1
-        while stop < len(self._marks) and self.is_after(stop):
+        while stop < len(self._marks) and self._marks[stop]:
             stop += 1
         return range(op + 1, stop)
-
-    def written(self, op: int) -> Iterator[tuple[int, int]]:
-        """The variables that an op in parts changes in place, each with the mark after the op that says so."""
-        for mark in self.marks_after(op):
-            for use in self._trace.ops[mark].uses:
-                if use.writes:
-                    yield use.variable, mark
 
     def divide(
         self, op: int, births: Sequence[ExecutableResidency]
@@ -85,5 +73,5 @@ class PlannedParts:
             if not (isinstance(planned.start, Loaded) and isinstance(planned.stop, Dies | Dropped | Discarded)):
                 continue
             first, last = occupied_ticks(planned, self._trace)
-            mine = [(i, u) for i, u in uses[planned.variable] if ops[i].stop_tick > first and ops[i].start_tick < last]
-            residency.is_left_out = bool(mine) and all(self.is_after(i) and not use.writes for i, use in mine)
+            mine = [i for i, _ in uses[planned.variable] if ops[i].stop_tick > first and ops[i].start_tick < last]
+            residency.is_left_out = bool(mine) and all(self._marks[i] for i in mine)

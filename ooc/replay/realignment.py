@@ -1,7 +1,7 @@
 """Realigns a step and its plan where they differ harmlessly, so that the step stays on its plan.
 
 - *Bystanders*: ops that touch no variable, which a step may go without.
-- *Marks* of ops in parts (`ooc.tracing.operand_marks`), which no step has.
+- *Marks* (`ooc.tracing.operand_marks`), which stand in a plan after an op that runs in parts, and which no step has.
 - *Late bindings*: what comes into the step from outside, and is another storage each time (a batch from a list).
 """
 
@@ -60,14 +60,14 @@ class Realignment:
         executable = self._executor.active
         assert executable is not None
         cursor = index = self._dispatcher.cursor
-        while index < executable.num_ops and executable.funcs[index] is not func and _may_skip(executable, index):
+        while index < executable.num_ops and executable.funcs[index] is not func and executable.is_bystander(index):
             index += 1
         if index == cursor or index == executable.num_ops or executable.funcs[index] is not func:
             return False
-        return self._skip(executable, cursor, index) and self._can_run_in_parts(executable, index)
+        return self._skip(executable, cursor, index)
 
     def skip_marks(self, index: int) -> None:
-        """After op `index`, skip the marks of its operands, if it has run in parts."""
+        """After op `index`, skip the marks that stand there, but no acts around them."""
         executable = self._executor.active
         if executable is not None and (marks := executable.parts.marks_after(index)):
             self._skip(executable, marks.start, marks.stop)
@@ -84,24 +84,6 @@ class Realignment:
                 return False
         self._allocator.state.set_between(stop)
         self._dispatcher.start(stop)
-        return True
-
-    def _can_run_in_parts(self, executable: ExecutablePlan, index: int) -> bool:
-        """Whether the operands of an op in parts are where it can use them. False: the step has left the plan.
-
-        What it reads is in memory or in the store. What it writes is in memory, and written out after it.
-        """
-        parts, variables = executable.parts, executable.variables
-        records = {number: variables[number].record for number in parts.sliced[index] or ()}
-        present = {n: r for n, r in records.items() if r is not None and executable.variable_alive[n]}
-        if any(record.state is State.DISCARDED for record in present.values()):
-            self._executor.bail_out("an op that runs in parts uses what was discarded")
-            return False
-        for number, mark in parts.written(index):
-            residencies = (executable.residency_at(variables[number], op) for op in (index, mark))
-            if number in present and (present[number].state is not State.RESIDENT or len(set(residencies)) > 1):
-                self._executor.bail_out("an op that runs in parts writes what is not in memory")
-                return False
         return True
 
     def rebind(self, addresses: Sequence[int]) -> bool:
@@ -122,7 +104,9 @@ class Realignment:
         self, executable: ExecutablePlan, variable: PlanVariable, record: VariableRecord, index: int
     ) -> bool:
         residency = executable.residency_at(variable, index)
-        if residency is None or record.exports or not record.seen or self._manager.flights.holds(record):
+        if residency is None and variable.index not in (executable.parts.sliced[index] or ()):
+            return False  # else it is read where it is: in the store
+        if record.exports or not record.seen or self._manager.flights.holds(record):
             return False
         if self._executor.is_anyone_late(executable, executable.trace.ops[index].start_tick):
             return False
@@ -138,17 +122,12 @@ class Realignment:
         self._bindings.bury(executable, variable)
         variable.record = record
         self._bindings.set_alive(executable, variable, record)
-        start = residency.planned.start
         started = time.monotonic_ns()
-        if not (isinstance(start, Loaded) and start.before_op == index):
+        if residency is not None and residency.planned.start != Loaded(index):
             self._acts.start_load(residency)
             self._acts.arrive(record)
-        # Else `before` loads it, after it has released the variable that has the chunks until this very op.
+        # Else `before` loads it, if at all, after it has released the variable that has the chunks until this very op.
         if executable.is_written_from(variable, index):
             record.written()  # the op that was to note the first write may have been another's
         self._manager.note_stall(started)
         return True
-
-
-def _may_skip(executable: ExecutablePlan, index: int) -> bool:
-    return executable.parts.is_mark(index) or executable.is_bystander(index)

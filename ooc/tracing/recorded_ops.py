@@ -27,7 +27,7 @@ class OpRecord:
         is_held: Whether that ends only when the program says so (a send or receive).
         landed: Addresses no more in use so, since the program has waited between the op before and this one.
         replayable: Whether it may be run again later in the step.
-        sliced: Of an op that ran in parts, addresses of operands that it uses in slices, wherever they are
+        sliced: Of an op that ran in parts, addresses of operands that it reads in slices, wherever they are
             (`ooc.tracing.operand_marks`). None: it ran as a whole.
     """
 

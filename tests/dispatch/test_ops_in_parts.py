@@ -277,6 +277,26 @@ def test_batch_norms_statistics_are_written_once() -> None:
     assert_same(expected, actual)
 
 
+def test_a_result_that_was_not_asked_for() -> None:
+    """By a mask; without data torch would make it."""
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(2)
+        x, gradient, weight = torch.randn(4, 8, 128, 128), torch.randn(4, 8, 128, 128), torch.randn(8)
+        mean, scale = torch.zeros(8), torch.ones(8)
+        made = torch.ops.aten.native_batch_norm_backward(
+            gradient, x, weight, None, None, mean, scale, True, 1e-5, [False, True, True]
+        )
+        assert made[0] is None
+        return [t for t in made if t is not None]
+
+    expected = run()
+    with ooc.Session("3584KiB", chunk_nbytes="64KiB") as session:
+        actual = run()
+        assert session.engine.manager.counters.num_in_parts == 1
+    assert_same(expected, actual)
+
+
 def test_a_derivative_does_not_need_its_input() -> None:
     """Three tensors of its size are oneDNN's and the result; it would be a fourth."""
 

@@ -103,7 +103,10 @@ def _resize(state: State, s: Statement) -> None:
     x = state.get(s.dst)
     if not x.requires_grad and x._base is None and x.is_contiguous():
         n = size(s.p)
+        is_outside = bool(state.outside) and x.data_ptr() in state.outside
         x.resize_(n)
+        if is_outside:
+            state.outside.add(x.data_ptr())
         x.fill_(0.5)
 
 

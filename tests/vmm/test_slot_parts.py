@@ -94,3 +94,25 @@ def test_a_file_that_is_too_short_is_an_error(store: FileStore) -> None:
     with anonymous_memory(BLOCK_NBYTES) as (address, _), pytest.raises(OSError, match="ends at"):
         parts.read(slot, [(50, 100)], address)
     parts.close()
+
+
+def test_a_write_that_is_under_way_comes_first(store: FileStore) -> None:
+    """Whoever reads a part of a slot sees what was last written to it; a write of a part comes after it."""
+    parts = SlotParts(store)
+    slot = store.allocate(SLOT_NBYTES)
+    parts.begin(slot)
+    with anonymous_memory(SLOT_NBYTES) as (address, _), anonymous_memory(BLOCK_NBYTES) as (other, _):
+        for value, act in ((1, parts.read), (2, parts.read), (3, parts.write)):
+            ctypes.memset(address, value, SLOT_NBYTES)
+            store.engine.inject_faults(direction="write", delay_ns=100_000_000)
+            under_way = store.write(slot, [(address, SLOT_NBYTES)])
+            store.engine.inject_faults()
+            ctypes.memset(other, 9, BLOCK_NBYTES)
+            act(slot, [(BLOCK_NBYTES, BLOCK_NBYTES)], other)
+            assert under_way.done()
+            assert bytes_at(other, BLOCK_NBYTES) == bytes([value if act == parts.read else 9]) * BLOCK_NBYTES
+        store.read(slot, [(address, SLOT_NBYTES)]).wait()
+        assert bytes_at(address, SLOT_NBYTES)[BLOCK_NBYTES - 1 : 2 * BLOCK_NBYTES + 1] == (
+            b"\x03" + b"\x09" * BLOCK_NBYTES + b"\x03"
+        )
+    parts.close()
