@@ -34,9 +34,11 @@ from ooc.tracing.part_rules import Along, Blocks, Cut, Split
 _data_ptr: Any = torch.Tensor.data_ptr
 """Before a session replaces it: what is asked for here is given to nobody."""
 
-_ROOM_FRACTION = 8
-"""A part takes an eighth of the memory that there may be for it: with more, operands that are in memory would have to
+_ROOM_FRACTION = 4
+"""A part takes a quarter of the memory that there may be for it: with more, operands that are in memory would have to
 go; with less there are more calls of an op and of the system, of which each takes 10 to 100 us."""
+_LEAST_ROOM_FRACTION = 16
+"""A sixteenth of the pool at least: with less an op that is planned would take longer than one on demand."""
 _MAP_NORESERVE = 0x4000
 """linux/mman.h; in Python's `mmap` from 3.13 on."""
 _AWAY_FRACTION = 8
@@ -146,13 +148,21 @@ class PartMemory:
         record = self.manager.records.get(address)
         return record if record is not None or self.lent is None else self.lent.records.get(address)
 
-    def room_nbytes(self) -> int:
-        """So much memory may be taken for the parts of an op."""
+    def room_nbytes(self, lasting: Sequence[Tensor]) -> int:
+        """So much memory may be taken for the parts of an op.
+
+        In a plan they come beside what stays in memory throughout (`lasting`): so little enough, if that may be.
+        """
         if self.lent is not None:
             return self.lent.nbytes
         manager = self.manager
         stays = sum(manager.chunks_of(r.nbytes) for r in manager.records.values() if r.state.holds_chunks and r.pins)
-        return max(manager.pool.num_chunks - stays, 1) * manager.chunk_nbytes // _ROOM_FRACTION
+        room = max(manager.pool.num_chunks - stays, 1) * manager.chunk_nbytes // _ROOM_FRACTION
+        stays_then = {r.address: manager.chunks_of(r.nbytes) for t in lasting if (r := self.record_of(t)) is not None}
+        left = (manager.pool.num_chunks - sum(stays_then.values())) * manager.chunk_nbytes
+        beside = left - left // _ROOM_FRACTION  # the rest is what rounding takes
+        is_enough = beside * _LEAST_ROOM_FRACTION >= manager.pool.num_chunks * manager.chunk_nbytes
+        return min(room, beside) if is_enough else room
 
     @property
     def may_refuse(self) -> bool:
@@ -262,7 +272,10 @@ class PartRun:
         sliced = [given[name] for name in split.operands]
         sliced += [t for t, cut in zip(results, split.results, strict=False) if cut is not None and t is not None]
         nbytes = sum(t.numel() * t.element_size() for t in sliced)
-        step = min(self._memory.room_nbytes() * split.length // max(nbytes, 1), split.length)
+        apart = split.operands.keys() - set(split.written) | split.unread
+        lasting = [t for name, t in given.items() if isinstance(t, Tensor) and name not in apart]
+        lasting += [t for t in results if isinstance(t, Tensor)]
+        step = min(self._memory.room_nbytes(lasting) * split.length // max(nbytes, 1), split.length)
         return max(int(step) // split.granule * split.granule, split.granule)
 
     def _part(self, given: dict[str, Any], results: list[Any], start: int, stop: int) -> None:
