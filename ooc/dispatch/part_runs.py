@@ -37,8 +37,8 @@ _data_ptr: Any = torch.Tensor.data_ptr
 _ROOM_FRACTION = 4
 """A part takes a quarter of the memory that there may be for it: with more, operands that are in memory would have to
 go; with less there are more calls of an op and of the system, of which each takes 10 to 100 us."""
-_LEAST_ROOM_FRACTION = 16
-"""A sixteenth of the pool at least: with less an op that is planned would take longer than one on demand."""
+_LEAST_ROOM_FRACTION = 8
+"""An eighth of the pool at least: with less an op that is planned would take longer than one on demand."""
 _MAP_NORESERVE = 0x4000
 """linux/mman.h; in Python's `mmap` from 3.13 on."""
 _AWAY_FRACTION = 8
