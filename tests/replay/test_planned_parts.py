@@ -360,6 +360,6 @@ def test_an_op_that_has_failed_off_its_plan_is_over(debug: bool, monkeypatch: py
         assert ooc._current.session is None or ooc._current.session.engine.runner.parts._left is None
         return digest([small, target])
 
-    _, modes = run(program, [0] * 12, budget="4864KiB", chunk_nbytes="64KiB", threshold_nbytes=4096, debug=debug)
+    _, modes = run(program, [0] * 12, budget="5MiB", chunk_nbytes="64KiB", threshold_nbytes=4096, debug=debug)
     assert num_failed
     assert modes[5] == modes[9] == "off_plan"
