@@ -230,12 +230,13 @@ class OpsInParts:
     def _run_whole(self, call: Call) -> Any:
         """Run an op of the plan that cannot be cut as it comes this time: on one row, or on small operands."""
         with self._lock:
-            named = self._dispatcher.operands(call[1], call[2])
             planned = {r.address: r for r in self._executor.live_records()}
+            named = self._dispatcher.operands(call[1], call[2])
             if any(planned[address].state is not State.RESIDENT for address in named if address in planned):
                 self._executor.bail_out("an op that runs in parts cannot be cut")
-            records = [r for address in named if (r := self._manager.records.get(address)) is not None]
-            for record in records:
+            there = self._manager.records
+            records = [r for a in named if (r := there.get(a) or planned.get(a)) is not None]
+            for record in records:  # the plan keeps in memory only what the op changes
                 record.pin()
         try:
             with self._lock:
