@@ -150,7 +150,7 @@ class ExecutablePlan:
         """Of a plan made in mid-step: the trace with all ops that may run again, for which the next one is made."""
         self.scratch: dict[tuple[int, int], Reservation] = {}
         """For each re-run's op and each variable that it makes and does not keep: where that is. See `Bindings`."""
-        self.parts.leave_out(residencies)
+        self.parts.leave_out(residencies, {id(r) for rerun in self.reruns.by_op.values() for r in rerun.arrivals})
         takeovers = Takeovers(trace, self.variables, self.deaths, self.reruns.written_out)
         self.border = planned_border(plan, trace, self.variables, residencies, takeovers.has_transfer)
         """What is copied within memory before the next step of the same plan."""

@@ -208,6 +208,8 @@ def residency_before(plan: ExecutablePlan, variable: PlanVariable, at: int) -> E
     """The residency in which a variable is right before an op, before what the plan does there."""
     tick = plan.trace.ops[at].start_tick
     for residency in variable.residencies:
+        if residency.is_left_out:
+            continue
         start, stop = occupied_ticks(residency.planned, plan.trace)
         if start <= tick < stop and (start < tick or isinstance(residency.planned.start, Kept)):
             return residency

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
 from ooc.tracing.operand_marks import ROOM_ORDINAL, OperandMark
@@ -63,14 +63,18 @@ class PlannedParts:
         is_within = death_tick is not None and death_tick < self._trace.ops[op].stop_tick
         return is_within and variable.origin is not None and variable.origin[2] == ROOM_ORDINAL
 
-    def leave_out(self, residencies: Iterable[ExecutableResidency]) -> None:
-        """Note which residencies are loaded for marks alone: the op reads these variables from the store."""
+    def leave_out(self, residencies: Iterable[ExecutableResidency], sources: Container[int]) -> None:
+        """Note which residencies are loaded for marks alone: the op reads these variables from the store.
+
+        `sources` are the identities of those that re-runs read.
+        """
         if not any(self._marks):
             return
         uses, ops = self._trace.uses_by_variable(), self._trace.ops
         for residency in residencies:
             planned = residency.planned
-            if not (isinstance(planned.start, Loaded) and isinstance(planned.stop, Dies | Dropped | Discarded)):
+            may_stay_away = isinstance(planned.start, Loaded) and isinstance(planned.stop, Dies | Dropped | Discarded)
+            if not may_stay_away or id(residency) in sources:
                 continue
             first, last = occupied_ticks(planned, self._trace)
             mine = [i for i, _ in uses[planned.variable] if ops[i].stop_tick > first and ops[i].start_tick < last]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -363,3 +364,48 @@ def test_an_op_that_has_failed_off_its_plan_is_over(debug: bool, monkeypatch: py
     _, modes = run(program, [0] * 12, budget="5MiB", chunk_nbytes="64KiB", threshold_nbytes=4096, debug=debug)
     assert num_failed
     assert modes[5] == modes[9] == "off_plan"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_budgets_that_change_within_a_step(seed: int) -> None:
+    """Also so that the step goes on with another plan, in which other residencies are left out."""
+
+    def program(session: ooc.Session | None) -> list[Any]:
+        chooser = random.Random(seed)
+        torch.manual_seed(seed)
+        embedding, layer, head = nn.Embedding(1024, 64), nn.Linear(64, 64), nn.Linear(64, 1024)
+        weight = nn.Parameter(torch.randn(1 << 19))
+        parameters = [*embedding.parameters(), *layer.parameters(), *head.parameters(), weight]
+        optimizer = torch.optim.SGD(parameters, 1e-2, momentum=0.9 * (seed % 2), foreach=False)
+        out: list[Any] = []
+
+        def here() -> None:
+            budget = chooser.choice((10, 11, 12, 16, 24)) * MIB // 2
+            if chooser.random() < 0.12 and session is not None:
+                with contextlib.suppress(ooc.BudgetTooSmall):
+                    session.set_budget(budget)
+
+        for _ in range(20):
+            batch = torch.randint(0, 1024, (480 if seed % 3 else chooser.choice([448, 480, 512]),))
+            with session.step() if session is not None else contextlib.nullcontext():
+                here()
+                x = torch.tanh(layer(embedding(batch)))
+                here()
+                logits = head(x)
+                here()
+                loss = F.cross_entropy(logits, batch) + (weight * weight).mean()
+                del logits
+                optimizer.zero_grad()
+                here()
+                loss.backward()
+                here()
+                optimizer.step()
+                here()
+                out.append(loss.item())
+        return out + digest([part for p in parameters for part in p.detach().split(1 << 17)])
+
+    expected = program(None)
+    with ooc.Session("8MiB", chunk_nbytes="64KiB", debug=seed % 2 == 0, plan_cache=False) as session:
+        assert program(session) == expected
+        assert "planned" in {row["mode"] for row in rows(session)}
+        assert not any(record.pins for record in session.engine.manager.records.values())
