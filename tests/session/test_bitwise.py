@@ -76,13 +76,13 @@ def test_optimizers(model: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("model", ["bert", "encoder"])
 def test_below_the_largest_ops_need(model: str) -> None:
-    """A sixteenth less than the smallest budget with which each op runs as a whole."""
-    recipe = Recipe(workload=model, num_steps=4)
+    """A sixteenth less than the smallest budget with which each op runs as a whole: one runs in parts, and is planned."""
+    recipe = Recipe(workload=model, num_steps=6)
     budget_nbytes = budget_nbytes_of(recipe, "smallest") * 15 // 16 // CHUNK_NBYTES * CHUNK_NBYTES
     run = run_out_of_core(recipe, budget_nbytes, _session)
     assert_equal(run_in_core(recipe), run)
     assert all(step["num_in_parts"] for step in run.report["steps"])
-    assert num_steps_by_mode(run) == {"learning": 4}
+    assert num_steps_by_mode(run)["planned"] >= 3
     assert run.report["peak_nbytes"] <= budget_nbytes
 
 
