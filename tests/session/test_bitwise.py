@@ -76,7 +76,7 @@ def test_optimizers(model: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("model", ["bert", "encoder"])
 def test_below_the_largest_ops_need(model: str) -> None:
-    """A sixteenth less than the smallest budget with which each op runs as a whole: one runs in parts, and is planned."""
+    """A sixteenth less than the smallest budget with which each op runs as a whole: one runs in parts, planned, too."""
     recipe = Recipe(workload=model, num_steps=6)
     budget_nbytes = budget_nbytes_of(recipe, "smallest") * 15 // 16 // CHUNK_NBYTES * CHUNK_NBYTES
     run = run_out_of_core(recipe, budget_nbytes, _session)
