@@ -7,9 +7,9 @@ cut, and how, is in `ooc.tracing.part_rules`; there each part's bits are the who
 A result that is too large for the pool is born *away*: its record has a slot of the store and no chunks, and is filled
 there. What an op writes in place is written back part by part, after the part has ended well.
 
-In a recording such an op uses its results, the memory in which its parts ran, and those operands alone that it needs
-as a whole; marks beside it stand for the others (`ooc.tracing.operand_marks`). So it is planned like any other op, and
-the plan lends it that memory (`run_planned`).
+In a recording such an op uses its results, the memory in which its parts ran, what it changes, and what it needs as a
+whole; marks after it stand for its other operands (`ooc.tracing.operand_marks`). So it is planned like any other op,
+and the plan lends it that memory (`run_planned`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -346,8 +347,8 @@ class OpsInParts:
         """Forget what the present op has allocated and freed so far. The most chunks that this took at once."""
         recorder = self._recording.recorder
         assert recorder is not None
-        events, inside = recorder.events, inside_op(recorder.num_ops)
-        first = next((place for place, event in enumerate(events) if event.position >= inside), len(events))
+        events = recorder.events
+        first = bisect_left(events, inside_op(recorder.num_ops), key=lambda event: event.position)
         events[first:], num_chunks = _divided(events[first:], self._manager.chunks_of)
         return num_chunks
 

@@ -20,7 +20,6 @@ class PlannedParts:
 
     def __init__(self, trace: Trace, observed: Observed) -> None:
         self._trace = trace
-        self._occurrences = observed.occurrences
         self.sliced = observed.sliced or (None,) * len(trace.ops)
         self._apart = {variable for apart in self.sliced for variable in apart or ()}
         self._marks = [isinstance(func, OperandMark) for func in observed.funcs]
