@@ -337,7 +337,7 @@ class Engine:
             self.budget_nbytes = nbytes
             self.runner.set_budget(nbytes)
             if self.executor.active is not None:
-                self.steps.note_plan(self.manager.pool.num_chunks - self.manager.num_free)
+                self.steps.note_plan(self.manager.num_chunks - self.manager.num_free)
 
     def _resize(self, num_pool: int, num_small: int) -> None:
         self.sequences.forget_plans()

@@ -101,6 +101,6 @@ class Learner:
         """The machine that plans are made for: its pool is the session's, less the workspaces of libraries."""
         manager = self._manager
         num_kept = sum(manager.chunks_of(record.nbytes) for record in manager.workspaces())
-        num_chunks = max(manager.pool.num_chunks - num_kept, 1)
+        num_chunks = max(manager.num_chunks - num_kept, 1)
         with self._budget.uncounted():
             return self._steps.machine(num_chunks, manager.chunk_nbytes, manager.store)

@@ -418,7 +418,7 @@ class StepCycle:
         if executor.enter(follower, self._sequences.others(follower), is_begun=is_begun):
             self._runner.recording.stop()
             self._stay = _Stay(follower, entered_ns=time.thread_time_ns() - started_ns)
-            self._steps.note_plan(self._manager.pool.num_chunks - self._manager.num_free)
+            self._steps.note_plan(self._manager.num_chunks - self._manager.num_free)
         else:
             _log.info("cannot play the plan: %s", executor.bailout_reason)
             self._steps.note_refusal(executor.bailout_reason)

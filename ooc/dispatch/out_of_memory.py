@@ -90,7 +90,7 @@ def budget_too_small(
         op_name=str(func),
         where=_where(place, tensors, names),
         needed_nbytes=needed_nbytes,
-        budget_nbytes=manager.pool.num_chunks * manager.chunk_nbytes,
+        budget_nbytes=manager.num_chunks * manager.chunk_nbytes,
         operands=listed,
         earlier_needed_nbytes=earlier_needed_nbytes,
         expected_nbytes=expected.nbytes if expected is not None else 0,
@@ -106,7 +106,7 @@ def _dry_run(
     objects = (o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer))
     is_autocast = torch.is_autocast_enabled("cpu")
     return DryRun(
-        budget_nbytes=manager.pool.num_chunks * manager.chunk_nbytes,
+        budget_nbytes=manager.num_chunks * manager.chunk_nbytes,
         chunk_nbytes=manager.chunk_nbytes,
         threshold_nbytes=threshold_nbytes,
         has_gradients=torch.is_grad_enabled() or torch._C._current_autograd_node() is not None,

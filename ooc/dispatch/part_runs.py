@@ -133,7 +133,7 @@ class PartMemory:
         manager = self.manager
         fills = torch._C._get_deterministic_fill_uninitialized_memory()
         torch._C._set_deterministic_fill_uninitialized_memory(False)  # it is not there to be filled
-        is_large = manager.chunks_of(nbytes) * _AWAY_FRACTION > manager.pool.num_chunks
+        is_large = manager.chunks_of(nbytes) * _AWAY_FRACTION > manager.num_chunks
         self.takes_away = is_large and (self.lent is None or not self.lent.is_planned())
         try:
             # A storage made directly would not come from the session's allocator.
@@ -157,11 +157,11 @@ class PartMemory:
             return self.lent.nbytes
         manager = self.manager
         stays = sum(manager.chunks_of(r.nbytes) for r in manager.records.values() if r.state.holds_chunks and r.pins)
-        room = max(manager.pool.num_chunks - stays, 1) * manager.chunk_nbytes // _ROOM_FRACTION
+        room = max(manager.num_chunks - stays, 1) * manager.chunk_nbytes // _ROOM_FRACTION
         stays_then = {r.address: manager.chunks_of(r.nbytes) for t in lasting if (r := self.record_of(t)) is not None}
-        left = (manager.pool.num_chunks - sum(stays_then.values())) * manager.chunk_nbytes
+        left = (manager.num_chunks - sum(stays_then.values())) * manager.chunk_nbytes
         beside = left - left // _ROOM_FRACTION  # the rest is what rounding takes
-        is_enough = beside * _LEAST_ROOM_FRACTION >= manager.pool.num_chunks * manager.chunk_nbytes
+        is_enough = beside * _LEAST_ROOM_FRACTION >= manager.num_chunks * manager.chunk_nbytes
         return min(room, beside) if is_enough else room
 
     @property

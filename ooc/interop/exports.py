@@ -291,7 +291,7 @@ class Exports:
             op_name="session.resident",
             where="",
             needed_nbytes=(no_room.num_needed + no_room.num_pinned) * manager.chunk_nbytes,
-            budget_nbytes=manager.pool.num_chunks * manager.chunk_nbytes,
+            budget_nbytes=manager.num_chunks * manager.chunk_nbytes,
             operands=[(record.label or "variable", record.nbytes) for record in records],
         )
 

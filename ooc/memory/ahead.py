@@ -47,8 +47,11 @@ class Movers(Protocol):
     @property
     def pool(self) -> ChunkPool: ...
     @property
+    def num_chunks(self) -> int: ...
+    @property
     def num_free(self) -> int: ...
     def chunks_of(self, nbytes: int) -> int: ...
+    def take(self, num_chunks: int) -> Runs: ...
     def settle(self, record: VariableRecord) -> None: ...
     def start_write(self, record: VariableRecord) -> Any: ...
     def start_load(self, record: VariableRecord, runs: Runs) -> None: ...
@@ -85,7 +88,7 @@ class Ahead:
         manager = self._manager
         if not manager.is_host or self._has_failed:
             return
-        left = int(manager.pool.num_chunks / self._writing_fraction)
+        left = int(manager.num_chunks / self._writing_fraction)
         for record in likely:
             left -= manager.chunks_of(record.nbytes)
             if left < 0 or record.exports:
@@ -108,7 +111,7 @@ class Ahead:
         To find room for a few births takes hardly longer than for one.
         """
         found: list[VariableRecord] = []
-        left = self._manager.pool.num_chunks // _SPARE_FRACTION
+        left = self._manager.num_chunks // _SPARE_FRACTION
         for record, later in candidates:
             if later <= index + _MOST_OPS_AHEAD:
                 break
@@ -125,7 +128,7 @@ class Ahead:
         manager, foresight = self._manager, self._manager.foresight
         if not manager.is_host or self._has_failed or foresight.reference() is None:
             return
-        left = manager.pool.num_chunks // _LOADING_FRACTION
+        left = manager.num_chunks // _LOADING_FRACTION
         left -= sum(manager.chunks_of(record.nbytes) for record in loading.values())
         by_serial = {record.serial: record for record in manager.records.values()}
         victims: Iterator[tuple[VariableRecord, int]] | None = None
@@ -142,7 +145,7 @@ class Ahead:
                     victims = self._clean(index)
                 if not self._drop_for(num_chunks, victims, later):
                     return
-            runs = manager.pool.take(num_chunks)
+            runs = manager.take(num_chunks)
             try:
                 manager.settle(record)
                 manager.start_load(record, runs)

@@ -46,7 +46,7 @@ def _relocate(
 ) -> None:
     records = manager.records
     taken = {c for r in records.values() if r.state is State.RESIDENT for c in _chunks(r.runs)}
-    free = set(range(manager.pool.num_chunks)) - taken
+    free = set(range(manager.num_chunks)) - taken
     for record in others:
         _move_to(manager, record, _some(free, len(_chunks(record.runs)), at_least=area), free)
     pending = [records[address] for address in targets]

@@ -117,11 +117,17 @@ class ResidencyManager:
     @property
     def num_free(self) -> int:
         """Chunks that hold no variable."""
-        return self._pool.num_free
+        return self._pool.num_free + self._births.num_ready
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks in the pool."""
+        return self._pool.num_chunks
 
     @property
     def pool(self) -> ChunkPool:
         """Which chunks are free. Another object after `retake_pool` and `share_pool`: do not keep it."""
+        self._births.end_ready(self._pool)
         return self._pool
 
     def workspaces(self) -> list[VariableRecord]:
@@ -165,6 +171,12 @@ class ResidencyManager:
         self.enter(record)
         return record
 
+    def take(self, num_chunks: int) -> Runs:
+        """Take free chunks, of which there are so many; see `make_room`."""
+        if self._pool.num_free < num_chunks:
+            self._births.end_ready(self._pool)
+        return self._pool.take(num_chunks)
+
     def give_chunks(self, record: VariableRecord) -> None:
         """Give chunks to a record whose bytes are about to be made; evicts others as needed. Manages it from now on.
 
@@ -172,7 +184,7 @@ class ResidencyManager:
         """
         num_chunks = self.chunks_of(record.nbytes)
         self.make_room(num_chunks)
-        runs = self._pool.take(num_chunks)
+        runs = self.take(num_chunks)
         self.guards.lift(record)
         self.space.map(record.reservation, runs)
         if record.state is State.DISCARDED:
@@ -219,8 +231,11 @@ class ResidencyManager:
                 self._pool.give(runs)
         runs = record.runs
         if record.state is State.RESIDENT:
-            self._pool.give(runs)
             is_plain = record.guard == NO_GUARD and not (record.exports or record.reservation.is_file)
+            if is_plain and self._births.keep_ready(record.reservation, runs, self._pool):
+                self._give_up_slot(record)
+                return record
+            self._pool.give(runs)
             if is_plain and self._births.keep(record.reservation, runs, self._pool):
                 self._give_up_slot(record)
                 return record
@@ -251,7 +266,7 @@ class ResidencyManager:
 
     def make_room(self, num_chunks: int) -> None:
         """Evict what is used last, by `foresight`, until so many chunks are free. Raises `NoRoom`, `StoreFailed`."""
-        missing = num_chunks - self._pool.num_free
+        missing = num_chunks - self.num_free
         if missing <= 0:
             return
         self.counters.num_crowded += 1
@@ -270,7 +285,7 @@ class ResidencyManager:
                 return
             movable_chunks = sum(self.chunks_of(r.nbytes) for r, _ in movable)
             pinned = sum(self.chunks_of(r.nbytes) for r in self._resident.values()) - movable_chunks
-            raise NoRoom(num_needed=num_chunks, num_free=self._pool.num_free, num_pinned=pinned)
+            raise NoRoom(num_needed=num_chunks, num_free=self.num_free, num_pinned=pinned)
         others = movable[len(victims) :]
         self.evict([*victims, *self.ahead.spare(others, index)])
         self.ahead.write_behind((record for record, _ in others), index)
@@ -404,7 +419,7 @@ class ResidencyManager:
         self.make_room(sum(self.chunks_of(r.nbytes) for r in missing))
         loading = []
         for record in missing:
-            taken = self._pool.take(self.chunks_of(record.nbytes))
+            taken = self.take(self.chunks_of(record.nbytes))
             try:
                 self.start_load(record, taken)
             except MemoryFault as fault:  # a device's
@@ -507,6 +522,7 @@ class ResidencyManager:
 
     def retake_pool(self, pool: ChunkPool) -> None:
         """Go on with a fresh pool, in which resident records have their chunks: no plan is active any more."""
+        self._births.end_ready(pool, in_use=False)
         self._pool = pool
         self._resident.clear()
         for record in sorted(self.records.values(), key=lambda r: r.serial):
@@ -519,10 +535,11 @@ class ResidencyManager:
 
         Beside the workspaces, which keep theirs, what is left serves allocations that the plan does not have.
         """
+        self._births.end_ready(pool, in_use=False)
         pool.take_exactly([(0, num_chunks)] if num_chunks else [])
         for record in workspaces:
             pool.take_exactly(record.runs)
         self._pool = pool
 
     def _note_peak(self) -> None:
-        self.peak_chunks = max(self.peak_chunks, self._pool.num_chunks - self.num_free)
+        self.peak_chunks = max(self.peak_chunks, self.num_chunks - self.num_free)

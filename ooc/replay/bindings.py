@@ -129,7 +129,7 @@ class Bindings:
             self.refusal = "a variable that must stay where it is lies in the plan's way"
         elif any(r.exports for r in self._manager.records.values()):
             self.refusal = "memory of a variable was given out (.numpy() or the like) and is still held"
-        elif executable.num_chunks + num_kept > self._manager.pool.num_chunks:
+        elif executable.num_chunks + num_kept > self._manager.num_chunks:
             self.refusal = "a library's workspace has grown into the plan's memory"
         else:
             return True

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ooc
+from vmm.driver import MemoryFault
 
 MIB = 1 << 20
 
@@ -70,3 +71,50 @@ def test_the_peak_counts_variables_alone() -> None:
             torch.ones(num_rows, 1024)
         peak = session.engine.manager.peak_chunks * session.engine.memory.driver.chunk_nbytes
         assert MIB <= peak < 2 * MIB
+
+
+def test_a_loop_takes_back_what_it_frees() -> None:
+    with ooc.Session("4MiB", recompute=False) as session:
+        manager = session.engine.manager
+        first = torch.ones(64, 1024)
+        address = first.untyped_storage().data_ptr()
+        del first
+        for value in range(5):
+            again = torch.full((64, 1024), float(value))
+            assert again.untyped_storage().data_ptr() == address
+            assert again.sum().item() == 64 * 1024 * value
+            del again
+        session.engine.runner.absorb()
+        assert manager.num_free == manager.num_chunks
+
+
+def test_what_is_ready_for_its_size_is_free_for_others() -> None:
+    """Sizes that fill the pool together, one after the other, then one that needs nearly all of it."""
+    with ooc.Session("4MiB", recompute=False) as session:
+        manager = session.engine.manager
+        kept = [torch.ones(rows, 1024) for rows in (64, 128, 32, 96, 256)]
+        kept.clear()
+        large = torch.full((960, 1024), 2.0)
+        assert large.sum().item() == 960 * 1024 * 2
+        assert manager.counters.num_crowded == 0
+        assert manager.counters.evicted_nbytes == 0
+        del large
+        session.engine.runner.absorb()
+        assert manager.pool.num_free == manager.num_chunks
+
+
+def test_a_mapping_that_fails_loses_no_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ooc.Session("4MiB", recompute=False) as session:
+        manager, space = session.engine.manager, session.engine.memory.space
+        torch.ones(64, 1024)
+
+        def fail(*_: object) -> int:
+            raise MemoryFault("no mapping is left")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(space, "map", fail)
+            with pytest.raises(MemoryFault):
+                torch.ones(64, 1024)
+        session.engine.runner.absorb()
+        assert manager.pool.num_free == manager.num_chunks
+        assert torch.ones(64, 1024).sum().item() == 64 * 1024
