@@ -13,7 +13,8 @@ from ooc import _current
 from ooc.memory.protocols import Store
 from ooc.replay.op_timings import OpTimings
 from ooc.telemetry import steps
-from ooc.tracing.recorder import Observed, RecordedStep
+from ooc.tracing.observed import Observed
+from ooc.tracing.recorder import RecordedStep
 from scheduler.plan import Machine
 from scheduler.trace import Trace
 from vmm.store import FileStore, StoreSpeed

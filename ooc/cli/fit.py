@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ooc.cli.arguments import UsageError, budget_of, machine_for, policies_of, read_trace, timed_for
 from ooc.errors import BudgetTooSmall as BudgetTooLow
-from ooc.tracing.recorder import NEED, need_nbytes
+from ooc.tracing.observed import NEED, need_nbytes
 from ooc.units import format_duration, format_nbytes
 from scheduler.budget import pins_of, require_budget, smallest_num_chunks
 from scheduler.compare import DeadlineTooShort

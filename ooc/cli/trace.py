@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ooc.cli import run as runner
 from ooc.errors import OocError
 from ooc.tracing.fake_tensors import FakeRecording
-from ooc.tracing.recorder import NEED
+from ooc.tracing.observed import NEED
 from scheduler.profiles import Profile
 from scheduler.trace import Trace
 from vmm.driver import MemoryFault

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from ooc.memory.present_uses import PresentUses
-from ooc.memory.step_uses import NEVER, Reference, StepUses, Variable
+from ooc.memory.step_uses import NEVER, Operands, Reference, StepUses, Variable
 
 _MOST_REFERENCES = 4
 """Earlier steps that are remembered: a micro-batch, an optimizer's step, an evaluation and one more take turns."""
@@ -35,8 +35,8 @@ class Candidate(Protocol):
 class PresentStep(Protocol):
     """What has come in the present step so far."""
 
-    def ops_since(self, start: int) -> Sequence[tuple[Any, Sequence[int]]]:
-        """Its ops from one on, with the addresses of their operands."""
+    def ops_since(self, start: int) -> Operands:
+        """Its ops from one on."""
 
     def variable_at(self, address: int) -> tuple[int, int] | None:
         """The serial and the bytes of the variable at this address, if one is there now."""
@@ -109,12 +109,13 @@ class Foresight:
             self._candidates = [make() for make in self._remembered]
             self._follow(self._candidates)
         self._own.note_births(self._num_compared, self.present.next_serial())
-        new = self.present.ops_since(self._num_compared)
-        if new:
-            used = [self._used(index, addresses) for index, (_, addresses) in enumerate(new, self._num_compared)]
+        start = self._num_compared
+        funcs, operands = self.present.ops_since(start)
+        if funcs:
+            used = [(place, self._used(start + place, addresses)) for place, addresses in operands]
             if self._candidates:
-                self._compare([func for func, _ in new], [self._standing(serials) for serials in used])
-            self._num_compared += len(new)
+                self._compare(funcs, [(place, found) for place, serials in used if (found := self._standing(serials))])
+            self._num_compared += len(funcs)
         return self._followed
 
     def _used(self, index: int, addresses: Sequence[int]) -> list[int]:
@@ -134,12 +135,11 @@ class Foresight:
         if candidates:
             self._followed = Reference(uses=candidates[0], born_until=NEVER if self._knows_births else 0)
 
-    def _compare(self, funcs: list[Any], standing_at: Sequence[list[Variable]]) -> None:
+    def _compare(self, funcs: list[Any], standing: Sequence[tuple[int, list[Variable]]]) -> None:
         """Follow the candidates, or what was taken up again, over the ops that have come: what each called, on what."""
         assert self._candidates is not None
         start = self._num_compared
         if self._followed is not None:
-            standing = [(i, found) for i, found in enumerate(standing_at) if found]
             if self._lost is None:
                 num_same = [uses.num_same(start, funcs, standing) for uses in self._candidates]
                 pairs = zip(self._candidates, num_same, strict=True)
@@ -153,7 +153,8 @@ class Foresight:
             place += num_same_now
             shared = min(followed.uses.num_born_before(place), followed.born_until)
             self._lost, self._followed = (followed.uses, place, shared), None
-        self._take_up(start + len(funcs), funcs[-1], standing_at[-1])
+        is_last = bool(standing) and standing[-1][0] == len(funcs) - 1
+        self._take_up(start + len(funcs), funcs[-1], standing[-1][1] if is_last else ())
 
     def _take_up(self, index: int, func: Any, standing: Sequence[Variable]) -> None:
         """Follow the earlier step again if it had the last op, the one before op `index`, later than where it was."""

@@ -3,10 +3,11 @@ memory."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+import contextlib
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 NEVER = 1 << 62
 """A next use later than all others."""
@@ -16,8 +17,7 @@ Variable = int
 were allocated before it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
+class Allocation(NamedTuple):
     """An allocation or a free, at a step position (`vmm.table`)."""
 
     address: int
@@ -25,57 +25,71 @@ class Allocation:
     position: int
 
 
+class Operands(NamedTuple):
+    """Ops in order, and what those of them use that use variables. Most of a small model's ops use none."""
+
+    funcs: list[Any]
+    """What each calls."""
+    used: list[tuple[int, Sequence[int]]]
+    """Of those that use any: its place among these, and its operands' addresses, repeats included."""
+
+    @classmethod
+    def of(cls, ops: Iterable[tuple[Any, Sequence[int]]]) -> Operands:
+        """From each op and its operands' addresses."""
+        pairs = list(ops)
+        return cls([func for func, _ in pairs], [(place, found) for place, (_, found) in enumerate(pairs) if found])
+
+
 class StepUses:
     """Which op of a recorded step used which variables.
 
     Attributes:
         funcs: The ops.
-        uses_at: Per op, the variables that it used.
+        uses_at: By op, the variables that it used, if any.
     """
 
     def __init__(
         self,
-        ops: Iterable[tuple[Any, Sequence[int]]],
+        ops: Operands,
         *,
         start: Mapping[int, int],
         allocations: Sequence[Allocation],
     ) -> None:
-        """From ops with the addresses of their operands, the serials at the step's start by address, and the log."""
+        """From ops, the serials at the step's start by address, and the log in order."""
         live = {address: -1 - serial for address, serial in start.items()}
-        self.funcs: list[Any] = []
-        self.uses_at: list[tuple[Variable, ...]] = []
+        self.funcs = ops.funcs
+        self.uses_at: dict[int, tuple[Variable, ...]] = {}
         self._when: dict[Variable, list[int]] = {}
         self._freed_at: dict[Variable, int] = {}  # the op before which, of those freed within the step
-        self._born_at: list[int] = []
-        self._places: dict[Any, list[int]] = {}
-        num_born = next_event = 0
-        for index, (func, addresses) in enumerate(ops):
+        self._births: list[int] = []  # the op before which, in order
+        next_event = 0
+        for index, addresses in (*ops.used, (NEVER, ())):
             while next_event < len(allocations) and allocations[next_event].position <= 2 * index:
                 event = allocations[next_event]
                 next_event += 1
+                before = min((event.position + 1) // 2, len(self.funcs))
                 if not event.is_free:
-                    live[event.address] = num_born
-                    num_born += 1
+                    live[event.address] = len(self._births)
+                    self._births.append(before)
                 elif (freed := live.pop(event.address, None)) is not None:
-                    self._freed_at[freed] = index
-            used = tuple(dict.fromkeys(live[address] for address in addresses if address in live))
-            self.funcs.append(func)
-            self.uses_at.append(used)
-            self._born_at.append(num_born)
-            self._places.setdefault(func, []).append(index)
+                    self._freed_at[freed] = before
+            used = tuple(dict.fromkeys([live[address] for address in addresses if address in live]))
+            if not used:
+                continue
+            self.uses_at[index] = used
             for variable in used:
-                self._when.setdefault(variable, []).append(index)
-        self._born_at.append(num_born)
-        for event in allocations[next_event:]:
-            if event.is_free and (freed := live.pop(event.address, None)) is not None:
-                self._freed_at[freed] = len(self.funcs)
+                when = self._when.get(variable)
+                if when is None:
+                    self._when[variable] = [index]
+                else:
+                    when.append(index)
 
     def __repr__(self) -> str:
         return f"<StepUses of {len(self._when)} variables in {len(self.funcs)} ops>"
 
     def num_born_before(self, index: int) -> int:
         """How many variables were allocated before op `index`."""
-        return self._born_at[min(index, len(self._born_at) - 1)]
+        return bisect_right(self._births, index)
 
     def known(self, variables: Iterable[Variable]) -> frozenset[Variable]:
         """Those of these that it used."""
@@ -98,16 +112,20 @@ class StepUses:
         for index, variables in standing:
             if index >= number:
                 break
-            used = self.uses_at[place + index]
+            used = self.uses_at.get(place + index, ())
             if any(variable not in used and variable in self._when for variable in variables):
                 return index
         return number
 
     def place_of(self, func: Any, standing: frozenset[Variable], start: int) -> int | None:
         """The first op from `start` on that calls `func` on these, among others."""
-        places = self._places.get(func, [])
-        later = places[bisect_left(places, start) :]
-        return next((place for place in later if standing.issubset(self.uses_at[place])), None)
+        with contextlib.suppress(ValueError):  # there are no more such ops
+            while True:
+                start = self.funcs.index(func, start)
+                if standing.issubset(self.uses_at.get(start, ())):
+                    return start
+                start += 1
+        return None
 
     def next_use(self, variable: Variable, index: int) -> int:
         """The first op after `index` that uses it; of one that lives on, that is in the next step. Else `NEVER`.
@@ -172,7 +190,7 @@ class Reference:
         seen: set[Variable] = set()
         start = index + 1 + self.shift
         for place in range(max(start, 0), min(start + num_ops, len(self.uses.funcs))):
-            for variable in self.uses.uses_at[place]:
+            for variable in self.uses.uses_at.get(place, ()):
                 if variable in seen:
                     continue
                 seen.add(variable)

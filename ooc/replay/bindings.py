@@ -18,7 +18,7 @@ from ooc.memory.residency import ResidencyManager
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
 from ooc.replay.present_sizes import fitting, note_present_nbytes, spans, trim
-from ooc.tracing.recorder import ranks_by_age
+from ooc.tracing.observed import ranks_by_age
 from scheduler.plan import Dropped, Evicted, Kept
 from vmm.chunks import ChunkPool
 from vmm.driver import MemoryFault

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from ooc.replay.merging import merged, strangers
-from ooc.tracing.recorder import Observed, close_cycle
+from ooc.tracing.observed import Observed, close_cycle
 from scheduler.trace import Trace, Variable
 from vmm.table import between_ops, inside_op
 

@@ -22,7 +22,7 @@ from ooc.replay.planned_border import planned_border
 from ooc.replay.planned_parts import PlannedParts
 from ooc.replay.planned_reruns import PlannedRerun, PlannedReruns, PlannedTrials
 from ooc.replay.takeovers import Takeovers
-from ooc.tracing.recorder import Observed
+from ooc.tracing.observed import Observed
 from ooc.tracing.recording import MOST_HEAD_OPS
 from ooc.units import format_nbytes
 from scheduler.plan import (

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ooc.tracing.recorder import NEED, Observed
+from ooc.tracing.observed import NEED, Observed
 from scheduler.trace import Op, Trace, Use
 from vmm.table import inside_op
 

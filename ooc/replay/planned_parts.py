@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
+from ooc.tracing.observed import Observed
 from ooc.tracing.operand_marks import ROOM_ORDINAL, OperandMark
-from ooc.tracing.recorder import Observed
 from scheduler.plan import Dies, Discarded, Dropped, Loaded, occupied_ticks
 from scheduler.trace import Trace
 

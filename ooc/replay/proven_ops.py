@@ -11,7 +11,7 @@ from ooc.replay.elastic import Envelope
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.planned_trials import trials_for, waits_much, with_replayable
 from ooc.replay.rerun_trials import RerunTrials
-from ooc.tracing.recorder import Observed
+from ooc.tracing.observed import Observed
 from scheduler.budget import smallest_num_chunks
 from scheduler.plan import Machine, Plan, PlanError, occupied_ticks
 from scheduler.trace import Trace

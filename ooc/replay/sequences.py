@@ -22,7 +22,8 @@ from ooc.replay.predictor import SequencePredictor, likeliest
 from ooc.replay.proven_ops import ProvenOps
 from ooc.replay.rerun_trials import RerunTrials
 from ooc.replay.stoppable import Stopped
-from ooc.tracing.recorder import Observed, RecordedStep, need_nbytes
+from ooc.tracing.observed import Observed, need_nbytes
+from ooc.tracing.recorder import RecordedStep
 from scheduler.cost.bounds import lower_bounds
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.trace import Trace
@@ -135,8 +136,8 @@ class Sequences:
 
     def largest_need_nbytes(self) -> int:
         """What the worst op seen so far needed at once, in granules (of the sequences that are remembered)."""
-        waiting = [recording.build() for recording in self._sightings.recordings()]
-        seen = [*(shape.observed for shape in self._seen.values()), *waiting]
+        seen = [shape.observed for shape in self._seen.values()]
+        seen += (recording.build() for recording in self._sightings.recordings())
         return max((need_nbytes(observed.trace) for observed in seen), default=0)
 
     def earlier_traces(self) -> Iterator[Trace]:
@@ -260,7 +261,6 @@ class Sequences:
             return
         started = time.monotonic()
         self._asked[key] = machine
-        num_ops = len(shape.observed.trace.ops)
         try:
             found = (*ready, False) if ready is not None else self._first_plan(key, shape, machine)
             if found is None:
@@ -287,7 +287,7 @@ class Sequences:
         self._plans[key] = executable
         self._envelopes[key] = envelope
         self.last_trace, self._last_plan = envelope.trace, plan
-        _log.info("planned %d ops in %.2f s: %s", num_ops, time.monotonic() - started, dict(plan.predicted))
+        _log.info("planned %d ops in %.2f s: %s", executable.num_ops, time.monotonic() - started, dict(plan.predicted))
 
     def _first_plan(self, key: str, shape: Shape, machine: Machine) -> tuple[Envelope, Plan, bool] | None:
         """For the largest sizes, with headroom if there is room; is it quick? None: another process makes it."""

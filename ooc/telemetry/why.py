@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from ooc.tracing.recorded_ops import OpRecord
 from ooc.tracing.recorder import RecordedStep, StepRecorder
@@ -29,6 +29,15 @@ model; again: it was as the one before, and is planned once it was seen twice an
 ops on other sizes; ops: other ops; left: it left its plan; refused: a plan could not be entered; segment: a part of
 it is not planned; unplannable: no plan can be made; unlearned: learning has taken its share of the time; fits:
 nothing has to move, so there is no need of a plan; unknown: not compared."""
+
+
+class Comparable(Protocol):
+    """What is compared: a recorded step, or the present one."""
+
+    @property
+    def events(self) -> Sequence[Event]: ...
+    def funcs(self) -> list[Any]: ...
+    def op(self, index: int) -> OpRecord: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +118,8 @@ class UnplannedSteps:
             unknown = Reason(cause="unknown", text="it was not like one that was seen twice")
             self._noted.append((num_ops, _UNLEARNED if self._is_unlearned else unknown))
             return
-        ops = tuple(op.func for op in recording.ops)
-        reason = self._compare_segment(recording.ops, recording.events)
+        ops = tuple(recording.funcs())
+        reason = self._compare_segment(recording, ops)
         self._num_again[ops] = self._num_again.get(ops, 0) + 1 if reason.cause == "again" else 0
         if reason.cause == "again" and self._is_unlearned:
             reason = _UNLEARNED
@@ -123,15 +132,14 @@ class UnplannedSteps:
             oldest = next(iter(self._segments))
             del self._segments[oldest], self._num_again[oldest]
 
-    def _compare_segment(self, ops: Sequence[OpRecord], events: Sequence[Event]) -> Reason:
+    def _compare_segment(self, recording: Comparable, funcs: tuple[Any, ...]) -> Reason:
         """Compared with the last segment of the same ops; without one, with the last that began with the same op."""
-        funcs = tuple(op.func for op in ops)
         before = self._segments.get(funcs) or next(
             (found for known, found in reversed(self._segments.items()) if known[:1] == funcs[:1]), None
         )
         if before is None:
             return Reason(cause="segment", text="nothing that began like it was seen before")
-        return compare(before.ops, before.events, ops, events)
+        return compare(before, recording)
 
     def _explain_segments(self) -> Reason:
         """The reason of that segment, of those noted in the step that ends, which took most ops on demand."""
@@ -178,7 +186,7 @@ class UnplannedSteps:
                 left = bool(recorder.num_replayed)
                 reason = Reason(cause="left", text=f"left its plan: {bailout}") if left else Reason(cause="unknown")
                 if not left and self._num_segments <= _MOST_SEGMENTS_COMPARED:
-                    reason = self._compare_segment(recorder.ops, recorder.events)
+                    reason = self._compare_segment(recorder, tuple(recorder.funcs()))
                 self._noted.append((recorder.num_ops - recorder.num_replayed, reason))
             return self._explain_segments()
         self._noted.clear()
@@ -200,30 +208,31 @@ class UnplannedSteps:
         was_twice = self._keys[0] == self._keys[1]
         if self._num_compared > _MOST_COMPARED:
             return _UNLEARNED if self._is_unlearned else _STEPS_BEFORE if was_twice else _NOT_COMPARED
-        reason = compare(self._before.ops, self._before.events, recorder.ops, recorder.events)
+        reason = compare(self._before, recorder)
         if reason.cause != "again":
             return _AFTER_THE_FIRST if self._num_periods <= 1 else reason
         return _UNLEARNED if self._is_unlearned else _BEING_PLANNED if was_twice else reason
 
 
-def compare(
-    before: Sequence[OpRecord], events_before: Sequence[Event], now: Sequence[OpRecord], events_now: Sequence[Event]
-) -> Reason:
+def compare(before: Comparable, now: Comparable) -> Reason:
     """Where a step parts from the one before it. What comes after the end of the shorter one counts for nothing."""
-    for index, (old, new) in enumerate(zip(before, now, strict=False)):
-        if old.func is not new.func:
-            expected = f"{old.func}{f' ({old.where})' if old.where else ''}"
-            return Reason(cause="ops", text=f"{_op(index, new)} came, where the step before had {expected}")
-    made_before = [e for e in events_before if e.kind == ALLOC]
-    made_now = [e for e in events_now if e.kind == ALLOC]
+    funcs = now.funcs()
+    for index, (old, new) in enumerate(zip(before.funcs(), funcs, strict=False)):
+        if old is not new:
+            expected = before.op(index)
+            place = f" ({expected.where})" if expected.where else ""
+            text = f"{_op(index, now.op(index))} came, where the step before had {expected.func}{place}"
+            return Reason(cause="ops", text=text)
+    made_before = [e for e in before.events if e.kind == ALLOC]
+    made_now = [e for e in now.events if e.kind == ALLOC]
     for old_event, new_event in zip(made_before, made_now, strict=False):
         index = new_event.position // 2
-        if old_event.nbytes != new_event.nbytes and old_event.position // 2 == index and index < len(now):
+        if old_event.nbytes != new_event.nbytes and old_event.position // 2 == index and index < len(funcs):
             sizes = f"{format_nbytes(new_event.nbytes)}, {format_nbytes(old_event.nbytes)} in the step before"
-            return Reason(cause="sizes", text=f"the same ops on other sizes: {_op(index, now[index])} made {sizes}")
+            return Reason(cause="sizes", text=f"the same ops on other sizes: {_op(index, now.op(index))} made {sizes}")
         if old_event.position != new_event.position:
             below = f"{format_nbytes(new_event.nbytes)} here, and not in the step before"
-            place = f"{_op(index, now[index])} made" if index < len(now) else "between ops were made"
+            place = f"{_op(index, now.op(index))} made" if index < len(funcs) else "between ops were made"
             return Reason(cause="sizes", text=f"the same ops on other sizes: {place} {below}")
     return Reason(cause="again", text="as the step before: it is planned as soon as it was seen twice")
 

@@ -27,9 +27,10 @@ from torch.utils.flop_counter import flop_registry
 from ooc.tracing import op_semantics as ops
 from ooc.tracing.call_sites import CallSites
 from ooc.tracing.gradients import raw_gradient
+from ooc.tracing.observed import NEED, Observed, close_cycle, need_nbytes
 from ooc.tracing.own_memory import OwnMemory
 from ooc.tracing.recorded_ops import OpRecord
-from ooc.tracing.recorder import NEED, Observed, StepRecorder, close_cycle, need_nbytes
+from ooc.tracing.recorder import StepRecorder
 from scheduler.profiles import Profile
 from scheduler.trace import Trace
 from vmm.table import between_ops, inside_op

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 
@@ -17,8 +18,11 @@ class OpLog(Protocol):
     def entries(self) -> list[tuple[Any, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bool]]:
         """Of a detached log, oldest first: op, call site, operands (with repeats), written, results, ns, replayable."""
 
-    def operands(self, start: int) -> list[tuple[Any, tuple[int, ...]]]:
-        """Of a detached log, those from one on, each with its operands' addresses, repeats included."""
+    def entry(self, place: int) -> tuple[Any, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bool]:
+        """Of a detached log, one op's."""
+
+    def operands(self, start: int) -> tuple[list[Any], list[tuple[int, Sequence[int]]]]:
+        """Of a detached log, those from one on, as `ooc.memory.step_uses.Operands`."""
 
     def signature(self, start: int) -> int:
         """Continue a hash of which ops there were."""

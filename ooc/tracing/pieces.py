@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from ooc.tracing.recorder import RecordedStep, StartVariable, StepRecorder
+from ooc.tracing.observed import StartVariable
+from ooc.tracing.recorder import RecordedStep, StepRecorder
 from vmm.table import between_ops
 from vmm.torch_cpu import ALLOC
 

@@ -7,10 +7,11 @@ collector to follow, and most recordings are never looked at: those of steps tha
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ooc.memory.step_uses import Operands
 from ooc.tracing.op_log import OpLog
 
 
@@ -108,20 +109,30 @@ class RecordedOps:
             return self._parts[0]
         found: list[OpRecord] = []
         for part in self._parts:
-            found += part if isinstance(part, list) else _records(part)
+            found += part if isinstance(part, list) else map(_record, part.entries())
         return found
 
-    def operands_since(self, start: int) -> list[tuple[Any, Sequence[int]]]:
-        """The ops from one on, each with the addresses of its operands, repeats included."""
+    def at(self, index: int) -> OpRecord:
+        """One of them. What is compact stays so."""
         self._detach()
-        found: list[tuple[Any, Sequence[int]]] = []
+        place = bisect_right(self._starts, index) - 1
+        part, offset = self._parts[place], index - self._starts[place]
+        return part[offset] if isinstance(part, list) else _record(part.entry(offset))
+
+    def operands_since(self, start: int) -> Operands:
+        """The ops from one on, with the addresses of their operands."""
+        self._detach()
+        funcs: list[Any] = []
+        used: list[tuple[int, Sequence[int]]] = []
         for index in range(max(bisect_right(self._starts, start) - 1, 0), len(self._parts)):
-            part, skipped = self._parts[index], max(start - self._starts[index], 0)
+            part, skipped, before = self._parts[index], max(start - self._starts[index], 0), len(funcs)
             if isinstance(part, list):
-                found += [(op.func, op.occurrences) for op in part[skipped:]]
+                some = Operands.of((op.func, op.occurrences) for op in part[skipped:])
             else:
-                found += part.operands(skipped)
-        return found
+                some = Operands(*part.operands(skipped))
+            funcs += some.funcs
+            used += [(before + place, found) for place, found in some.used] if before else some.used
+        return Operands(funcs, used)
 
     def hashed(self, start: int, step: Any) -> int:
         """Continue a hash of which ops there were, by `step(hash, func)` for those that came through Python."""
@@ -145,16 +156,14 @@ class RecordedOps:
             self._num_in_parts += len(self._parts[-1])
 
 
-def _records(log: OpLog) -> Iterable[OpRecord]:
-    return [
-        OpRecord(
-            func=func,
-            where=where,
-            occurrences=occurrences,
-            written=written,
-            results=results,
-            duration_ns=duration_ns,
-            replayable=replayable,
-        )
-        for func, where, occurrences, written, results, duration_ns, replayable in log.entries()
-    ]
+def _record(entry: tuple[Any, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bool]) -> OpRecord:
+    func, where, occurrences, written, results, duration_ns, replayable = entry
+    return OpRecord(
+        func=func,
+        where=where,
+        occurrences=occurrences,
+        written=written,
+        results=results,
+        duration_ns=duration_ns,
+        replayable=replayable,
+    )

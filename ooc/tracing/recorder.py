@@ -1,102 +1,21 @@
-"""Records a step's ops and allocations, and turns them into a `scheduler.Trace`.
+"""Records a step's ops and allocations.
 
 While a step runs on demand, the recorder notes each op with the storage addresses of its operands, and the allocator's
-log notes each allocation and free with its position in the step. Only at the step's end are the two merged into one
-sequence of ticks. Addresses are resolved to variables then, in order, since one may belong to several in turn.
+log notes each allocation and free with its position in the step. Only at the step's end are the two merged
+(`ooc.tracing.observed`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ooc.memory.record import VariableRecord
-from ooc.memory.step_uses import Allocation, StepUses
+from ooc.memory.step_uses import Allocation, Operands, StepUses
+from ooc.tracing.observed import InFlight, Observed, StartVariable, TraceBuilder
 from ooc.tracing.op_log import OpLog
 from ooc.tracing.recorded_ops import OpRecord, RecordedOps
-from scheduler.budget import smallest_num_chunks
-from scheduler.plan import Machine
-from scheduler.trace import Op, Trace, Use, Variable
-from vmm.table import between_ops, inside_op
-from vmm.torch_cpu import ALLOC, GRANULE_NBYTES, Event
-
-Origin = tuple[str, int, int]
-"""Where a variable was born: a sequence's family, a step position, and which of the allocations there it was."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-    """One observation of a step.
-
-    Attributes:
-        trace: Without `becomes`: a single step does not show which variable is which in the next.
-        funcs: The op of each `trace.ops`.
-        occurrences: Per op, the variable of each operand, repeats included.
-        start_serials, end_serials: Per variable, the serial of its record where it exists at the
-            step's start, or is alive at its end; else None.
-        sliced: Per op, `OpRecord.sliced`, of variables.
-        flights: Per op, `OpRecord.in_flight`, `is_held` and `landed`, of variables; empty where there is no collective.
-        start_ranks: Per variable that exists at the step's start, its record's rank (`ranks_by_age`).
-        family: Identity of the sequence of ops; sizes and lifetimes may differ.
-        origins: Per variable, where it was born (`VariableRecord.origin`); None where that is not known.
-        grad_mode: Whether gradients were enabled when its first op ran.
-        num_alive: Variables that existed at the step's start, used or not.
-        known: What follows from the rest, once it was asked for; no part of what equals what.
-    """
-
-    trace: Trace
-    funcs: tuple[Any, ...]
-    occurrences: tuple[tuple[int, ...], ...]
-    start_serials: tuple[int | None, ...]
-    start_ranks: tuple[int | None, ...]
-    end_serials: tuple[int | None, ...]
-    sliced: tuple[tuple[int, ...] | None, ...] = ()
-    flights: tuple[tuple[tuple[int, ...], bool, tuple[int, ...]] | None, ...] = ()
-    family: str = ""
-    origins: tuple[Origin | None, ...] = ()
-    grad_mode: bool = True
-    num_alive: int = 0
-    known: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
-
-
-NEED = "largest_need_nbytes"
-"""In a trace's metadata: what the worst op, in the step or before it, needed at once (`need_nbytes`)."""
-
-
-def need_nbytes(trace: Trace) -> int:
-    """What its worst op needs at once, in chunks of the smallest size: no budget below that will do."""
-    machine = Machine(chunk_nbytes=GRANULE_NBYTES, num_chunks=1, load_bytes_per_s=1e9, evict_bytes_per_s=1e9)
-    return smallest_num_chunks(trace, machine) * GRANULE_NBYTES
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A variable while the trace is being built."""
-
-    nbytes: int
-    birth_tick: int | None
-    death_tick: int | None = None
-    seen: bool = False
-    start_serial: int | None = None
-    kind: str = ""
-    label: str = ""
-    origin: Origin | None = None
-
-
-def ranks_by_age(records: Iterable[VariableRecord | StartVariable]) -> dict[int | None, int]:
-    """For each record, by serial, how many of the same size are younger.
-
-    A variable that is another storage in every step is identified by its size and this rank: its place in the order
-    of allocation. Records that the step does not use are counted, too.
-    """
-    counts: dict[int, int] = {}
-    ranks: dict[int | None, int] = {}
-    for record in sorted(records, key=lambda r: -r.serial):
-        ranks[record.serial] = counts.get(record.nbytes, 0)
-        counts[record.nbytes] = ranks[record.serial] + 1
-    return ranks
+from vmm.torch_cpu import ALLOC, Event
 
 
 class StepRecorder:
@@ -154,6 +73,14 @@ class StepRecorder:
         """The same, but what is compact stays so."""
         return self._ops.as_records()
 
+    def op(self, index: int) -> OpRecord:
+        """One op; what is compact stays so."""
+        return self._ops.at(index)
+
+    def funcs(self) -> list[Any]:
+        """What the ops so far call."""
+        return self.operands_since(0).funcs
+
     def append(self, op: OpRecord) -> None:
         """Note an op that came through Python."""
         self._ops.extend((op,))
@@ -170,8 +97,8 @@ class StepRecorder:
         """Forget the last op."""
         self._ops.drop_last()
 
-    def operands_since(self, start: int) -> list[tuple[Any, Sequence[int]]]:
-        """The ops from one on, each with the addresses of its operands; no records are made."""
+    def operands_since(self, start: int) -> Operands:
+        """The ops from one on, with the addresses of their operands; no records are made."""
         return self._ops.operands_since(start)
 
     def finish(self, end_records: Mapping[int, VariableRecord]) -> RecordedStep:
@@ -199,18 +126,6 @@ class StepRecorder:
 
 _HASH_START, _HASH_FACTOR, _HASH_MASK = 0xCBF29CE484222325, 0x100000001B3, (1 << 64) - 1
 """FNV-1a, as in native/op_log.h."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartVariable:
-    """What a recording keeps of a record that existed at the step's start."""
-
-    nbytes: int
-    serial: int
-    seen: bool
-    kind: str
-    label: str
-    origin: Origin | None
 
 
 class RecordedStep:
@@ -243,6 +158,14 @@ class RecordedStep:
         """Its ops. Made anew for whoever asks: they are kept as compact as they came."""
         return self._recorder.as_records()
 
+    def op(self, index: int) -> OpRecord:
+        """One of its ops."""
+        return self._recorder.op(index)
+
+    def funcs(self) -> list[Any]:
+        """What its ops call."""
+        return self._recorder.operands_since(0).funcs
+
     @property
     def events(self) -> Sequence[Event]:
         """Its allocations and frees."""
@@ -256,9 +179,7 @@ class RecordedStep:
         self._uses = StepUses(
             recorder.operands_since(0),
             start={address: variable.serial for address, variable in self.start.items()},
-            allocations=[
-                Allocation(address=e.address, is_free=e.kind != ALLOC, position=e.position) for e in recorder.events
-            ],
+            allocations=[Allocation(e.address, e.kind != ALLOC, e.position) for e in recorder.events],
         )
         return self._uses
 
@@ -274,7 +195,7 @@ class RecordedStep:
     def build(self) -> Observed:
         """The step as it was observed."""
         if self._observed is None:
-            builder = _Builder(dict(self.start), _InFlight(self.flight_nbytes), self.family, self.grad_mode)
+            builder = TraceBuilder(dict(self.start), InFlight(self.flight_nbytes), self.family, self.grad_mode)
             self._observed = builder.build(self.ops, self._recorder.events, self.end_serials)
         return self._observed
 
@@ -290,259 +211,3 @@ def _most_alive(start: Mapping[int, StartVariable], events: Iterable[Event]) -> 
         else:
             alive -= sizes.pop(event.address, 0)
     return most
-
-
-class _InFlight:
-    """Variables that collectives under way use, while the trace is being built; those launched first come first."""
-
-    def __init__(self, limit_nbytes: int) -> None:
-        self._limit_nbytes = limit_nbytes
-        self._writes: dict[int, bool] = {}
-        self._held: set[int] = set()
-
-    def launch(
-        self, variables: Sequence[int], written: Container[int | None], drafts: Sequence[_Draft], is_held: bool
-    ) -> None:
-        """A collective uses these from now on."""
-        if not variables and not self._writes:
-            return
-        for index in variables:
-            self._writes[index] = index in written
-            if is_held:
-                self._held.add(index)
-        excess = sum(drafts[index].nbytes for index in self._writes) - self._limit_nbytes
-        for index in [i for i in self._writes if i not in self._held]:
-            if excess <= 0:
-                break
-            excess -= drafts[index].nbytes
-            self.end([index])
-
-    def end(self, variables: Iterable[int]) -> None:
-        """They are in use no more: named by an op, waited for, or freed."""
-        for index in variables:
-            self._writes.pop(index, None)
-            self._held.discard(index)
-
-    @property
-    def written(self) -> set[int]:
-        """Those that are written until they are in use no more."""
-        return {index for index, writes in self._writes.items() if writes}
-
-    def uses(self, drafts: Sequence[_Draft], *, besides: Container[int]) -> list[Use]:
-        """Uses of these during an op that names only `besides`."""
-        if not self._writes:
-            return []
-        self.end([index for index in self._writes if drafts[index].death_tick is not None])
-        return [
-            Use(variable=index, reads=True, writes=writes)
-            for index, writes in self._writes.items()
-            if index not in besides
-        ]
-
-
-@dataclass(slots=True)
-class _Builder:
-    start_records: dict[int, StartVariable]
-    in_flight: _InFlight
-    family: str
-    grad_mode: bool
-    tick: int = 1  # tick 0 is the start itself: what is freed first of all has lived until then
-    drafts: list[_Draft] = field(default_factory=list)
-    live: dict[int, int] = field(default_factory=dict)  # address -> draft index
-    ranks: dict[int | None, int] = field(default_factory=dict)  # of records at the start, by serial
-
-    def build(self, ops: Sequence[OpRecord], events: Sequence[Event], end_serials: Mapping[int, int]) -> Observed:
-        self.ranks = ranks_by_age(self.start_records.values())
-        made: list[Op] = []
-        occurrences: list[tuple[int, ...]] = []
-        sliced: list[tuple[int, ...] | None] = []
-        flights: list[tuple[tuple[int, ...], bool, tuple[int, ...]] | None] = []
-        next_event = 0
-
-        def consume(limit: int, label: str) -> list[int]:
-            """Apply events with a position below `limit`; the variables that they allocate."""
-            nonlocal next_event
-            born = []
-            while next_event < len(events) and events[next_event].position < limit:
-                index = self._apply(events[next_event], label)
-                if index is not None:
-                    born.append(index)
-                next_event += 1
-            return born
-
-        for index, op in enumerate(ops):
-            consume(inside_op(index), "")
-            start_tick = self.tick
-            self.tick += 1
-            operands = tuple(v for v in map(self._operand, op.occurrences) if v is not None)
-            landed = self._known(op.landed)
-            written = {self._operand(address) for address in op.written}
-            name = str(op.func)
-            born = consume(between_ops(index + 1), f"{name}, {op.where}" if op.where else name)
-            for address in op.results:
-                if address in self.live:
-                    self.drafts[self.live[address]].seen = True
-            changing = written | self.in_flight.written
-            apart = None if op.sliced is None else self._known(op.sliced)
-            sliced.append(apart)
-            whole = [v for v in dict.fromkeys(operands) if apart is None or v not in apart]
-            uses = [Use(variable=v, reads=True, writes=v in changing) for v in whole]
-            uses += [Use(variable=v, reads=False, writes=True) for v in born]
-            # What ends before this op is used and changed in it, too: written out right after the op before, it would
-            # be written out before the program's wait.
-            uses += self.in_flight.uses(self.drafts, besides=operands)
-            self.in_flight.end((*landed, *operands))
-            launched = self._known(op.in_flight)
-            self.in_flight.launch(launched, written, self.drafts, op.is_held)
-            flights.append((launched, op.is_held, landed) if launched or landed else None)
-            made.append(
-                Op(
-                    name=name,
-                    where=op.where,
-                    start_tick=start_tick,
-                    stop_tick=self.tick,
-                    duration_ns=op.duration_ns,
-                    uses=tuple(uses),
-                    replayable=op.replayable,
-                )
-            )
-            occurrences.append(operands)
-        consume(between_ops(len(ops) + 1), "")
-        return self._finish(_without_reruns(made, sliced), occurrences, sliced, flights, ops, end_serials)
-
-    def _known(self, addresses: Iterable[int]) -> tuple[int, ...]:
-        """The variables alive at these addresses."""
-        return tuple(self.live[address] for address in addresses if address in self.live)
-
-    def _apply(self, event: Event, label: str) -> int | None:
-        if event.kind == ALLOC:
-            origin = (self.family, event.position, event.ordinal) if event.ordinal else None
-            self.drafts.append(_Draft(nbytes=event.nbytes, birth_tick=self.tick, label=label, origin=origin))
-            self.live[event.address] = len(self.drafts) - 1
-            self.tick += 1
-            return len(self.drafts) - 1
-        index = self._operand(event.address, seen=False)
-        if index is not None:
-            self.drafts[index].death_tick = self.tick
-            del self.live[event.address]
-            self.start_records.pop(event.address, None)
-            self.tick += 1
-        return None
-
-    def _operand(self, address: int, *, seen: bool = True) -> int | None:
-        """Index of the variable at this address now; None for memory that is no variable's."""
-        index = self.live.get(address)
-        if index is None:
-            record = self.start_records.get(address)
-            if record is None:
-                return None
-            self.drafts.append(
-                _Draft(
-                    nbytes=record.nbytes,
-                    birth_tick=None,
-                    start_serial=record.serial,
-                    seen=record.seen,
-                    kind=record.kind,
-                    label=record.label,
-                    origin=record.origin,
-                )
-            )
-            index = self.live[address] = len(self.drafts) - 1
-        if seen:
-            self.drafts[index].seen = True
-        return index
-
-    def _finish(
-        self,
-        made: list[Op],
-        occurrences: list[tuple[int, ...]],
-        sliced: list[tuple[int, ...] | None],
-        flights: list[tuple[tuple[int, ...], bool, tuple[int, ...]] | None],
-        ops: Sequence[OpRecord],
-        end_serials: Mapping[int, int],
-    ) -> Observed:
-        ends: dict[int, int] = {
-            index: end_serials[address] for address, index in self.live.items() if address in end_serials
-        }
-        variables = tuple(
-            Variable(
-                nbytes=d.nbytes,
-                birth_tick=d.birth_tick,
-                death_tick=d.death_tick,
-                evictable=d.seen or (d.death_tick is not None and _within_one_op(d, made)),
-                kind=d.kind or ("activation" if d.birth_tick is not None else "other"),
-                label=d.label,
-            )
-            for d in self.drafts
-        )
-        return Observed(
-            trace=Trace(ops=tuple(made), variables=variables, num_ticks=max(self.tick, 1), cyclic=True),
-            funcs=tuple(op.func for op in ops),
-            occurrences=tuple(occurrences),
-            start_serials=tuple(d.start_serial for d in self.drafts),
-            start_ranks=tuple(self.ranks.get(d.start_serial) for d in self.drafts),
-            end_serials=tuple(ends.get(i) for i in range(len(self.drafts))),
-            sliced=tuple(sliced),
-            flights=tuple(flights),
-            family=self.family,
-            origins=tuple(d.origin for d in self.drafts),
-            grad_mode=self.grad_mode,
-            num_alive=len(self.ranks),
-        )
-
-
-def _without_reruns(ops: list[Op], sliced: Sequence[tuple[int, ...] | None]) -> list[Op]:
-    """The ops, of which none is to make again what another uses in slices: no plan sees that use."""
-    apart = {variable for variables in sliced if variables for variable in variables}
-    if not apart:
-        return ops
-    return [
-        replace(op, replayable=op.replayable and not any(u.writes and u.variable in apart for u in op.uses))
-        for op in ops
-    ]
-
-
-def _within_one_op(draft: _Draft, ops: Sequence[Op]) -> bool:
-    """Whether a variable lives inside one op, where nothing is ever moved: any answer would do."""
-
-    if draft.birth_tick is None or draft.death_tick is None:
-        return False
-    index = bisect_right(ops, draft.birth_tick, key=lambda op: op.start_tick) - 1
-    return index >= 0 and draft.death_tick < ops[index].stop_tick
-
-
-def close_cycle(first: Observed, second: Observed) -> Trace:
-    """Make the cyclic trace of a repeating step from two observations of it.
-
-    A variable that exists at the start and lives on is *itself* in the next step if both
-    observations found the same storage in its place; otherwise it enters and leaves (a batch from
-    a list). What is born and lives on becomes one that exists at the start: matched by size, in
-    order of allocation, which is how the executor will match them.
-    """
-    trace = second.trace
-    if first.trace.fingerprint() != trace.fingerprint():
-        raise ValueError("two observations of different sequences do not make a cycle")
-    becomes: dict[int, int] = {}
-    successors: dict[int, list[tuple[int, int]]] = {}
-    for index, v in enumerate(trace.variables):
-        serial = second.start_serials[index]
-        if v.birth_tick is not None or serial is None:
-            continue
-        if first.start_serials[index] == serial:
-            if v.death_tick is None:
-                becomes[index] = index
-        elif v.death_tick is not None:
-            successors.setdefault(v.nbytes, []).append((serial, index))
-    leavers: dict[int, list[tuple[int, int]]] = {}
-    for index, v in enumerate(trace.variables):
-        serial = second.end_serials[index]
-        if v.birth_tick is not None and v.death_tick is None and serial is not None and v.evictable:
-            leavers.setdefault(v.nbytes, []).append((serial, index))
-    for nbytes, entering in successors.items():
-        leaving = sorted(leavers.get(nbytes, ()), reverse=True)
-        for (_, successor), (_, index) in zip(sorted(entering, reverse=True), leaving, strict=False):
-            becomes[index] = successor
-    variables = tuple(
-        v if index not in becomes else replace(v, becomes=becomes[index]) for index, v in enumerate(trace.variables)
-    )
-    return Trace(ops=trace.ops, variables=variables, num_ticks=trace.num_ticks, cyclic=True, metadata=trace.metadata)

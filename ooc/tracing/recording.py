@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 from ooc.memory.record import VariableRecord
 from ooc.memory.residency import ResidencyManager
+from ooc.memory.step_uses import Operands
 from ooc.tracing.call_sites import CallSites
 from ooc.tracing.op_log import OpLog
 from ooc.tracing.recorded_ops import OpRecord
@@ -127,10 +128,10 @@ class OpsSoFar:
     def __repr__(self) -> str:
         return f"<OpsSoFar of {self._recording!r}>"
 
-    def ops_since(self, start: int) -> list[tuple[Any, Sequence[int]]]:
-        """Ops from one on, with the addresses of their operands."""
+    def ops_since(self, start: int) -> Operands:
+        """Ops from one on."""
         recorder = self._recording.recorder
-        return recorder.operands_since(start) if recorder is not None else []
+        return recorder.operands_since(start) if recorder is not None else Operands([], [])
 
     def variable_at(self, address: int) -> tuple[int, int] | None:
         """The serial and the bytes of the variable at this address, if one is there now."""

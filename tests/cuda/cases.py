@@ -12,7 +12,7 @@ import pytest
 
 import ooc
 from ooc.testing.fake_device import FakeCudaDevice
-from ooc.tracing.recorder import Observed, close_cycle
+from ooc.tracing.observed import Observed, close_cycle
 from scheduler.trace import Trace
 from vmm.device_store import DeviceStore
 from vmm.store import StoreSpeed

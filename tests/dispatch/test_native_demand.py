@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ooc
 from ooc.dispatch.signals import CriticalLock
 from ooc.errors import BudgetTooSmall
-from ooc.tracing.recorder import Observed
+from ooc.tracing.observed import Observed
 
 HERE = Path(__file__).name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ooc.memory.foresight import Foresight
-from ooc.memory.step_uses import NEVER, Allocation, StepUses
+from ooc.memory.step_uses import NEVER, Allocation, Operands, StepUses
 
 A, B, P = 0x1000, 0x2000, 0x9000
 
@@ -21,14 +21,14 @@ def free(address: int, position: int) -> Allocation:
 def step() -> StepUses:
     """Op 0 makes A from P; op 1 makes B from A; op 2 reads B, which goes; op 3 makes another there; op 4 reads A."""
     return StepUses(
-        [("f", [P]), ("g", [A, A]), ("h", [B]), ("g", [A]), ("i", [A, B])],
+        Operands.of([("f", [P]), ("g", [A, A]), ("h", [B]), ("g", [A]), ("i", [A, B])]),
         start={P: 7},
         allocations=[alloc(A, 1), alloc(B, 3), free(B, 6), alloc(B, 7)],
     )
 
 
 def test_uses_are_of_variables_not_of_addresses() -> None:
-    assert step().uses_at == [(-8,), (0,), (1,), (0,), (0, 2)]
+    assert step().uses_at == {0: (-8,), 1: (0,), 2: (1,), 3: (0,), 4: (0, 2)}
 
 
 def test_next_use() -> None:
@@ -42,8 +42,8 @@ def test_next_use() -> None:
 
 
 def test_an_address_used_before_its_allocation_in_the_same_op_is_another_variable() -> None:
-    uses = StepUses([("f", [A]), ("g", [A])], start={A: 3}, allocations=[free(A, 2), alloc(A, 2)])
-    assert uses.uses_at == [(-4,), (0,)]
+    uses = StepUses(Operands.of([("f", [A]), ("g", [A])]), start={A: 3}, allocations=[free(A, 2), alloc(A, 2)])
+    assert uses.uses_at == {0: (-4,), 1: (0,)}
 
 
 class Present:
@@ -52,8 +52,8 @@ class Present:
     def __init__(self, ops: list[tuple[Any, list[int]]], serials: dict[int, int] | None = None, upto: int = 22) -> None:
         self.ops, self.serials, self.upto = ops, serials or {}, upto
 
-    def ops_since(self, start: int) -> list[tuple[Any, list[int]]]:
-        return self.ops[start:]
+    def ops_since(self, start: int) -> Operands:
+        return Operands.of(self.ops[start:])
 
     def variable_at(self, address: int) -> tuple[int, int] | None:
         return (self.serials[address], 4) if address in self.serials else None
@@ -101,7 +101,7 @@ def test_a_step_that_goes_another_way_is_no_reference() -> None:
 
 
 def test_the_latest_step_that_fits_is_the_reference() -> None:
-    other = StepUses([("f", [P]), ("x", [])], start={P: 7}, allocations=[])
+    other = StepUses(Operands.of([("f", [P]), ("x", [])]), start={P: 7}, allocations=[])
     ops: list[tuple[Any, list[int]]] = [("f", [])]
     foresight = Foresight(Present(ops))
     foresight.remember(step)
@@ -144,7 +144,7 @@ def layers() -> StepUses:
     """Three layers, forwards and back; each op forwards makes something that its own op backwards uses."""
     ops = [(func, addresses if func == "f" else [*addresses, addresses[0] + 1]) for func, addresses in LAYERS]
     made = [alloc(address + 1, 2 * index + 1) for index, address in enumerate((P, Q, R))]
-    return StepUses(ops, start={P: 1, Q: 2, R: 3}, allocations=made)
+    return StepUses(Operands.of(ops), start={P: 1, Q: 2, R: 3}, allocations=made)
 
 
 def test_a_layer_that_is_left_out_costs_the_reference_only_until_the_next_one() -> None:

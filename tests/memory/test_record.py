@@ -199,7 +199,7 @@ def findings(source: str, *, where: str) -> list[str]:
 def test_nobody_else_assigns_what_transitions_change() -> None:
     own = {PACKAGE / "memory" / "record.py"}
     others = {  # not a record: attributes of these names on other things
-        "tracing/recorder.py": "self.drafts[self.live[address]].seen",
+        "tracing/observed.py": "self.drafts[self.live[address]].seen",
         "fragmentation/": "",
     }
     found = []

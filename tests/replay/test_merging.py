@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ooc.replay.merging import merged, strangers
-from ooc.tracing.recorder import Observed
+from ooc.tracing.observed import Observed
 from scheduler.trace import Op, Trace, Use, Variable
 from vmm.table import inside_op
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
@@ -33,8 +33,19 @@ def made(index: int, nbytes: int) -> Event:
 OPS = [FIRST := op("mm"), op("relu"), op("sum")]
 
 
+class Recorded(NamedTuple):
+    ops: list[OpRecord]
+    events: list[Event]
+
+    def funcs(self) -> list[Any]:
+        return [op.func for op in self.ops]
+
+    def op(self, index: int) -> OpRecord:
+        return self.ops[index]
+
+
 def test_another_op() -> None:
-    reason = compare(OPS, [], [FIRST, op("sin")], [])
+    reason = compare(Recorded(OPS, []), Recorded([FIRST, op("sin")], []))
     assert reason.cause == "ops"
     assert reason.text == "op 1 (sin, sin.py:1) came, where the step before had relu (relu.py:1)"
 
@@ -42,20 +53,21 @@ def test_another_op() -> None:
 def test_another_size() -> None:
     events = [made(0, 64 * KIB), made(1, 128 * KIB)]
     other = [made(0, 64 * KIB), made(1, 192 * KIB)]
-    reason = compare(OPS, events, OPS, other)
+    reason = compare(Recorded(OPS, events), Recorded(OPS, other))
     assert reason.cause == "sizes"
     assert "op 1 (relu, relu.py:1) made 192.0 KiB, 128.0 KiB in the step before" in reason.text
 
 
 def test_a_size_that_crossed_the_threshold() -> None:
-    reason = compare(OPS, [made(0, 64 * KIB), made(2, 64 * KIB)], OPS, [made(0, 64 * KIB), made(1, 64 * KIB)])
+    before, now = [made(0, 64 * KIB), made(2, 64 * KIB)], [made(0, 64 * KIB), made(1, 64 * KIB)]
+    reason = compare(Recorded(OPS, before), Recorded(OPS, now))
     assert reason.cause == "sizes"
     assert "op 1 (relu, relu.py:1) made 64.0 KiB here, and not in the step before" in reason.text
 
 
 def test_equal_steps() -> None:
     events = [made(0, 64 * KIB)]
-    assert compare(OPS, events, OPS[:2], events).cause == "again"
+    assert compare(Recorded(OPS, events), Recorded(OPS[:2], events)).cause == "again"
 
 
 def _rows(lengths: list[int], *, skip: int | None = None, is_elastic: bool = True) -> list[dict[str, Any]]:

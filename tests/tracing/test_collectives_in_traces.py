@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from ooc.memory.record import VariableRecord
+from ooc.tracing.observed import Observed
 from ooc.tracing.recorded_ops import OpRecord
-from ooc.tracing.recorder import Observed, StepRecorder
+from ooc.tracing.recorder import StepRecorder
 from vmm.table import ALLOC, FREE, Event
 
 _A, _B, _C = 1 << 16, 2 << 16, 3 << 16

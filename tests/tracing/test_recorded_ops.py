@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ooc
+from ooc.memory.step_uses import Operands
 from ooc.tracing.op_log import OpLog
 from ooc.tracing.recorded_ops import OpRecord, RecordedOps
 from ooc.tracing.recorder import StepRecorder
@@ -38,8 +39,11 @@ class _Log:
             for op in self.ops
         ]
 
-    def operands(self, start: int) -> list[tuple[Any, tuple[int, ...]]]:
-        return [(op.func, tuple(op.occurrences)) for op in self.ops[start:]]
+    def entry(self, place: int) -> _Entry:
+        return self.entries()[place]
+
+    def operands(self, start: int) -> Operands:
+        return Operands.of((op.func, tuple(op.occurrences)) for op in self.ops[start:])
 
     def signature(self, start: int) -> int:
         for op in self.ops:
@@ -48,7 +52,9 @@ class _Log:
 
 
 def _op(number: int) -> OpRecord:
-    return OpRecord(func=number, where="", occurrences=(number, number + 1), written=(number,), results=(number + 2,))
+    """Every other one uses something."""
+    used = (number, number + 1) if number % 2 else ()
+    return OpRecord(func=number, where="", occurrences=used, written=used[:1], results=(number + 2,))
 
 
 @given(
@@ -75,8 +81,9 @@ def test_as_a_list_of_records(acts: list[str], start: int) -> None:
             recorded.drop_last()
             del flat[-1:]
         assert len(recorded) == len(flat)
-    wanted = [(op.func, tuple(op.occurrences)) for op in flat]
-    assert [(func, tuple(found)) for func, found in recorded.operands_since(min(start, len(flat)))] == wanted[start:]
+    assert [recorded.at(index) for index in range(len(flat))] == flat
+    wanted = Operands.of((op.func, tuple(op.occurrences)) for op in flat[start:])
+    assert recorded.operands_since(min(start, len(flat))) == wanted
     expected = 7
     for op in flat:
         expected = expected * 31 + op.func
@@ -111,10 +118,13 @@ def _compare(recorder: StepRecorder) -> None:
         total = weights[0] + weights[1]
         total.sum()
     found = recorder.operands_since(0)
-    assert found[: len(first)] == first
-    assert len(found) == recorder.num_ops
+    assert found.funcs[: len(first.funcs)] == first.funcs
+    assert found.used[: len(first.used)] == first.used
+    assert len(found.funcs) == recorder.num_ops
     compact = recorder.as_records()
-    assert [(op.func, tuple(op.occurrences)) for op in compact] == [(func, tuple(used)) for func, used in found]
+    wanted = Operands.of((op.func, tuple(op.occurrences)) for op in compact)
+    assert found.funcs == wanted.funcs
+    assert [(place, tuple(used)) for place, used in found.used] == wanted.used
     signature = recorder.signature()
     assert list(recorder.ops) == list(compact)
     assert recorder.signature() == signature

@@ -41,20 +41,23 @@ inline PyObject* address_tuple(const std::vector<uint64_t>& addresses, uint32_t 
   return tuple;
 }
 
-// entries() -> [(func, where, occurrences, written, results, duration_ns, replayable), ...], of a log to which nothing is
-// added: each object that is made may have garbage collected, whose finalizers run ops.
+// (func, where, occurrences, written, results, duration_ns, replayable) of one op.
+inline PyObject* logged_entry(const OpLog* log, const LoggedOp& op) {
+  const std::vector<uint64_t>& addresses = *log->addresses;
+  return Py_BuildValue("(OONNNLO)", op.func, op.where, address_tuple(addresses, op.occurrences, op.written),
+                       address_tuple(addresses, op.written, op.results), address_tuple(addresses, op.results, op.stop),
+                       static_cast<long long>(op.duration_ns), op.replayable ? Py_True : Py_False);
+}
+
+// entries() -> the entries of all ops, of a log to which nothing is added: each object that is made may have garbage
+// collected, whose finalizers run ops.
 inline PyObject* op_log_entries(PyObject* object, PyObject*) {
   const auto* log = reinterpret_cast<OpLog*>(object);
   const auto size = static_cast<Py_ssize_t>(log->ops->size());
   PyObject* found = PyList_New(size);
   if (found == nullptr) return nullptr;
   for (Py_ssize_t i = 0; i < size; ++i) {
-    const LoggedOp& op = (*log->ops)[static_cast<size_t>(i)];
-    const std::vector<uint64_t>& addresses = *log->addresses;
-    PyObject* entry = Py_BuildValue("(OONNNLO)", op.func, op.where, address_tuple(addresses, op.occurrences, op.written),
-                                    address_tuple(addresses, op.written, op.results),
-                                    address_tuple(addresses, op.results, op.stop),
-                                    static_cast<long long>(op.duration_ns), op.replayable ? Py_True : Py_False);
+    PyObject* entry = logged_entry(log, (*log->ops)[static_cast<size_t>(i)]);
     if (entry == nullptr) {
       Py_DECREF(found);
       return nullptr;
@@ -64,30 +67,46 @@ inline PyObject* op_log_entries(PyObject* object, PyObject*) {
   return found;
 }
 
+// A place among the log's ops, or -1 with an error.
+inline Py_ssize_t logged_place(const OpLog* log, PyObject* number, Py_ssize_t most) {
+  const Py_ssize_t place = PyLong_AsSsize_t(number);
+  if (place == -1 && PyErr_Occurred()) return -1;
+  if (place >= 0 && place <= most) return place;
+  PyErr_Format(PyExc_IndexError, "op %zd of %zu", place, log->ops->size());
+  return -1;
+}
+
+// entry(place) -> that of one op, of a log to which nothing is added.
+inline PyObject* op_log_entry(PyObject* object, PyObject* number) {
+  const auto* log = reinterpret_cast<OpLog*>(object);
+  const Py_ssize_t place = logged_place(log, number, static_cast<Py_ssize_t>(log->ops->size()) - 1);
+  return place < 0 ? nullptr : logged_entry(log, (*log->ops)[static_cast<size_t>(place)]);
+}
+
 // detach() -> a log with all of them, to which nothing is added; this one has none then.
 inline PyObject* op_log_detach(PyObject* object, PyObject*);
 
-// operands(start) -> [(func, addresses of operands), ...] from op `start` on, of a log to which nothing is added.
+// operands(start) -> ([func, ...], [(place, addresses of operands), ...]) from op `start` on, the latter of ops that have
+// any; of a log to which nothing is added.
 inline PyObject* op_log_operands(PyObject* object, PyObject* start) {
   const auto* log = reinterpret_cast<OpLog*>(object);
-  const Py_ssize_t first = PyLong_AsSsize_t(start);
-  if (first == -1 && PyErr_Occurred()) return nullptr;
   const auto size = static_cast<Py_ssize_t>(log->ops->size());
-  if (first < 0 || first > size) {
-    PyErr_Format(PyExc_IndexError, "operands: op %zd of %zd", first, size);
-    return nullptr;
-  }
-  PyObject* found = PyList_New(size - first);
-  if (found == nullptr) return nullptr;
-  for (Py_ssize_t i = first; i < size; ++i) {
+  const Py_ssize_t first = logged_place(log, start, size);
+  if (first < 0) return nullptr;
+  PyObject* funcs = PyList_New(size - first);
+  PyObject* used = PyList_New(0);
+  bool is_done = funcs != nullptr && used != nullptr;
+  for (Py_ssize_t i = first; is_done && i < size; ++i) {
     const LoggedOp& op = (*log->ops)[static_cast<size_t>(i)];
-    PyObject* entry = Py_BuildValue("(ON)", op.func, address_tuple(*log->addresses, op.occurrences, op.written));
-    if (entry == nullptr) {
-      Py_DECREF(found);
-      return nullptr;
-    }
-    PyList_SET_ITEM(found, i - first, entry);
+    PyList_SET_ITEM(funcs, i - first, Py_NewRef(op.func));
+    if (op.occurrences == op.written) continue;
+    PyObject* entry = Py_BuildValue("(nN)", i - first, address_tuple(*log->addresses, op.occurrences, op.written));
+    is_done = entry != nullptr && PyList_Append(used, entry) == 0;
+    Py_XDECREF(entry);
   }
+  PyObject* found = is_done ? PyTuple_Pack(2, funcs, used) : nullptr;
+  Py_XDECREF(funcs);
+  Py_XDECREF(used);
   return found;
 }
 
@@ -134,8 +153,9 @@ inline void op_log_dealloc(PyObject* object) {
 
 inline PyMethodDef op_log_methods[] = {
     {"entries", op_log_entries, METH_NOARGS, "The ops, oldest first, as tuples."},
+    {"entry", op_log_entry, METH_O, "One op, as a tuple."},
     {"detach", op_log_detach, METH_NOARGS, "All of them as a log of their own; this one is empty then."},
-    {"operands", op_log_operands, METH_O, "From one op on, each op and its operands' addresses."},
+    {"operands", op_log_operands, METH_O, "From one op on, the ops, and operands' addresses by place."},
     {"signature", op_log_signature, METH_O, "A hash of the ops."},
     {nullptr, nullptr, 0, nullptr}};
 
