@@ -35,6 +35,8 @@ class Comparable(Protocol):
     """What is compared: a recorded step, or the present one."""
 
     @property
+    def num_ops(self) -> int: ...
+    @property
     def events(self) -> Sequence[Event]: ...
     def funcs(self) -> list[Any]: ...
     def op(self, index: int) -> OpRecord: ...
@@ -83,8 +85,8 @@ class UnplannedSteps:
         self._entered = ""
         self._fits = False
         self._num_compared = 0
-        self._segments: dict[tuple[Any, ...], RecordedStep] = {}  # by their ops, the newest last
-        self._num_again: dict[tuple[Any, ...], int] = {}  # how often each was as the one before
+        self._segments: dict[int, RecordedStep] = {}  # by their ops, the newest last
+        self._num_again: dict[int, int] = {}  # how often each was as the one before
         self._num_segments = 0
         self._noted: list[tuple[int, Reason]] = []  # of the present step's segments, with their ops on demand
 
@@ -118,7 +120,7 @@ class UnplannedSteps:
             unknown = Reason(cause="unknown", text="it was not like one that was seen twice")
             self._noted.append((num_ops, _UNLEARNED if self._is_unlearned else unknown))
             return
-        ops = tuple(recording.funcs())
+        ops = recording.signature
         reason = self._compare_segment(recording, ops)
         self._num_again[ops] = self._num_again.get(ops, 0) + 1 if reason.cause == "again" else 0
         if reason.cause == "again" and self._is_unlearned:
@@ -128,15 +130,22 @@ class UnplannedSteps:
         self._noted.append((num_ops, reason))
         self._segments.pop(ops, None)
         self._segments[ops] = recording
-        while len(self._segments) > _MOST_SEGMENTS or sum(map(len, self._segments)) > _MOST_SEGMENT_OPS:
+        while len(self._segments) > _MOST_SEGMENTS or self._num_segment_ops() > _MOST_SEGMENT_OPS:
             oldest = next(iter(self._segments))
             del self._segments[oldest], self._num_again[oldest]
 
-    def _compare_segment(self, recording: Comparable, funcs: tuple[Any, ...]) -> Reason:
+    def _num_segment_ops(self) -> int:
+        return sum(recording.num_ops for recording in self._segments.values())
+
+    def _compare_segment(self, recording: Comparable, signature: int) -> Reason:
         """Compared with the last segment of the same ops; without one, with the last that began with the same op."""
-        before = self._segments.get(funcs) or next(
-            (found for known, found in reversed(self._segments.items()) if known[:1] == funcs[:1]), None
-        )
+        before = self._segments.get(signature)
+        if before is None and recording.num_ops:
+            head = recording.op(0).func
+            others = (
+                found for found in reversed(self._segments.values()) if found.num_ops and found.op(0).func is head
+            )
+            before = next(others, None)
         if before is None:
             return Reason(cause="segment", text="nothing that began like it was seen before")
         return compare(before, recording)
@@ -186,7 +195,7 @@ class UnplannedSteps:
                 left = bool(recorder.num_replayed)
                 reason = Reason(cause="left", text=f"left its plan: {bailout}") if left else Reason(cause="unknown")
                 if not left and self._num_segments <= _MOST_SEGMENTS_COMPARED:
-                    reason = self._compare_segment(recorder, tuple(recorder.funcs()))
+                    reason = self._compare_segment(recorder, recorder.signature())
                 self._noted.append((recorder.num_ops - recorder.num_replayed, reason))
             return self._explain_segments()
         self._noted.clear()

@@ -37,6 +37,10 @@ class Recorded(NamedTuple):
     ops: list[OpRecord]
     events: list[Event]
 
+    @property
+    def num_ops(self) -> int:
+        return len(self.ops)
+
     def funcs(self) -> list[Any]:
         return [op.func for op in self.ops]
 
