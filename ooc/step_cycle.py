@@ -53,6 +53,7 @@ class _Stay:
     """On a plan, from where it is entered to where another one is, or none."""
 
     plan: ExecutablePlan
+    key: str
     entered_ns: int  # processor time that it took to enter it
     num_ops: int = 0  # played, of all periods that have ended
 
@@ -113,6 +114,7 @@ class StepCycle:
         # The plan of this period, to be entered again if it is left at its head.
         self._awaited: ExecutablePlan | None = None
         self._entered: ExecutablePlan | None = None  # the plan that was entered last
+        self._begun_ns = learning.cost_ns()  # when the present sequence did
         self._stay: _Stay | None = None  # of the same, until it ends
         self._tried: list[ExecutablePlan] = []  # plans that were entered and left at their heads before this very op
         self._most_ops = 0  # of the longest plan that was replayed
@@ -399,6 +401,7 @@ class StepCycle:
         executor = self._executor
         self._end_stay()
         self._runner.start_recording()
+        self._begun_ns = self._learning.cost_ns()
         if follower is None:
             return
         if not self._learning.may_enter(follower):
@@ -406,7 +409,7 @@ class StepCycle:
                 self._why.note_all_fits()
             else:
                 self._why.note_refusal(
-                    "plans like it were left so early that entering them took longer than they saved"
+                    "plans like it have cost more than they saved, or were left too early to save it"
                 )
             return
         self._exports.end_returned()
@@ -417,7 +420,8 @@ class StepCycle:
         started_ns = time.thread_time_ns()
         if executor.enter(follower, self._sequences.others(follower), is_begun=is_begun):
             self._runner.recording.stop()
-            self._stay = _Stay(follower, entered_ns=time.thread_time_ns() - started_ns)
+            key = self._sequences.active_key or ""
+            self._stay = _Stay(follower, key, entered_ns=time.thread_time_ns() - started_ns)
             self._steps.note_plan(self._manager.num_chunks - self._manager.num_free)
         else:
             _log.info("cannot play the plan: %s", executor.bailout_reason)
@@ -433,7 +437,14 @@ class StepCycle:
             return
         recorder = self._runner.recording.recorder
         num_ops = self._stay.num_ops + (recorder.num_replayed if recorder is not None else 0)
-        self._learning.note_stay(self._stay.plan, num_ops=num_ops, entered_ns=self._stay.entered_ns)
+        is_whole = recorder is None or recorder.num_replayed == 0
+        self._learning.note_stay(
+            self._stay.plan,
+            num_ops=num_ops,
+            entered_ns=self._stay.entered_ns,
+            key=self._stay.key,
+            cost_ns=self._learning.cost_ns() - self._begun_ns if is_whole else None,
+        )
         self._stay = None
 
     def _num_ops(self) -> tuple[int, int]:
@@ -472,9 +483,11 @@ class StepCycle:
             self._sequences.note_end(None)
             self._was_new = self._was_new or self.rounds.num_steps > 1  # too long
             return None
-        in_segments = self._segmentation.is_on
+        in_segments, cost_ns = self._segmentation.is_on, self._learning.cost_ns() - self._begun_ns
         key, is_new = self._learner.learn(recorder, in_segments=in_segments, in_pieces=in_segments or self._is_between)
         self._was_new = self._was_new or is_new
+        if key is not None and not recorder.num_replayed:
+            self._learning.note_on_demand(key, num_ops=recorder.num_ops, cost_ns=cost_ns)
         return key
 
     def _note_step(self) -> None:

@@ -26,6 +26,8 @@ _SAVED_NS = 5_000
 _SAVED_SHARE = 0.4
 """What it saves where something moves, in the time that an op takes of late, waits and all. At half of the memory:
 0.37 of it in twelve layers of 192 (131 us an op on demand, 82 planned), 0.43 in episodes (60 and 34 us)."""
+_MOST_SEQUENCES = 1024
+"""Whose costs on demand are remembered."""
 _LATEST_SHARE = 0.25
 """Of the latest stay on a plan, in what such stays have gained of late; and of a period, in the time that ops take."""
 _LATEST_PERIOD = 0.05
@@ -71,19 +73,31 @@ class LearningBudget:
     had outlived it was evicted, at four times the memory that the step needs.
 
     Plans that take longer to enter than they save until they are left are entered less and less often; so are all that
-    were not entered yet, if most are such. To enter one takes processor time; that it waits for the store does not
-    count, since on demand the same would be waited for.
+    were not entered yet, if most are such. A plan that is played to its end is compared with what its sequence took on
+    demand (`cost_ns`). Of one that is left before, only what it took to enter it is known, and guessed what each op has
+    saved. To enter one takes processor time; that it waits for the store does not count there, since on demand the same
+    would be waited for.
 
     Args:
         counters: Of what is moved.
         is_limited: Whether there are limits at all; without, what is learned does not depend on the clock.
         clock: The time, in seconds.
+        thread_clock: Processor time of the calling thread, in nanoseconds.
     """
 
-    def __init__(self, counters: Counters, *, is_limited: bool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        counters: Counters,
+        *,
+        is_limited: bool,
+        clock: Callable[[], float] = time.monotonic,
+        thread_clock: Callable[[], int] = time.thread_time_ns,
+    ) -> None:
         self._counters = counters
         self._is_limited = is_limited
         self._clock = clock
+        self._thread_clock = thread_clock
+        self._on_demand_ns: dict[str, float] = {}  # by sequence, an op, of late; the one that came last at the end
         self._opened = clock()
         self._spent_s = 0.0
         self._num_learned = 0
@@ -133,22 +147,46 @@ class LearningBudget:
         """Whether to enter this plan for what begins. One that was never entered is judged by all others."""
         return not self._is_limited or self._accounts.get(plan, self._account).may_try()
 
-    def note_stay(self, plan: object, *, num_ops: int, entered_ns: int) -> None:
+    def cost_ns(self) -> int:
+        """What the session's thread has spent so far that plans could save: processor time, and waiting for transfers.
+
+        Less what learning took. Not the time itself: a program may sleep, or wait for its data.
+        """
+        return self._thread_clock() + self._counters.stall_ns - round(self._spent_s * 1e9)
+
+    def note_on_demand(self, key: str, *, num_ops: int, cost_ns: int) -> None:
+        """Note that a sequence of ops ran on demand from its beginning to its end, and at what cost."""
+        if num_ops <= 0:
+            return
+        latest = cost_ns / num_ops
+        before = self._on_demand_ns.pop(key, latest)
+        self._on_demand_ns[key] = min(before + (latest - before) * _LATEST_SHARE, latest)
+        if len(self._on_demand_ns) > _MOST_SEQUENCES:
+            del self._on_demand_ns[next(iter(self._on_demand_ns))]
+
+    def note_stay(
+        self, plan: object, *, num_ops: int, entered_ns: int, key: str = "", cost_ns: int | None = None
+    ) -> None:
         """Note that a plan is played no longer: how many ops were, all in all.
 
         Args:
             plan: Which one.
             num_ops: Played from it since it was entered.
             entered_ns: Processor time of this thread that it took to enter it.
+            key: Its sequence.
+            cost_ns: What the stay has cost, entering included, where all of the plan's ops were played; else None.
         """
+        on_demand_ns = self._on_demand_ns.get(key)
         if self.everything_fits:
-            saved_ns = float(_SAVED_NS)
+            gain_ns = float(num_ops * _SAVED_NS - entered_ns)
+        elif cost_ns is not None and on_demand_ns is not None:
+            gain_ns = num_ops * on_demand_ns - cost_ns
         elif self._ns_per_op is not None:
-            saved_ns = _SAVED_SHARE * self._ns_per_op
+            gain_ns = num_ops * _SAVED_SHARE * self._ns_per_op - entered_ns
         else:
             return
         for account in (self._account, self._accounts.setdefault(plan, Account())):
-            account.note(num_ops * saved_ns - entered_ns)
+            account.note(gain_ns)
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:

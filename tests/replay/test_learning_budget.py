@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -240,3 +241,63 @@ def test_want_of_room_is_noted_on_demand_and_in_plans() -> None:
             assert counters.num_crowded > before
             modes.add(session.report()["steps"][-1]["mode"])
     assert modes >= {"learning", "planned"}
+
+
+def test_a_plan_that_is_played_whole_is_compared_with_its_sequence_on_demand() -> None:
+    """A short sequence of large ops: a share of what ops take on average would not tell what its plan saves."""
+    learning, good, bad = LearningBudget(Counters(), is_limited=True), _Plan(), _Plan()
+    for key in ("good", "bad"):
+        learning.note_on_demand(key, num_ops=100, cost_ns=60_000_000)
+        learning.note_on_demand(key, num_ops=100, cost_ns=80_000_000)
+    for _ in range(8):
+        learning.note_stay(good, num_ops=100, entered_ns=20_000_000, key="good", cost_ns=40_000_000)
+        learning.note_stay(bad, num_ops=100, entered_ns=1_000, key="bad", cost_ns=90_000_000)
+    assert all(learning.may_enter(good) for _ in range(8))
+    assert not all(learning.may_enter(bad) for _ in range(8))
+
+
+def test_the_first_runs_of_a_sequence_are_not_what_it_costs() -> None:
+    """The first one also faults memory in; what came faster since counts at once, what came slower little by little."""
+    learning, plan = LearningBudget(Counters(), is_limited=True), _Plan()
+    for cost_ns in (900_000_000, 50_000_000, 50_000_000, 54_000_000):
+        learning.note_on_demand("key", num_ops=100, cost_ns=cost_ns)
+    learning.note_stay(plan, num_ops=100, entered_ns=0, key="key", cost_ns=60_000_000)
+    assert not all(learning.may_enter(plan) for _ in range(8))
+
+
+def test_what_waits_counts_and_what_learns_does_not() -> None:
+    counters, clock, thread_ns = Counters(), _Clock(), [0]
+    learning = LearningBudget(counters, is_limited=True, clock=clock, thread_clock=lambda: thread_ns[0])
+    before = learning.cost_ns()
+    thread_ns[0] += 7_000
+    counters.stall_ns += 5_000
+    with learning.spending():
+        clock.now += 2e-6
+        thread_ns[0] += 2_000
+    assert learning.cost_ns() - before == 12_000
+
+
+def test_what_a_session_plans_is_measured_on_demand_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer's step after passes of which none is like another: it is seen on demand, and then planned."""
+    on_demand: list[str] = []
+    whole: list[str] = []
+    monkeypatch.setattr(LearningBudget, "note_on_demand", lambda _, key, **__: on_demand.append(key))
+
+    def note_stay(_: LearningBudget, __: object, *, key: str, cost_ns: int | None, **___: int) -> None:
+        whole.extend([key] if cost_ns is not None and cost_ns > 0 else [])
+
+    monkeypatch.setattr(LearningBudget, "note_stay", note_stay)
+    torch.manual_seed(0)
+    with ooc.Session("4MiB", step_boundary="optimizer") as session:
+        cells = nn.ModuleList([nn.Linear(256, 256) for _ in range(4)])
+        optimizer = torch.optim.Adam(cells.parameters(), lr=1e-3)
+        for number in range(16):
+            x = torch.ones(8, 256)
+            for turn in range(5 + number):
+                x = torch.tanh(cells[turn % 4](x))
+            x.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert session.engine.manager.counters.loaded_nbytes > 0
+    assert len(whole) > 1
+    assert set(whole) <= set(on_demand)
