@@ -23,6 +23,8 @@ class Learned(NamedTuple):
     """Of the last sequence in it; None if it is incomplete."""
     is_new: bool
     """Whether there was something in it like nothing before."""
+    is_one: bool = True
+    """Whether it was one sequence, and not several, one after the other."""
 
 
 class Learner:
@@ -85,7 +87,7 @@ class Learner:
         if in_segments:
             bailout = self._executor.bailout_reason if recorder.num_replayed else ""
             self._why.note_segment(recording, num_ops=recorder.num_ops - recorder.num_replayed, bailout=bailout)
-        return Learned(found.key, found.is_new or entered not in (None, found.key))
+        return found._replace(is_new=found.is_new or entered not in (None, found.key))
 
     def _learn_from(self, recording: RecordedStep, *, in_pieces: bool) -> Learned:
         key, is_new = None, False
@@ -95,7 +97,7 @@ class Learner:
             is_new = is_new or self._sequences.is_new(key)
             self._sequences.note_end(key)
             self._why.note_period(piece, key)
-        return Learned(key, is_new)
+        return Learned(key, is_new, is_one=not found)
 
     def _machine(self) -> Machine:
         """The machine that plans are made for: its pool is the session's, less the workspaces of libraries."""

@@ -437,9 +437,10 @@ class StepCycle:
             return
         recorder = self._runner.recording.recorder
         num_ops = self._stay.num_ops + (recorder.num_replayed if recorder is not None else 0)
-        is_whole = recorder is None or recorder.num_replayed == 0
+        plan = self._stay.plan  # of sizes that differ nobody knows which were compared
+        is_whole = (recorder is None or recorder.num_ops == 0) and not plan.is_elastic
         self._learning.note_stay(
-            self._stay.plan,
+            plan,
             num_ops=num_ops,
             entered_ns=self._stay.entered_ns,
             key=self._stay.key,
@@ -484,9 +485,9 @@ class StepCycle:
             self._was_new = self._was_new or self.rounds.num_steps > 1  # too long
             return None
         in_segments, cost_ns = self._segmentation.is_on, self._learning.cost_ns() - self._begun_ns
-        key, is_new = self._learner.learn(recorder, in_segments=in_segments, in_pieces=in_segments or self._is_between)
-        self._was_new = self._was_new or is_new
-        if key is not None and not recorder.num_replayed:
+        learned = self._learner.learn(recorder, in_segments=in_segments, in_pieces=in_segments or self._is_between)
+        self._was_new, key = self._was_new or learned.is_new, learned.key
+        if key is not None and learned.is_one and not recorder.num_replayed:
             self._learning.note_on_demand(key, num_ops=recorder.num_ops, cost_ns=cost_ns)
         return key
 

@@ -118,13 +118,15 @@ class Births:
     def end_ready(self, pool: ChunkPool, *, in_use: bool = True) -> None:
         """Let nothing be ready. The chunks go back to `pool`; not `in_use`: it is new, and does not know them."""
         while self._ready:
-            num_chunks, some = self._ready.popitem()
-            self.num_ready -= num_chunks * len(some)
-            for reservation, runs in some:
+            num_chunks, some = next(iter(self._ready.items()))
+            while some:  # one after the other: what comes after a call that fails stays ready
+                reservation, runs = some.pop()
+                self.num_ready -= num_chunks
                 if in_use:
                     pool.give(runs)
                 if not self.keep(reservation, runs, pool):
                     self._space.release(reservation)
+            del self._ready[num_chunks]
 
     def keep(self, reservation: Reservation, runs: Runs, pool: ChunkPool) -> bool:
         """Keep a reservation that shows these chunks, which are free in `pool`. False: it is of no use."""

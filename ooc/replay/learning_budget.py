@@ -174,7 +174,8 @@ class LearningBudget:
             num_ops: Played from it since it was entered.
             entered_ns: Processor time of this thread that it took to enter it.
             key: Its sequence.
-            cost_ns: What the stay has cost, entering included, where all of the plan's ops were played; else None.
+            cost_ns: What the stay has cost, entering included, where all of the plan's ops were played, on the sizes
+                that its sequence has always had; else None.
         """
         on_demand_ns = self._on_demand_ns.get(key)
         if self.everything_fits:

@@ -118,3 +118,20 @@ def test_a_mapping_that_fails_loses_no_chunk(monkeypatch: pytest.MonkeyPatch) ->
         session.engine.runner.absorb()
         assert manager.pool.num_free == manager.num_chunks
         assert torch.ones(64, 1024).sum().item() == 64 * 1024
+
+
+def test_a_release_that_fails_loses_no_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ooc.Session("4MiB", recompute=False) as session:
+        manager, space = session.engine.manager, session.engine.memory.space
+        tensors = [torch.ones(64, 1024) for _ in range(4)]
+        tensors.clear()
+        session.engine.runner.absorb()
+
+        def fail(*_: object) -> None:
+            raise MemoryFault("no mapping is left")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(space, "release", fail)
+            with pytest.raises(MemoryFault):
+                _ = manager.pool
+        assert manager.pool.num_free == manager.num_chunks
