@@ -61,6 +61,7 @@ def sizes(session: ooc.Session) -> dict[str, int]:
     executor, sequences, store = session.engine.executor, session.engine.sequences, session.engine.memory.store
     recorder = session.engine.runner.recording.recorder
     session.engine.live_records()  # of what was freed since the last allocation nobody knows yet
+    assert session.engine.manager.pool.num_free == session.engine.manager.num_free  # what was ready has gone back
     return {
         "records": len(session.engine.manager.records),
         "resident": len(session.engine.manager._resident),
