@@ -232,7 +232,9 @@ class ResidencyManager:
         runs = record.runs
         if record.state is State.RESIDENT:
             is_plain = record.guard == NO_GUARD and not (record.exports or record.reservation.is_file)
-            if is_plain and self._births.keep_ready(record.reservation, runs, self._pool):
+            # A collective's backend may touch memory later than anybody knows: then chunks are not handed on at once.
+            is_own = is_plain and not self.flights.num_flights
+            if is_own and self._births.keep_ready(record.reservation, runs, self._pool):
                 self._give_up_slot(record)
                 return record
             self._pool.give(runs)
