@@ -65,7 +65,7 @@ def sizes(session: ooc.Session) -> dict[str, int]:
     return {
         "records": len(session.engine.manager.records),
         "resident": len(session.engine.manager._resident),
-        "reservations": len(session.engine.memory.space.reservations),
+        "reservations": len(session.engine.memory.space.reservations) - len(session.engine.manager._births._order),
         "mappings": session.engine.memory.driver.num_mappings,
         "slots": store.num_slots,
         "limbo": len(store._limbo),
