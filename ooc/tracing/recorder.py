@@ -164,7 +164,7 @@ class RecordedStep:
 
     def funcs(self) -> list[Any]:
         """What its ops call."""
-        return self._recorder.operands_since(0).funcs
+        return self._recorder.funcs()
 
     @property
     def events(self) -> Sequence[Event]:
