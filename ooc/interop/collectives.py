@@ -17,6 +17,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,7 +29,7 @@ from ooc.errors import SessionError
 from ooc.interop.model_broadcast import ModelBroadcast
 from ooc.interop.replacements import Replacements
 from ooc.memory.residency import ResidencyManager
-from ooc.replay.bailout import records_of
+from ooc.replay.bailout import born_in, records_of
 from ooc.tracing import collective_ops
 from vmm.threads import is_foreign_thread
 
@@ -89,9 +90,10 @@ class Collectives:
         with self._runner.lock:
             postponed: list[int] = []
             self._postponed = postponed
+            first_serial = self._manager.num_serials
             try:
                 result = run(func, args, kwargs)
-                self._note_launch(func, args, kwargs, result)
+                self._note_launch(func, args, kwargs, result, first_serial)
             finally:
                 self._postponed = None
             for index in postponed:
@@ -123,7 +125,9 @@ class Collectives:
         self.apart_nbytes += nbytes
         return True
 
-    def _note_launch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _note_launch(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, first_serial: int
+    ) -> None:
         runner = self._runner
         operands = runner.dispatcher.operands
         addresses = operands(args, kwargs, result)
@@ -132,9 +136,13 @@ class Collectives:
             return
         if not self._manager.is_host or collective_ops.has_hidden_followers(func, args):
             landing.wait()  # on a device, that orders the compute stream after it, and with that all that we do
-        if not self._manager.is_host or not addresses:
+        if not self._manager.is_host:
             return
-        written = operands(*collective_ops.written_by(func, args, kwargs, result))
+        left = self._left_behind(first_serial)
+        addresses = [*addresses, *left]
+        if not addresses:
+            return
+        written = [*operands(*collective_ops.written_by(func, args, kwargs, result)), *left]
         planned = records_of(runner.executor.active, runner.dispatcher.cursor - 1)
         found = {address: planned.get(address) or self._manager.records.get(address) for address in addresses}
         records = {address: record for address, record in found.items() if record is not None}
@@ -145,6 +153,18 @@ class Collectives:
         recorder = runner.recording.recorder
         if recorder is not None and (op := recorder.last_op()) is not None:
             op.written, op.in_flight, op.is_held = written, addresses, collective_ops.is_point_to_point(func)
+
+    def _left_behind(self, first_serial: int) -> list[int]:
+        """Addresses of what the op that has just run allocated, results or not, and that is alive.
+
+        Gloo reduces and scatters in a copy, which only `Work.wait` names, in ops of its own.
+
+        Args:
+            first_serial: Records that the op made beside a plan, or on demand, have this serial or a later one.
+        """
+        runner, records = self._runner, self._manager.records
+        made = takewhile(lambda address: records[address].serial >= first_serial, reversed(records))
+        return [*born_in(runner.executor.active, runner.dispatcher.cursor - 1), *made]
 
     def _end_functional(self, args: tuple[Any, ...]) -> None:
         for address in self._runner.dispatcher.operands(args):
@@ -250,7 +270,8 @@ class _WorkLanding:
         return bool(self.key.is_completed())
 
     def wait(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the program's own wait raises it again
+        # Ops of its own (a copy out of what was reduced) are no ops of the step: the program's own wait has them again.
+        with _disable_current_modes(), contextlib.suppress(RuntimeError):  # the program's own wait raises it again
             self._wait(self.key)
 
 

@@ -232,9 +232,7 @@ class ResidencyManager:
         runs = record.runs
         if record.state is State.RESIDENT:
             is_plain = record.guard == NO_GUARD and not (record.exports or record.reservation.is_file)
-            # A collective's backend may touch memory later than anybody knows: then chunks are not handed on at once.
-            is_own = is_plain and not self.flights.num_flights
-            is_kept = is_own and self._births.keep_ready(record.reservation, runs, self._pool)
+            is_kept = is_plain and self._births.keep_ready(record.reservation, runs, self._pool)
             if not is_kept:
                 self._pool.give(runs)
                 is_kept = is_plain and self._births.keep(record.reservation, runs, self._pool)

@@ -77,14 +77,16 @@ def recorder_so_far(
     durations_ns = (executable.op_stop_ns[:num_ops] - executable.op_start_ns[:num_ops]).tolist()
     variables, ops = executable.variables, []
     for index, op in enumerate(executable.trace.ops[:num_ops]):
+        launched, is_held, landed = executable.flights[index] or ((), False, ())
         written, births = [], []
         for use in op.uses:
             if not use.reads:
                 if variables[use.variable].evictable:
                     births.append(address[use.variable])
+                if use.variable in launched:
+                    written.append(address[use.variable])
             elif use.writes:
                 written.append(address[use.variable])
-        launched, is_held, landed = executable.flights[index] or ((), False, ())
         ops.append(
             OpRecord(
                 func=executable.funcs[index],
@@ -165,6 +167,14 @@ def records_of(executable: ExecutablePlan | None, index: int) -> dict[int, Varia
     operands = pinned_by(executable, index) | set(executable.occurrences[index])
     records = (executable.variables[i].record for i in operands)
     return {record.address: record for record in records if record is not None}
+
+
+def born_in(executable: ExecutablePlan | None, index: int) -> list[int]:
+    """Addresses of what op `index` of a plan, which has just run, has allocated and not freed."""
+    if executable is None:
+        return []
+    born = (executable.variables[use.variable] for use in executable.trace.ops[index].uses if not use.reads)
+    return [v.record.address for v in born if v.record is not None and executable.variable_alive[v.index]]
 
 
 def has_landed(residency: ExecutableResidency) -> bool:

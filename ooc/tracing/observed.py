@@ -208,6 +208,7 @@ class TraceBuilder:
             for address in op.results:
                 if address in self.live:
                     self.drafts[self.live[address]].seen = True
+            written.update(self._known(op.written))  # those that the op has made
             changing = written | self.in_flight.written
             apart = None if op.sliced is None else self._known(op.sliced)
             sliced.append(apart)

@@ -386,6 +386,28 @@ def every_collective(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]
         found.clear()
 
 
+@add("scattered late", "6MiB")
+def scattered_late(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
+    """Gloo reduces and scatters in a copy of its own, which no op names before the program's wait. One rank comes late,
+    so that the other's copy is not reduced yet when ops want its room.
+    """
+    weights = [torch.randn(512, 256) for _ in range(12)]  # 512 KiB each
+    mine, out = torch.empty(1024, 256), torch.empty(512, 256)  # together a quarter of the budget
+    for step in range(NUM_STEPS):
+        with session.step():
+            if rank.index == 1:
+                time.sleep(0.1)
+            mine.fill_(rank.index + step)
+            work = dist.reduce_scatter_tensor(out, mine, async_op=True)
+            assert work is not None
+            for weight in 4 * weights:
+                weight.mul_(1.1)
+            work.wait()
+            del work
+            weights[0].add_(out)
+        yield [out, *weights]
+
+
 def _all_gather(some: Any, _index: int, size: int) -> Any:
     out = [torch.empty(256, 256) for _ in range(size)]
     return dist.all_gather(out, some(1), async_op=True), out
@@ -430,6 +452,26 @@ def _scatter(some: Any, index: int, size: int) -> Any:
 
 
 _LAUNCHES = [_all_gather, _all_gather_single, _reduce_scatter, _broadcast, _reduce, _all_to_all, _gather, _scatter]
+
+
+@add("functional, scattered late", "6MiB")
+def functional_scattered_late(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
+    """As above. Here torch's registry keeps the copy, and no op ever names it."""
+    import torch.distributed._functional_collectives as funcol
+
+    weights = [torch.randn(512, 256) for _ in range(12)]
+    mine = torch.empty(1024, 256)
+    for step in range(NUM_STEPS):
+        with session.step():
+            if rank.index == 1:
+                time.sleep(0.1)
+            mine.fill_(rank.index + step)
+            out = funcol.reduce_scatter_tensor(mine, "sum", 0, dist.group.WORLD)
+            for weight in 4 * weights:
+                weight.mul_(1.1)
+            weights[0].add_(out)
+        yield [mine, *weights]
+        del out
 
 
 @add("functional", "2MiB")
