@@ -243,6 +243,7 @@ class Engine:
             self.cycle.begin_first_step()
         undo.callback(_current.release)
         claim(self)
+        runner.start_recording()
         undo.enter_context(runner.mode)  # last: from the next op on
 
     def _make_forks(self) -> Forks:

@@ -46,7 +46,7 @@ def run_natively(
         State.RESIDENT,
         lock.acquire,
         lock.release,
-        (executor.mid_op_pins, *manager.flights.lists()),
+        (executor.mid_op_pins, *manager.flights.lists(), manager.flights.waited_for),
         refused,
         lambda func: _describe(func, may_run_again),
         failed,

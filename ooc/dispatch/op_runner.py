@@ -292,7 +292,6 @@ class OpRunner:
             return ops.run_list_op(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
         if ops.is_convolution_backward(func):
             return ops.run_convolution_backward(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
-        self.recording.see_every_op()  # what goes on after an op has returned concerns those that follow
         return self.collectives.run(self._run, func, args, kwargs)
 
     def dispatch_guest(self, func: Any, types: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

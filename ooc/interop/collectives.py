@@ -62,7 +62,7 @@ class Collectives:
         self._postponed: list[int] | None = None  # ops whose acts wait until their operands are known to be in flight
         self._operands: WeakKeyDictionary[Any, Sequence[int]] = WeakKeyDictionary()  # by what the program waits for
         self._functional: dict[int, _FunctionalLanding] = {}  # by a result's address
-        self._landed: tuple[int, list[int]] = (-1, [])  # before which op, what the program has waited for
+        self._waited_before = -1  # the op that comes after the program's own wait
         self._replacements = Replacements()
         self._model_broadcast = ModelBroadcast(budget_nbytes=budget_nbytes, is_ours=self._is_here)
         self.num_apart = self.apart_nbytes = 0
@@ -110,8 +110,12 @@ class Collectives:
 
     def take_landed(self, op_index: int) -> Sequence[int]:
         """Addresses that the program has waited for since the op before this one."""
-        (before, addresses), self._landed = self._landed, (-1, [])
-        return addresses if before == op_index else ()
+        waited_for = self._flights.waited_for
+        if not waited_for:
+            return ()
+        addresses = tuple(waited_for)
+        waited_for.clear()
+        return addresses if self._waited_before == op_index else ()
 
     def is_apart(self, nbytes: int) -> bool:
         """Whether an allocation is the backend's own, which torch's allocator serves. On any thread; takes no lock.
@@ -222,9 +226,10 @@ class Collectives:
             addresses = self._operands.pop(key, ())
             self._flights.end(key)
             op_index = self._runner.op_index
-            if self._landed[0] != op_index:
-                self._landed = (op_index, [])
-            self._landed[1].extend(addresses)
+            if self._waited_before != op_index:
+                self._flights.waited_for.clear()
+            self._waited_before = op_index
+            self._flights.waited_for.extend(addresses)
 
     # -- the session's ends
 

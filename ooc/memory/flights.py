@@ -67,6 +67,8 @@ class Flights:
         self._flights: list[Flight] = []
         self._held: Counter[int] = Counter()  # by a record's identity
         self._ended: list[Flight] = []
+        self.waited_for: list[int] = []
+        """Addresses of what the program has waited for since an op was told of it. The list itself stays the same."""
         self.num_flights = 0
         """Collectives so far that had operands of the session's."""
         self.num_waits = 0
