@@ -17,6 +17,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,6 +36,8 @@ from vmm.threads import is_foreign_thread
 
 _log = logging.getLogger(__name__)
 
+_TIMED_OUT = "timed out"
+"""What Work's `wait` says then."""
 _LAST_WAIT_S = 5.0
 """For collectives under way when the process exits: another rank may have died."""
 
@@ -150,6 +153,9 @@ class Collectives:
         planned = records_of(runner.executor.active, runner.dispatcher.cursor - 1)
         found = {address: planned.get(address) or self._manager.records.get(address) for address in addresses}
         records = {address: record for address, record in found.items() if record is not None}
+        for address in left:
+            if address in records:
+                records[address].note_seen()  # until it is over it is pinned; then it may go like any other
         self._flights.begin(landing, list(records.values()), [records[a] for a in written if a in records])
         self._operands[landing.key] = addresses
         if isinstance(landing, _FunctionalLanding):
@@ -279,6 +285,15 @@ class _WorkLanding:
         with _disable_current_modes(), contextlib.suppress(RuntimeError):  # the program's own wait raises it again
             self._wait(self.key)
 
+    def wait_at_most(self, timeout_s: float) -> bool:
+        """For how long a scatter of what was reduced is waited for Gloo does not let us say."""
+        try:
+            with _disable_current_modes():
+                self._wait(self.key, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            return _TIMED_OUT not in str(error)  # else it has failed, and is over
+        return True
+
 
 class _FunctionalLanding:
     """A functional collective: torch's registry has its `Work`, and `wait_tensor` of a result ends it."""
@@ -301,6 +316,11 @@ class _FunctionalLanding:
             for result in self._results:
                 torch.ops._c10d_functional.wait_tensor(result)
         self.has_ended = True
+
+    def wait_at_most(self, timeout_s: float) -> bool:
+        """Torch's registry knows no limit."""
+        self.wait()
+        return True
 
 
 def _landing_of(func: Any, result: Any) -> _WorkLanding | _FunctionalLanding | None:

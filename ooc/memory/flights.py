@@ -16,6 +16,10 @@ from ooc.memory.record import State, VariableRecord
 
 _POLL_S = 0.001
 """Between two looks, where waiting has a limit: a collective over loopback takes about as long."""
+_PATIENCE_S = 2.0
+"""For what is waited for only so that a plan may begin: a rank that is late costs less than a step on demand."""
+_LESS_PATIENCE = 10
+"""So many times less where that was in vain."""
 
 
 class Landing(Protocol):
@@ -35,6 +39,9 @@ class Landing(Protocol):
 
     def wait(self) -> None:
         """Block until it is over, well or not (its failure is told to the program by the program's own wait)."""
+
+    def wait_at_most(self, timeout_s: float) -> bool:
+        """The same, for so long at most where its backend has such a wait. Whether it is over."""
 
 
 class Flight:
@@ -75,6 +82,7 @@ class Flights:
         """How often an act of ours had to wait for one."""
         self.wait_ns = 0
         """For how long."""
+        self._patience_s = _PATIENCE_S
 
     def __repr__(self) -> str:
         return f"<Flights: {len(self._flights)} under way, {self.num_flights} so far>"
@@ -152,6 +160,23 @@ class Flights:
             self._ended.clear()
         return not self._flights
 
+    def settle_soon(self) -> bool:
+        """As `settle`, for whoever can do without, and so for some seconds at most; less where that was in vain.
+
+        The program may be about to do what another rank waits for before it joins: to wait for ever would hang.
+        """
+        if not self:
+            return True
+        self.poll()
+        deadline = time.monotonic() + self._patience_s
+        is_over = True
+        for flight in self._flights[:]:
+            if flight.landing.may_wait:
+                is_over = self._wait(flight, max(deadline - time.monotonic(), _POLL_S)) and is_over
+        self._ended.clear()
+        self._patience_s = _PATIENCE_S if is_over else self._patience_s / _LESS_PATIENCE
+        return not self._flights
+
     def names(self) -> list[str]:
         """The ops of those under way."""
         return [flight.landing.name for flight in self._flights]
@@ -160,15 +185,20 @@ class Flights:
         """As plain data, for the report."""
         return {"num_collectives": self.num_flights, "num_waits": self.num_waits, "wait_ns": self.wait_ns}
 
-    def _wait(self, flight: Flight) -> bool:
+    def _wait(self, flight: Flight, timeout_s: float | None = None) -> bool:
         if not flight.landing.may_wait:
             return False
+        is_over = True
         started = time.monotonic_ns()
-        flight.landing.wait()
+        if timeout_s is None:
+            flight.landing.wait()
+        else:
+            is_over = flight.landing.wait_at_most(timeout_s)
         self.num_waits += 1
         self.wait_ns += time.monotonic_ns() - started
-        self._land(flight)
-        return True
+        if is_over:
+            self._land(flight)
+        return is_over
 
     def _wait_at_most(self, flight: Flight, timeout_s: float) -> float:
         """Returns what is left of the time."""

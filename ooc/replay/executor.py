@@ -112,7 +112,7 @@ class Executor:
             StoreFailed: A transfer failed; the step goes on on demand.
         """
         manager = self._manager
-        if not manager.flights.settle():
+        if not manager.flights.settle_soon():
             self.bailout_reason = f"not over: {', '.join(manager.flights.names())}"
             return False
         manager.land()
@@ -190,7 +190,7 @@ class Executor:
         """
         executable = self.active
         assert executable is not None
-        if not self._manager.flights.settle():
+        if not self._manager.flights.settle_soon():
             self.bail_out(f"not over at the step's end: {', '.join(self._manager.flights.names())}")
             return False
         for residency in executable.last_releases:
@@ -446,7 +446,7 @@ class Executor:
         if is_foreign and cursor > 0:  # nor whether `after` is about to come
             for record in executable.dirtied_by(cursor - 1):
                 record.written()
-        self._manager.flights.settle()  # sends and receives stay pinned: on demand that is enough
+        self._manager.flights.settle_soon()  # what is not over stays pinned: on demand that is enough
         failure = land_transfers(self._manager, executable, writes=self.acts.writes, loads=self.acts.loads)
         self.acts.writes.clear()
         self.acts.loads.clear()

@@ -205,7 +205,7 @@ class TraceBuilder:
             written = {self._operand(address) for address in op.written}
             name = str(op.func)
             born = consume(between_ops(index + 1), f"{name}, {op.where}" if op.where else name)
-            for address in op.results:
+            for address in (*op.results, *op.in_flight):
                 if address in self.live:
                     self.drafts[self.live[address]].seen = True
             written.update(self._known(op.written))  # those that the op has made

@@ -408,6 +408,57 @@ def scattered_late(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
         yield [out, *weights]
 
 
+@add("kept scatters", "4MiB")
+def kept_scatters(_rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
+    """More than fit at once, each with Gloo's copy, before the first is waited for; the last lives on into the step's
+    end.
+    """
+    operands = [torch.randn(512, 256) for _ in range(10)]  # 512 KiB each
+    results = [torch.zeros(256, 256) for _ in range(10)]
+    for _ in range(NUM_STEPS):
+        with session.step():
+            works = [dist.reduce_scatter_tensor(b, a, async_op=True) for a, b in zip(operands, results, strict=True)]
+            for work in works:
+                assert work is not None
+                work.wait()
+            del works
+            for operand, result in zip(operands, results, strict=True):
+                operand[:256].add_(result, alpha=0.01)
+        yield [*operands, *results]
+
+
+@add("over a step's end, before a message", "3MiB", num_planned=0)
+def before_a_message(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
+    """A collective that the other rank joins in the next step, after a message that this one sends there: whoever
+    waited for it before that step began would wait for ever.
+    """
+    weights = [torch.randn(256, 256) for _ in range(16)]
+    message = torch.zeros(16)
+    for step in range(NUM_STEPS):
+        with session.step():
+            for weight in weights:
+                weight.mul_(1.01)
+            if step:
+                if rank.index == 0:
+                    dist.send(message, 1)
+                    assert work is not None
+                    work.wait()
+                else:
+                    dist.recv(message, 0)
+                    dist.all_reduce(tensor)
+                weights[0].add_(tensor)
+            tensor = torch.full((256, 256), float(rank.index + step))
+            work = dist.all_reduce(tensor, async_op=True) if rank.index == 0 else None
+            for weight in weights:
+                weight.mul_(1.01)
+        yield weights
+    if rank.index == 1:
+        dist.all_reduce(tensor)
+    elif work is not None:
+        work.wait()
+    yield [tensor]
+
+
 def _all_gather(some: Any, _index: int, size: int) -> Any:
     out = [torch.empty(256, 256) for _ in range(size)]
     return dist.all_gather(out, some(1), async_op=True), out

@@ -18,6 +18,7 @@ class Landing:
         self.may_wait = may_wait
         self.has_ended = False
         self.num_waits = 0
+        self.limits: list[float] = []
 
     def is_over(self) -> bool:
         return self.has_ended
@@ -26,6 +27,11 @@ class Landing:
         assert self.may_wait
         self.num_waits += 1
         self.has_ended = True
+
+    def wait_at_most(self, timeout_s: float) -> bool:
+        assert self.may_wait
+        self.limits.append(timeout_s)
+        return self.has_ended
 
 
 def record(address: int = 0) -> VariableRecord:
@@ -123,3 +129,20 @@ def test_the_last_wait_has_a_limit() -> None:
     flights = Flights()
     flights.begin(Landing(), [record()], [])
     assert not flights.settle(timeout_s=0.01)
+
+
+def test_who_can_do_without_waits_shorter_each_time_it_was_in_vain() -> None:
+    flights, send, late = Flights(), Landing("send", may_wait=False), Landing()
+    flights.begin(send, [record()], [])
+    flights.begin(late, [record()], [])
+    for _ in range(3):
+        assert not flights.settle_soon()
+    first, second, third = late.limits
+    assert first > 5 * second > 25 * third > 0
+    assert flights.names() == ["send", "all_reduce"]
+    send.has_ended = late.has_ended = True
+    assert flights.settle_soon()
+    another = Landing()
+    flights.begin(another, [record()], [])
+    assert not flights.settle_soon()
+    assert another.limits[0] > 5 * second
