@@ -285,7 +285,7 @@ class _WorkLanding:
         with _disable_current_modes(), contextlib.suppress(RuntimeError):  # the program's own wait raises it again
             self._wait(self.key)
 
-    def wait_at_most(self, timeout_s: float) -> bool:
+    def wait_at_most(self, timeout_s: float, /) -> bool:
         """For how long a scatter of what was reduced is waited for Gloo does not let us say."""
         try:
             with _disable_current_modes():
@@ -317,7 +317,7 @@ class _FunctionalLanding:
                 torch.ops._c10d_functional.wait_tensor(result)
         self.has_ended = True
 
-    def wait_at_most(self, timeout_s: float) -> bool:
+    def wait_at_most(self, _timeout_s: float, /) -> bool:
         """Torch's registry knows no limit."""
         self.wait()
         return True

@@ -40,7 +40,7 @@ class Landing(Protocol):
     def wait(self) -> None:
         """Block until it is over, well or not (its failure is told to the program by the program's own wait)."""
 
-    def wait_at_most(self, timeout_s: float) -> bool:
+    def wait_at_most(self, timeout_s: float, /) -> bool:
         """The same, for so long at most where its backend has such a wait. Whether it is over."""
 
 

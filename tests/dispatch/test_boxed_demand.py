@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -234,6 +235,42 @@ def test_a_kind_that_python_has_tried_is_known_on_torchs_stack(
 
 def num_boxed(session: ooc.Session) -> int:
     return session.engine.runner.dispatcher.num_boxed_demand
+
+
+def test_ops_before_the_first_step_do_not_need_python() -> None:
+    """A script that only evaluates has no other ops."""
+    with opened() as session:
+        x, y = squares(2)
+        before = num_boxed(session)
+        for _ in range(20):
+            x.add_(y)
+            x = x * y
+        assert num_boxed(session) - before == 40
+
+
+def test_ops_need_python_only_while_a_collective_is_under_way() -> None:
+    """And the first one after the program's wait, which ends the use of its operands in the trace."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with opened() as session:
+            x, y = squares(2)
+            recorder = session.engine.runner.recording.recorder
+            assert recorder is not None
+            for _ in range(3):
+                work = dist.all_reduce(y, async_op=True)
+                assert work is not None
+                x.add_(1)
+                work.wait()
+                x.add_(2)
+                x.add_(3)
+                before = num_boxed(session)
+                x.add_(4)
+                x.add_(5)
+                assert num_boxed(session) - before == 2
+            landed = [list(op.landed) for op in recorder.ops if op.where == recorder.ops[-4].where]
+            assert landed == [[y.untyped_storage().data_ptr()]] * 3
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_an_op_writes_is_written_out_again() -> None:

@@ -434,6 +434,7 @@ def before_a_message(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]
     """
     weights = [torch.randn(256, 256) for _ in range(16)]
     message = torch.zeros(16)
+    tensor, work = torch.zeros(256, 256), None
     for step in range(NUM_STEPS):
         with session.step():
             for weight in weights:

@@ -28,7 +28,7 @@ class Landing:
         self.num_waits += 1
         self.has_ended = True
 
-    def wait_at_most(self, timeout_s: float) -> bool:
+    def wait_at_most(self, timeout_s: float, /) -> bool:
         assert self.may_wait
         self.limits.append(timeout_s)
         return self.has_ended
