@@ -17,7 +17,7 @@ from ooc.memory.record import State, VariableRecord
 _POLL_S = 0.001
 """Between two looks, where waiting has a limit: a collective over loopback takes about as long."""
 _PATIENCE_S = 2.0
-"""For what is waited for only so that a plan may begin: a rank that is late costs less than a step on demand."""
+"""For what is waited for only so that a plan may begin or go on: who is late costs less than a step on demand."""
 _LESS_PATIENCE = 10
 """So many times less where that was in vain."""
 
@@ -127,13 +127,22 @@ class Flights:
         for flight in [flight for flight in self._flights if flight.landing.key is key]:
             self._land(flight)
 
-    def wait_for(self, record: VariableRecord) -> bool:
-        """Wait until a record is in no flight. False: it is in one that must not be waited for."""
+    def wait_for(self, record: VariableRecord, *, is_needed: bool = True) -> bool:
+        """Wait until a record is in no flight. False: it is in one that must not be waited for.
+
+        Args:
+            record: The record.
+            is_needed: Without, only so long as `settle_soon` waits.
+        """
         if not self.holds(record):
             return True
         self.poll()
-        for flight in [flight for flight in self._flights if record in flight.records]:
-            self._wait(flight)
+        flights = [flight for flight in self._flights if record in flight.records]
+        if is_needed:
+            for flight in flights:
+                self._wait(flight)
+        else:
+            self._wait_soon(flights)
         return not self.holds(record)
 
     def wait_any(self) -> bool:
@@ -168,13 +177,8 @@ class Flights:
         if not self:
             return True
         self.poll()
-        deadline = time.monotonic() + self._patience_s
-        is_over = True
-        for flight in self._flights[:]:
-            if flight.landing.may_wait:
-                is_over = self._wait(flight, max(deadline - time.monotonic(), _POLL_S)) and is_over
+        self._wait_soon(self._flights[:])
         self._ended.clear()
-        self._patience_s = _PATIENCE_S if is_over else self._patience_s / _LESS_PATIENCE
         return not self._flights
 
     def names(self) -> list[str]:
@@ -199,6 +203,14 @@ class Flights:
         if is_over:
             self._land(flight)
         return is_over
+
+    def _wait_soon(self, flights: Sequence[Flight]) -> None:
+        deadline = time.monotonic() + self._patience_s
+        are_over = True
+        for flight in flights:
+            if flight.landing.may_wait:
+                are_over = self._wait(flight, max(deadline - time.monotonic(), _POLL_S)) and are_over
+        self._patience_s = _PATIENCE_S if are_over else self._patience_s / _LESS_PATIENCE
 
     def _wait_at_most(self, flight: Flight, timeout_s: float) -> float:
         """Returns what is left of the time."""

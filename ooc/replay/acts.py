@@ -58,9 +58,11 @@ class ResidencyActs:
         return 0
 
     def may_move(self, record: VariableRecord) -> bool:
-        """Whether no collective uses the record (any more: it is waited for). False: the step has left the plan."""
+        """Whether no collective uses the record (any more: it is waited for, not without limit). False: the step has
+        left the plan.
+        """
         flights = self._manager.flights
-        if not flights or flights.wait_for(record):
+        if not flights or flights.wait_for(record, is_needed=False):
             return True
         self._bail_out(f"not over, and its operand was to be moved: {flights.name_of(record)}")
         return False

@@ -427,6 +427,32 @@ def kept_scatters(_rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
         yield [*operands, *results]
 
 
+@add("in a step, before a message", "3MiB")
+def room_before_a_message(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
+    """Half of the budget is in flight, and the other rank joins after a message: who moved it would wait for ever."""
+    weights = [torch.randn(256, 256) for _ in range(16)]
+    message = torch.zeros(16)
+    for step in range(NUM_STEPS):
+        with session.step():
+            tensor = torch.full((1536, 256), float(rank.index + step))
+            if rank.index == 0:
+                work = dist.all_reduce(tensor, async_op=True)
+                for weight in weights:
+                    weight.mul_(1.01)
+                dist.send(message, 1)
+                assert work is not None
+                work.wait()
+                del work
+            else:
+                for weight in weights:
+                    weight.mul_(1.01)
+                dist.recv(message, 0)
+                dist.all_reduce(tensor)
+            weights[0].add_(tensor[:256])
+            del tensor
+        yield weights
+
+
 @add("over a step's end, before a message", "3MiB", num_planned=0)
 def before_a_message(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
     """A collective that the other rank joins in the next step, after a message that this one sends there: whoever
