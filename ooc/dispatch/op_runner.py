@@ -503,6 +503,7 @@ class OpRunner:
                         address = executor.serve_between(nbytes)
                         if address:
                             return self._served(address, nbytes)
+                if executor.active is not None:
                     executor.leave_for(nbytes, may_refuse=is_ours and self.parts.memory.may_refuse)
                 self.absorb()
                 memory = self.parts.memory

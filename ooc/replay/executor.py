@@ -343,7 +343,7 @@ class Executor:
     # -- allocations that the table did not serve
 
     def serve_between(self, nbytes: int) -> int:
-        """Serve a planned allocation between two ops. Its address; 0 if the plan has none here."""
+        """Serve a planned allocation between two ops. Its address; 0 if the plan has none here, or was left."""
         executable = self.active
         assert executable is not None
         for residency in executable.births_between(self._dispatcher.cursor, nbytes, self._allocator.state.num_counted):
@@ -352,11 +352,13 @@ class Executor:
                 continue
             birth_tick, _ = occupied_ticks(residency.planned, executable.trace)
             successor = variable.successor
-            if self.is_anyone_late(executable, birth_tick) or (
+            if (
                 successor is not None
                 and executable.variable_alive[successor.index]
                 and successor.record is variable.record
             ):
+                return 0
+            if not self._check_deaths(executable, birth_tick):
                 return 0
             for other in residency.waits:
                 if other.transfer is not None:

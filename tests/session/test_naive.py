@@ -82,6 +82,31 @@ def test_a_free_that_comes_later_than_in_the_trace() -> None:
     assert modes(session)[-1] == "planned"
 
 
+def test_a_storage_that_grows_before_what_it_follows_is_freed() -> None:
+    """FSDP's gathered weights get their bytes between two ops, and Gloo's threads free a copy sooner or later."""
+
+    def program(step: Step) -> list[Any]:
+        weights, out = layers(), []
+        grown = torch.empty(0)
+        for index in range(12):
+            with step():
+                squares = [w * w for w in weights]
+                first = squares.pop(0)
+                value = first.sum()
+                late = first if index in (6, 8, 9) else None
+                del first
+                grown.untyped_storage().resize_(4 * NUMEL)
+                grown.set_(grown.untyped_storage(), 0, (NUMEL,))  # type: ignore[call-overload]
+                grown.copy_(weights[1])
+                del late
+                out.append((total(squares) + value + grown).sum().item())
+                del squares
+                grown.untyped_storage().resize_(0)
+        return out
+
+    assert modes(compare(program))[3:] == ["planned"] * 9
+
+
 def test_a_cycle_is_freed_by_the_collector_only() -> None:
     """As above, with Python's cycle collector as the one who is late."""
 
@@ -196,7 +221,7 @@ def test_debug_mode_finds_writes_that_nobody_declared() -> None:
         address = session.engine.manager.segments(record.runs, record.nbytes)[0][0]
         ctypes.c_float.from_address(address).value += 1.0
         with pytest.raises(ooc.HiddenWrite, match="behind the dispatcher"):
-            total(weights)
+            total(3 * weights[1:])  # it is not wanted again, and so goes first
 
 
 def test_mutations_that_the_schema_hides() -> None:
