@@ -163,10 +163,10 @@ def _let_registered_work_be_the_fakes(device: NcclDevice, monkeypatch: pytest.Mo
     """What a functional collective has launched runs on the fake's stream, and its `Work` is the fake's event."""
     note_launch, wait = Collectives._note_launch, collectives._FunctionalLanding.wait
 
-    def launched(self: Any, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def launched(self: Any, func: Any, args: Any, kwargs: Any, result: Any, first_serial: int) -> None:
         if func.namespace == "_c10d_functional":
             device.memory.launch([(_data_ptr(result), result.nbytes)])
-        note_launch(self, func, args, kwargs, result)
+        note_launch(self, func, args, kwargs, result, first_serial)
 
     def waited(self: Any) -> None:
         wait(self)

@@ -1,6 +1,6 @@
 """Jobs of two and three processes over gloo: bit for bit as without a session, on demand and on plans.
 
-The processes are started once for each world size and run all of its cases (`tests.distributed.cases`); the tests here
+The processes are started once for each world size and run all of its cases (`ALL_CASES`); the tests here
 look at what they wrote.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases import CASES
+from tests.distributed.collective_cases import ALL_CASES
 
 _TIMEOUT_S = 850
 _ROOT = Path(__file__).parents[2]
@@ -79,12 +79,12 @@ def _run(size: int, folder: Path, *names: str) -> None:
             rank.wait()
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for name, case in CASES.items() for size in case.sizes])
+@pytest.mark.parametrize(("size", "name"), [(size, name) for name, case in ALL_CASES.items() for size in case.sizes])
 def test_bits_are_those_of_a_run_without_a_session(job: Job, size: int, name: str) -> None:
     """And steps are planned: on some rank, in some of a few runs. Gloo's threads free what they have used at moments of
     their own, so on one rank of one run it may be that no step is as another.
     """
-    num_planned = CASES[name].num_planned
+    num_planned = ALL_CASES[name].num_planned
     planned = _check(name, job(size))
     for _ in range(_ATTEMPTS - 1):
         if max(planned.values())[0] < num_planned:
@@ -94,7 +94,7 @@ def test_bits_are_those_of_a_run_without_a_session(job: Job, size: int, name: st
 
 def _check(name: str, ranks: list[dict[str, Any]]) -> dict[int, tuple[int, list[str], list[str], list[str]]]:
     """Assert that a case had the right bits. How many steps each rank played from a plan, and why not the others."""
-    case = CASES[name]
+    case = ALL_CASES[name]
     planned = {}
     for index, results in enumerate(ranks):
         assert name in results, f"rank {index} did not come so far"

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 import ooc
-from tests.distributed.cases import CASES, Case, Rank
+from tests.distributed.cases import Case, Rank
+from tests.distributed.collective_cases import ALL_CASES
 from tests.harness import InCore, SessionLike, digest
 
 _TIMEOUT_S = 800
@@ -76,7 +77,7 @@ def compare(case: Case, rank: Rank) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> None:
     index, size, folder = int(arguments[0]), int(arguments[1]), Path(arguments[2])
-    names = arguments[3:] or [name for name, case in CASES.items() if size in case.sizes]
+    names = arguments[3:] or [name for name, case in ALL_CASES.items() if size in case.sizes]
     faulthandler.enable()
     faulthandler.dump_traceback_later(_TIMEOUT_S, exit=True)
     torch.set_num_threads(1)
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str]) -> None:
         store = dist.FileStore(str(folder / f"store{number}"), size)
         dist.init_process_group("gloo", store=store, rank=index, world_size=size, timeout=_PATIENCE)
         try:
-            results[name] = compare(CASES[name], rank)
+            results[name] = compare(ALL_CASES[name], rank)
         except Exception:
             results[name] = {"error": traceback.format_exc()}
         (folder / f"rank{index}.json").write_text(json.dumps(results))

@@ -139,7 +139,7 @@ def test_planned_steps_look_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             found.append((session.steps.rows[-1].mode, num_lookups))
-    assert found[0][1] > 20
+    assert found[0][1] > 10  # those of ops that Python sees
     assert [mode for mode, _ in found[-2:]] == ["planned", "planned"]
     assert found[-1][1] == found[-2][1]
 
