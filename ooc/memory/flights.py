@@ -165,7 +165,7 @@ class Flights:
                 if timeout_s is None:
                     self._wait(flight)
                 elif flight.landing.may_wait:
-                    timeout_s = self._wait_at_most(flight, timeout_s)
+                    timeout_s = self._look_at_most(flight, timeout_s)
             self._ended.clear()
         return not self._flights
 
@@ -212,8 +212,8 @@ class Flights:
                 are_over = self._wait(flight, max(deadline - time.monotonic(), _POLL_S)) and are_over
         self._patience_s = _PATIENCE_S if are_over else self._patience_s / _LESS_PATIENCE
 
-    def _wait_at_most(self, flight: Flight, timeout_s: float) -> float:
-        """Returns what is left of the time."""
+    def _look_at_most(self, flight: Flight, timeout_s: float) -> float:
+        """Look again and again: this has a limit whatever the backend. Returns what is left of the time."""
         deadline = time.monotonic() + timeout_s
         while not flight.landing.is_over():
             if time.monotonic() >= deadline:

@@ -130,6 +130,7 @@ def test_planned_steps_look_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(CallSites, "of_this_op", counted)
     with ooc.Session("8MiB", plan_cache=False) as session:
+        session.engine.runner.recording.see_every_op()  # or native code looks most of them up
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found = []
@@ -139,7 +140,7 @@ def test_planned_steps_look_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             found.append((session.steps.rows[-1].mode, num_lookups))
-    assert found[0][1] > 10  # those of ops that Python sees
+    assert found[0][1] > 20
     assert [mode for mode, _ in found[-2:]] == ["planned", "planned"]
     assert found[-1][1] == found[-2][1]
 
