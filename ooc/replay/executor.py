@@ -253,8 +253,7 @@ class Executor:
             if not self.reruns.play(executable, acts.rerun):
                 return False
         for residency in acts.births:
-            successor = residency.variable.successor
-            if successor is not None and alive[successor.index] and successor.record is residency.variable.record:
+            if _is_taken(executable, residency.variable):
                 self.bail_out("a variable was freed later than planned, and its addresses are to be used again")
                 return False
             for other in residency.waits:
@@ -351,14 +350,7 @@ class Executor:
             if executable.variable_alive[variable.index] or variable.record is None:
                 continue
             birth_tick, _ = occupied_ticks(residency.planned, executable.trace)
-            successor = variable.successor
-            if (
-                successor is not None
-                and executable.variable_alive[successor.index]
-                and successor.record is variable.record
-            ):
-                return 0
-            if not self._check_deaths(executable, birth_tick):
+            if _is_taken(executable, variable) or not self._check_deaths(executable, birth_tick):
                 return 0
             for other in residency.waits:
                 if other.transfer is not None:
@@ -503,3 +495,13 @@ class Executor:
 
 def _not_in_parts(executable: ExecutablePlan, index: int, /, *_: Any, **__: Any) -> Any:
     raise RuntimeError(f"op {index} of {executable!r} runs in parts, and nobody said how")
+
+
+def _is_taken(executable: ExecutablePlan, variable: PlanVariable) -> bool:
+    """Whether a variable's addresses are still its successor's, which was freed later than planned."""
+    successor = variable.successor
+    return (
+        successor is not None
+        and bool(executable.variable_alive[successor.index])
+        and successor.record is variable.record
+    )
