@@ -31,6 +31,8 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):  # to mypy all of torch 
         largest_needed_nbytes: The largest need refused so far in this session, this one included.
         expected_nbytes: What the rest of the step is guessed to need at once; 0: nobody can say.
 
+    With `is_at_least` the op has temporaries, and may need more than it had asked for when it failed.
+
     Where the op is within a module's call, that guess is worked out when somebody first asks for it or for the message:
     `look_ahead` then finds that call in the traceback, and runs it to its end on tensors without data.
     """
@@ -48,6 +50,7 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):  # to mypy all of torch 
         expected_nbytes: int = 0,
         expected_for: str = "",
         advice: str = "",
+        is_at_least: bool = False,
         look_ahead: Callable[[TracebackType], tuple[int, str] | None] | None = None,
     ) -> None:
         self.op_index = op_index
@@ -62,6 +65,7 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):  # to mypy all of torch 
         place = f"{op_name}, {where}" if where else op_name
         self._head = f"op {op_index} ({place})" if op_index is not None else place
         self._advice = advice
+        self._is_at_least = is_at_least
         super().__init__(self._text())
 
     @property
@@ -95,9 +99,9 @@ class BudgetTooSmall(OocError, torch.OutOfMemoryError):  # to mypy all of torch 
         needed, budget = format_nbytes(self.needed_nbytes), format_nbytes(self.budget_nbytes)
         if needed == budget and self.needed_nbytes > self.budget_nbytes:  # the same to a tenth
             needed = f"{needed} ({format_nbytes(self.needed_nbytes - self.budget_nbytes)} more than there is)"
-        reach = (
-            "for this op" if self.largest_needed_nbytes == self.needed_nbytes else "for the largest need seen so far"
-        )
+        reach = "for the largest need seen so far"
+        if self.largest_needed_nbytes == self.needed_nbytes:
+            reach = "for this op as far as it came: it has temporaries" if self._is_at_least else "for this op"
         return (
             f"{self._head} needs {needed} at once; the budget is {budget}.\n"
             + (f"  in memory together: {listed}\n" if listed else "")

@@ -118,7 +118,8 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, *__: object) -> None:
+        self.engine.runner.refusals.explain(error)
         self.close()
 
     def _claim(self, engine: Engine) -> None:

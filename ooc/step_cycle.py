@@ -412,7 +412,6 @@ class StepCycle:
                     "plans like it have cost more than they saved, or were left too early to save it"
                 )
             return
-        self._exports.end_returned()
         self._sequences.begin(follower)
         self._entered = follower
         self._tried.append(follower)

@@ -28,6 +28,7 @@ from ooc.errors import OocError
 from ooc.interop.step_in_backward import every_optimizer_in_backward
 from ooc.output_files import is_special
 from ooc.replay.given_plan import read_plan
+from ooc.reporting.hints import trains_elsewhere
 from ooc.reporting.report import summary, write_json
 from ooc.telemetry.progress import rank
 from vmm.driver import MemoryFault
@@ -149,7 +150,8 @@ def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module
         in_backward = every_optimizer_in_backward(micro_batches=options.micro_batches)
         with in_backward if options.step_in_backward else contextlib.nullcontext():
             _execute(program, target, arguments)
-    except BaseException:
+    except BaseException as error:
+        session.engine.runner.refusals.explain(error)
         sys.excepthook = functools.partial(_print_exception, sys.excepthook, options.debug)
         raise
     finally:
@@ -353,7 +355,7 @@ def _tell(
             print(f"ooc run: cannot write the report to {report_path}: {error}", file=sys.stderr)
     if wants_summary:
         print(f"ooc run: {summary(report)}", file=sys.stderr)
-    has_trained = report["steps"] or report["in_core_peak_nbytes"]
+    has_trained = report["steps"] or report["in_core_peak_nbytes"] or trains_elsewhere(report)
     if report["hint"] and (wants_summary or (may_hint and has_trained)):
         print(f"ooc run: {report['hint']}", file=sys.stderr)
 

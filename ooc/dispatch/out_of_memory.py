@@ -82,6 +82,9 @@ def budget_too_small(
     together = no_room.num_needed + no_room.num_pinned
     at_its_end = sum(map(manager.chunks_of, [r.nbytes for r in operands] + results))
     needed_nbytes = max(together, at_its_end) * manager.chunk_nbytes
+    unnamed = together - sum(manager.chunks_of(nbytes) for _, nbytes in listed)
+    if unnamed > 0:  # freed while the op was left
+        listed.append(("what the op had allocated for itself", unnamed * manager.chunk_nbytes))
     expected = None
     with contextlib.suppress(Exception):  # a guess, about a step that has just failed: no reason to fail otherwise
         expected = expect(str(func), needed_nbytes, [record.nbytes for record in operands], results)
@@ -92,6 +95,7 @@ def budget_too_small(
         needed_nbytes=needed_nbytes,
         budget_nbytes=manager.num_chunks * manager.chunk_nbytes,
         operands=listed,
+        is_at_least=unnamed > 0 or (new_nbytes > 0 and bool(results) and new_nbytes not in results),
         earlier_needed_nbytes=earlier_needed_nbytes,
         expected_nbytes=expected.nbytes if expected is not None else 0,
         expected_for=expected.reason if expected is not None else "",

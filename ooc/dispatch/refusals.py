@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ class RefusedAllocations:
         self._recording = recording
         self._threshold_nbytes = threshold_nbytes
         self._largest_refused_nbytes = 0
+        self._last: tuple[str, int] = ("", 0)  # the message of the last error, and how many ops there were then
         self.pending: list[BaseException] = []
         self.earlier_traces: Callable[[], Iterable[Trace]] = lambda: ()
 
@@ -73,6 +75,17 @@ class RefusedAllocations:
     def is_no_room(self, error: BaseException) -> bool:
         """Whether this is why an allocation was refused for want of room, as `note` was told."""
         return isinstance(error, _Failure)
+
+    def explain(self, error: BaseException | None) -> None:
+        """Add the message of a refusal in the last op to an error that has lost it on its way through TorchScript."""
+        message, position = self._last
+        was_last = position <= self._position() <= position + 1  # that op counts, or does not
+        if message and was_last and isinstance(error, RuntimeError) and _LOST_IN_TORCHSCRIPT.search(str(error)):
+            error.add_note(f"ooc.errors.BudgetTooSmall: {message}")
+
+    def _position(self) -> int:
+        recorder = self._recording.recorder
+        return recorder.num_ops if recorder is not None else self._dispatcher.cursor
 
     def _expect(
         self, failed: str, needed_nbytes: int, operands: Sequence[int], results: Sequence[int]
@@ -115,9 +128,13 @@ class RefusedAllocations:
             expect=self._expect,
         )
         self._largest_refused_nbytes = error.largest_needed_nbytes
+        self._last = str(error), self._position()
         self.pending.clear()  # to find the sizes of results, it may have run the op once more
         return error
 
+
+_LOST_IN_TORCHSCRIPT = re.compile(r"TorchScript interpreter(.*\n)*RuntimeError: \s*$")
+"""Its interpreter makes an error of its own out of one of Python's, and leaves its type and its message out."""
 
 _ALLOCATE_FIRST = frozenset({"aten::native_batch_norm"})
 """Ops that write operands, and allocate all that is large before that."""

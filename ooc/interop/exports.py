@@ -5,9 +5,10 @@ replaced while a session is open. (A TorchFunctionMode would see them, too, and 
 not the session's costs one address check.
 
 What was handed out is an *export* of its variable. On demand the variable may still be moved: its addresses show its
-bytes at any time, from its chunks or from the store's file. But it always counts as written. A plan shows other bytes
-there, so a session bails out of a plan that would evict an exported variable, and enters none while there are exports.
-See ooc/DESIGN.md.
+bytes at any time, from its chunks or from the store's file. But it always counts as written. So it is within a plan,
+on the host: it is written each time that it is evicted, shows the store's file then, and is loaded right before the op
+that uses it. A device's memory cannot be read by the host: there a session bails out of a plan that would evict an
+exported variable, and enters none while there are exports. See ooc/DESIGN.md.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ooc.devices.protocols import Memory
 from ooc.dispatch.guest_ops import is_guest
 from ooc.dispatch.op_runner import OpRunner
 from ooc.errors import BudgetTooSmall, SessionError
-from ooc.interop.pointer_users import call_of_pointer, calls_under_way, is_compared
+from ooc.interop.compared_pointers import is_compared
 from ooc.memory.no_room import NoRoom
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
@@ -67,10 +68,8 @@ class Exports:
         self._lock = runner.lock
         self._memory = memory
         self._until_boundary: list[VariableRecord] = []
-        self._within_calls: dict[int, list[VariableRecord]] = {}  # by the call that asked for their addresses
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._is_open = False
-        self._thread = threading.get_ident()
 
     def __repr__(self) -> str:
         return f"<Exports {'open' if self._is_open else 'closed'}, {len(self._until_boundary)} until the next step>"
@@ -85,10 +84,8 @@ class Exports:
 
     def step_begins(self) -> None:
         """A step begins: end the exports by `data_ptr`; in debug mode let stray touches fault from now on."""
-        for records in (self._until_boundary, *self._within_calls.values()):
-            self._manager.ended_exports.extend(records)
+        self._manager.ended_exports.extend(self._until_boundary)
         self._until_boundary.clear()
-        self._within_calls.clear()
         self._executor.finish()
         self._manager.end_exports()
         self._manager.fork_readers.forget_gone()
@@ -101,14 +98,6 @@ class Exports:
         """A step ends: serve stray touches from now on."""
         self._executor.guard_away()
         self._manager.guards.serve(True)
-
-    def end_returned(self) -> None:
-        """End the exports by pointers of calls that have returned, and use them no more (`pointer_users`)."""
-        if self._within_calls:
-            under_way = calls_under_way()
-            for call in self._within_calls.keys() - under_way:
-                self._manager.ended_exports.extend(self._within_calls.pop(call))
-            self._manager.end_exports()
 
     # -- what the replaced functions call
 
@@ -134,17 +123,26 @@ class Exports:
             if record is None:
                 return None
             record.export()
-            if record.state is not State.RESIDENT:
-                record.pin()
-                try:
-                    self._load_to_export(record)
-                except BaseException:
-                    record.cancel_export()
-                    raise
-                finally:
-                    record.unpin()
+            try:
+                self._show(record)
+                if record.state is not State.RESIDENT and address in self._manager.records:
+                    record.pin()
+                    try:
+                        self._load_to_export(record)
+                    finally:
+                        record.unpin()
+            except BaseException:
+                record.cancel_export()
+                raise
             self._memory.host_touches(record)
             return record
+
+    def _show(self, record: VariableRecord) -> None:
+        """Let the addresses of what was exported show its bytes, where a plan or debug mode has it away."""
+        if record.address not in self._manager.records:
+            self._executor.acts.show(record)
+        elif self._manager.debug and record.state is State.AWAY:
+            self._manager.guards.hide(record)
 
     def _load_to_export(self, record: VariableRecord) -> None:
         try:
@@ -157,19 +155,16 @@ class Exports:
             # Else the kernel serves it from the store's file.
 
     def export_until_boundary(self, address: int) -> None:
-        """Export a bare pointer. How long it is used cannot be known; the export ends when the next step begins.
-
-        Where it is known to be used by a call that is under way, it ends when that has returned, at the latest.
-        """
-        call = call_of_pointer() if threading.get_ident() == self._thread else None
+        """Export a bare pointer. How long it is used cannot be known; the export ends when the next step begins."""
         with self._lock:
             record = self._find(address)
-            noted = self._until_boundary if call is None else self._within_calls.setdefault(call, [])
+            noted = self._until_boundary
             if record is not None and record not in noted:
-                if record.state is State.LOADING:  # read ahead: what the pointer writes would not be in what arrives
-                    self._manager.land()
+                if record.state is State.LOADING and address in self._manager.records:
+                    self._manager.land()  # read ahead: what the pointer writes would not be in what arrives
                 record.export()
                 noted.append(record)
+                self._show(record)
 
     def end(self, record: VariableRecord) -> None:
         """Note that an export has ended. Takes no lock: finalizers call it, on any thread."""
@@ -255,7 +250,7 @@ class Exports:
         if addresses and self._runner.is_yielded:
             raise _yielded("resident")
         with self._lock:
-            records = [r for a in dict.fromkeys(addresses) if (r := self._find(a)) is not None]
+            records = [r for a in dict.fromkeys(addresses) if (r := self._find(a, in_memory=True)) is not None]
             for record in records:
                 record.pin()
                 record.export()
@@ -301,18 +296,25 @@ class Exports:
             self.end(record)
         self._manager.end_exports()
 
-    def _find(self, address: int) -> VariableRecord | None:
-        """The variable at an address. Bails out of a plan that has it anywhere but in memory."""
+    def _find(self, address: int, *, in_memory: bool = False) -> VariableRecord | None:
+        """The variable at an address.
+
+        Bails out of a plan that has discarded it, or has yet to make others from its bytes; on a device, or where it is
+        to be `in_memory`, also of one that has it away.
+        """
         self._runner.absorb()
         self._manager.end_exports()
         executor = self._executor
         if executor.active is not None:
             record = executor.record_at(address)
-            is_free = record is None or not executor.reruns.needs(executor.active, record)
-            if record is not None and record.state is State.RESIDENT and is_free:
-                return record
             if record is not None:
-                self._runner.bail_out("a variable that is away was used outside the dispatcher")
+                is_there = record.state is State.RESIDENT
+                can_be_shown = self._manager.is_host and not in_memory and record.state is not State.DISCARDED
+                is_needed = executor.reruns.needs(executor.active, record)
+                if (is_there or can_be_shown) and not is_needed:
+                    return record
+                what = "from which ops are to run again" if is_needed else "that is away"
+                self._runner.bail_out(f"a variable {what} was used outside the dispatcher")
         return self._manager.records.get(address)
 
     def _replace(self, owner: Any, name: str, make: Callable[[Exports, Any], Any]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ooc.memory.record import NO_GUARD, VariableRecord
+from ooc.memory.record import NO_GUARD, State, VariableRecord
 from vmm.addresses import AddressSpace
 from vmm.driver import MemoryFault
 from vmm.faults import SERVED, FaultTable, Guard
@@ -79,7 +79,7 @@ class Guards:
 
     def guard_away(self, records: Iterable[VariableRecord]) -> None:
         """Guard records that are away, or on their way in, while their addresses show other bytes."""
-        new = [record for record in records if record.guard == NO_GUARD]
+        new = [record for record in records if record.guard == NO_GUARD and not _shows_its_file(record)]
         if new:
             new.sort(key=_address)
             self._guard(new, protects=True)
@@ -172,6 +172,11 @@ class Guards:
         assert record.slot is not None, record
         span_nbytes = record.reservation.num_chunks * self._space.driver.chunk_nbytes
         return int(min(record.slot.capacity_nbytes, span_nbytes))
+
+
+def _shows_its_file(record: VariableRecord) -> bool:
+    """Whether all touches of an away record are served already, those of system calls, too."""
+    return record.state is State.AWAY and record.reservation.is_file
 
 
 def _address(record: VariableRecord) -> int:

@@ -325,6 +325,7 @@ class VariableRecord:
         if self._exports <= 0:
             self._refuse("end_export")
         self._exports -= 1
+        self.checksum = None  # of a copy in the store that may have been written through the pointer since
         if self._state is not _AWAY:
             self._stored = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ooc.errors import StoreFailed
 from ooc.memory.record import State, VariableRecord
@@ -73,6 +73,19 @@ class ResidencyActs:
         assert record is not None
         if record.state is not State.AWAY:
             return
+        if self._is_given_out(record):
+            self.await_all(residency.waits)  # the next residency of these chunks looks no further back than to this one
+            return  # written through a pointer until it arrives, it would come as it was before: `load_late`
+        self._start_load(residency, record)
+        if record.reservation.is_file and self.guards_releases:
+            self.guard([record])  # what was given out once: a touch from now on has it read once more
+
+    def load_late(self, residency: ExecutableResidency, record: VariableRecord) -> None:
+        """Load right before an op what was given out when its load was due. Raises `StoreFailed`."""
+        self._start_load(residency, record)
+        self.arrive(record)
+
+    def _start_load(self, residency: ExecutableResidency, record: VariableRecord) -> None:
         after = []
         for other in residency.waits:
             if other.transfer is None:
@@ -86,6 +99,36 @@ class ResidencyActs:
         self._manager.start_load(record, runs, after, segments)
         residency.transfer, residency.moved = record.transfer, record
         self.loads.append(residency)
+
+    def await_all(self, residencies: Iterable[ExecutableResidency]) -> None:
+        """Wait for whatever transfers of these residencies are under way."""
+        for other in residencies:
+            if other.transfer is not None:
+                self.await_transfer(other)
+
+    def _is_given_out(self, record: VariableRecord) -> bool:
+        if record.exports:
+            self._manager.end_exports()
+        return record.exports > 0
+
+    def may_leave(self, record: VariableRecord) -> bool:
+        """Whether a record may be evicted if it was given out: not a device's, nor what `session.resident` keeps."""
+        return not record.exports or (self._manager.is_host and not record.pins)
+
+    def show(self, record: VariableRecord) -> None:
+        """Let the addresses of what is being given out show its bytes, where the plan has it away: the store's file.
+
+        Host memory only. Raises `StoreFailed`, with the plan left.
+        """
+        if record.state is State.LOADING:
+            self.arrive(record)
+        elif record.state is State.AWAY:
+            try:
+                self._manager.settle(record)
+            except StoreFailed:  # a write's: the bytes are still in memory
+                self._bail_out("a transfer failed")
+            else:
+                self._manager.guards.hide(record)
 
     def arrive(self, record: VariableRecord) -> None:
         """Let ops wait for a load, and show its chunks. Raises `StoreFailed`, with the plan left."""
@@ -147,14 +190,21 @@ class ResidencyActs:
             return True
         if not self.may_move(record):
             return False
-        if record.exports:
-            self._manager.end_exports()
+        is_given_out = self._is_given_out(record)
         if not (record.seen or residency.variable.evictable):
             self._bail_out("a variable that may be in use unseen cannot be evicted")
             return False
-        if record.exports or not record.stored:
+        if is_given_out and not self.may_leave(record):
             self._bail_out("a variable whose memory was given out cannot be evicted")
             return False
+        if is_given_out or not record.stored:  # what it had when it was written may have changed since
+            self.await_all([residency])
+            self._write(residency, record)
+        if is_given_out:
+            self.await_all([residency])
+            record.released(None)
+            self._manager.guards.hide(record)  # whoever has a pointer finds its bytes in the store's file
+            return True
         if residency.transfer is not None and residency.transfer.done():
             self.await_transfer(residency)
         self._manager.check_clean(record)
@@ -189,6 +239,9 @@ class ResidencyActs:
         if record.stored:
             self._manager.counters.dropped_nbytes += record.nbytes
             return
+        self._write(residency, record)
+
+    def _write(self, residency: ExecutableResidency, record: VariableRecord) -> None:
         # Written in the step before, it may lie in other chunks than it is released from: it is copied at the border.
         is_there = record.runs == residency.runs
         segments = fitting(self._manager, residency, record)[1] if is_there else None

@@ -127,13 +127,17 @@ class Bindings:
         num_kept = sum(self._manager.chunks_of(r.nbytes) for r in workspaces)
         if any(r.pins or not (r.seen or r in workspaces) for r in found):
             self.refusal = "a variable that must stay where it is lies in the plan's way"
-        elif any(r.exports for r in self._manager.records.values()):
-            self.refusal = "memory of a variable was given out (.numpy() or the like) and is still held"
+        elif not self._manager.is_host and self.is_any_given_out():
+            self.refusal = "memory of a variable was given out (data_ptr() or the like) and is still held"
         elif executable.num_chunks + num_kept > self._manager.num_chunks:
             self.refusal = "a library's workspace has grown into the plan's memory"
         else:
             return True
         return False
+
+    def is_any_given_out(self) -> bool:
+        """Whether somebody outside of ops holds memory of a variable."""
+        return any(r.exports for r in self._manager.records.values())
 
     def place(
         self,
@@ -214,6 +218,7 @@ class Bindings:
             bound_addresses = {record.address for _, record in bound}
             found = self._in_the_way(executable, bound, self.in_place(bound, targets))
             manager.evict([r for v, r in bound if r.state is State.RESIDENT and v.index not in targets])
+            manager.evict([r for r in found if r.state is State.RESIDENT and r.exports])  # no copy is to miss a write
             relocate(
                 manager,
                 targets={
@@ -221,7 +226,7 @@ class Bindings:
                     for variable, record in bound
                     if record in found and record.state is State.RESIDENT
                 },
-                others=[r for r in found if r.address not in bound_addresses],
+                others=[r for r in found if r.address not in bound_addresses and r.state is State.RESIDENT],
                 area=executable.num_chunks,
             )
             manager.retake_pool(new_pool())
@@ -341,7 +346,12 @@ class Bindings:
         )
 
     def unserve(self, executable: ExecutablePlan | None) -> None:
-        """What was served since it was guarded shows nothing again (in debug mode)."""
+        """What was served since it was guarded, or given out, shows nothing again (in debug mode)."""
+        if executable is not None:
+            for record in executable.live_records():
+                if record.state is State.AWAY and record.reservation.is_file and not record.exports:
+                    self.map_first(executable.variables[record.variable_index])
+                    self._manager.guards.guard_away([record])
         for record in self._manager.guards.served_records():
             if self._manager.records.get(record.address) is record:
                 self._manager.guards.hide(record)
@@ -351,14 +361,14 @@ class Bindings:
 
     # -- from one step to the next
 
-    def can_pass_on(self, executable: ExecutablePlan) -> bool:
-        """Whether every record that has outlived its plan variable may be evicted."""
+    def can_pass_on(self, executable: ExecutablePlan, may_leave: Callable[[VariableRecord], bool]) -> bool:
+        """Whether every record that has outlived its plan variable may be evicted; `may_leave`: if it was given out."""
         alive = executable.variable_alive
         over = [executable.variables[index] for index in executable.dies[alive[executable.dies] != 0].tolist()]
         over += [variable for variable in executable.movers if alive[variable.index] and variable.successor is None]
         records = [(variable, variable.record) for variable in over if variable.record is not None]
         return not any(
-            record.exports or record.state is State.DISCARDED or not (record.seen or variable.evictable)
+            record.state is State.DISCARDED or not (may_leave(record) and (record.seen or variable.evictable))
             for variable, record in records
         )
 
@@ -427,6 +437,8 @@ class Bindings:
             return
         if variable.successor is not None and variable.successor.record is variable.record:
             return  # one reservation: until this one is born it shows the successor's chunks
+        if variable.record.exports and variable.record.state is not State.RESIDENT:
+            return  # its addresses show the store's file, to whoever has a pointer, until it has arrived
         self._manager.guards.lift(variable.record)
         runs, _ = fitting(self._manager, variable.residencies[0], variable.record)
         self._space.map(variable.record.reservation, runs)
@@ -453,7 +465,7 @@ class Bindings:
         assert record is not None
         manager = self._manager
         note_present_nbytes(executable, variable)
-        if record.state is State.RESIDENT and not record.stored:
+        if record.state is State.RESIDENT and (record.exports or not record.stored):
             manager.start_write(record, manager.segments(record.runs, record.nbytes))
         manager.settle(record)
         executable.variable_alive[variable.index] = 0

@@ -44,6 +44,8 @@ from vmm.torch_cpu import MODE_DEMAND, MODE_PLANNED, AllocatorTable, EventLog
 
 _log = logging.getLogger(__name__)
 
+_RERUNS_READ_IT = "memory was given out (.numpy() or the like) from which ops are to run again"
+
 
 class Executor:
     """Replays one plan at a time, over the session's residency manager, allocator and dispatcher.
@@ -119,6 +121,10 @@ class Executor:
         bound = self._bindings.bind(executable, is_begun=is_begun)
         if bound is None:
             self.bailout_reason = self._bindings.refusal
+            return False
+        manager.end_exports()
+        if self.reruns.read_given_out(executable, bound):
+            self.bailout_reason = _RERUNS_READ_IT
             return False
         targets = self._bindings.start_residencies(executable)
         if not self._bindings.may_make_way(executable, bound, targets):
@@ -198,8 +204,11 @@ class Executor:
             if self.active is None or not self.acts.release(executable, residency):
                 return False
         self.absorb_events()
-        if not self._bindings.can_pass_on(executable):
+        if not self._bindings.can_pass_on(executable, self.acts.may_leave):
             self.bail_out("a variable that must stay where it is outlived its role in the plan")
+            return False
+        if self.reruns.read_given_out(executable):
+            self.bail_out(_RERUNS_READ_IT)
             return False
         if not self._border.cross(executable):
             return False
@@ -234,9 +243,7 @@ class Executor:
                 self._manager.counters.num_crowded += 1
                 self.acts.start_load(residency)
                 continue
-            for other in residency.waits:  # the next residency of these chunks looks no further back than to this one
-                if other.transfer is not None:
-                    self.acts.await_transfer(other)
+            self.acts.await_all(residency.waits)  # the next residency of these chunks looks no further back
         started = 0
         for residency in acts.arrivals:
             record = residency.variable.record
@@ -245,6 +252,9 @@ class Executor:
             if record.state is State.LOADING:
                 started = started or time.monotonic_ns()
                 self.acts.arrive(record)
+            elif record.state is State.AWAY and record.stored:
+                started = started or time.monotonic_ns()
+                self.acts.load_late(residency, record)
             elif record.state is not State.RESIDENT:
                 self.bail_out("a variable was not where the plan expects it")
                 return False
@@ -277,7 +287,8 @@ class Executor:
             assert record is not None
             shared = variable.predecessor is not None and variable.predecessor.record is record
             gone = record.state is State.DISCARDED
-            if record.exports or shared or gone or not (variable.evictable or record.seen):
+            may_leave = self.acts.may_leave(record) and (variable.evictable or record.seen)
+            if shared or gone or not may_leave:
                 self.bail_out("a variable was freed later than planned")
                 return False
             if not self.acts.may_move(record):
@@ -352,9 +363,7 @@ class Executor:
             birth_tick, _ = occupied_ticks(residency.planned, executable.trace)
             if _is_taken(executable, variable) or not self._check_deaths(executable, birth_tick):
                 return 0
-            for other in residency.waits:
-                if other.transfer is not None:
-                    self.acts.await_transfer(other)
+            self.acts.await_all(residency.waits)
             self.acts.prepare_birth(residency)
             executable.variable_nbytes[variable.index] = nbytes
             self._bindings.set_alive(executable, variable, variable.record, is_born=True)

@@ -92,7 +92,7 @@ class Handover:
         absorb()
         self._drop_freed(manager)
         bound, targets = self._bound(), self._targets()
-        if not bindings.may_make_way(new, bound, targets):
+        if bindings.is_any_given_out() or not bindings.may_make_way(new, bound, targets):
             return None
         bindings.make_way(new, bound, targets, new_pool)
         for record in self.records.values():

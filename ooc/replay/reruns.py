@@ -26,6 +26,7 @@ from ooc.errors import RerunDiffers
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.acts import ResidencyActs
+from ooc.replay.bindings import Bound
 from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.plan_variables import ExecutableResidency
@@ -232,6 +233,20 @@ class Reruns:
             return False
         held, cursor = executable.reruns.held_until.items(), self._dispatcher.cursor
         return any(executable.variables[index].record is record for index, last in held if last >= cursor)
+
+    @staticmethod
+    def read_given_out(executable: ExecutablePlan, bound: Bound | None = None) -> bool:
+        """Whether what re-runs of the step that is about to begin read was given out, and may be written meanwhile.
+
+        Args:
+            executable: The plan.
+            bound: What it begins with; None: what its step before has left.
+        """
+        if bound is not None:
+            return any(record.exports for variable, record in bound if variable.index in executable.reruns.held_until)
+        starting = (executable.variables[index] for index in executable.reruns.held_until)
+        records = [(own.predecessor or own).record for own in starting if not own.is_born]
+        return any(record.exports for record in records if record is not None)
 
     # -- re-runs
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ooc.units import MIB
+from ooc.units import MIB, format_nbytes
 
 _LEARNING_STEPS = 3
 """Steps at the beginning that are never planned: the optimizer makes its state, then two equal ones must be seen."""
@@ -39,6 +39,11 @@ NO_STEP = (
     "ooc.Session in the script"
 )
 
+_ELSEWHERE = (
+    "no step ended on the session's thread, and other threads allocated {nbytes} outside the budget: train on the "
+    "thread that opens the session, under `ooc run` the main one"
+)
+
 
 def planned_share(steps: list[Mapping[str, Any]]) -> float:
     """The part of the steps' time that was planned; 0 without steps."""
@@ -55,11 +60,21 @@ def _planned_part(step: Mapping[str, Any]) -> float:
     return planned / num_ops if num_ops else 0.0
 
 
+def apart_nbytes(report: Mapping[str, Any]) -> int:
+    """What threads other than the session's have allocated in large pieces, all together."""
+    return int(report.get("guest_threads", {}).get("apart_nbytes", 0))
+
+
+def trains_elsewhere(report: Mapping[str, Any]) -> bool:
+    """Whether no step ended on the session's thread, and others have allocated more than the budget."""
+    return not report["steps"] and apart_nbytes(report) > report.get("budget_nbytes", math.inf)
+
+
 def hint(report: Mapping[str, Any]) -> str | None:
     """The hint for a run, in one line; None where most of its time was planned, or it was too short to tell."""
     steps = report["steps"]
     if not steps:
-        return NO_STEP
+        return _ELSEWHERE.format(nbytes=format_nbytes(apart_nbytes(report))) if trains_elsewhere(report) else NO_STEP
     later = steps[_LEARNING_STEPS:]
     later = [step for step in later if step.get("cause") != "fits"]
     if len(later) < max(2, len(steps) // 2) or planned_share(later) >= 1 - _MOST_UNPLANNED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import errno
 import gc
 import inspect
@@ -103,6 +104,38 @@ def test_advised_budget_gets_past_the_op() -> None:
         budget = match[1]
     assert needed == sorted(set(needed))
     assert 1 <= len(needed) <= 5
+
+
+def test_what_an_op_takes_for_itself_is_listed_and_may_not_be_all() -> None:
+    """A matrix exponential allocates one temporary after the other, all freed by the time that the error is made."""
+    with pytest.raises(ooc.BudgetTooSmall) as caught, ooc.Session("4MiB"):
+        torch.linalg.matrix_exp(torch.randn(512, 512) / 100)
+    error = caught.value
+    assert sum(nbytes for _, nbytes in error.operands) >= error.needed_nbytes
+    assert "for this op as far as it came: it has temporaries" in str(error)
+
+
+def test_torchscript_does_not_swallow_the_message() -> None:
+    """Its interpreter makes a RuntimeError without text out of any error of Python's."""
+    traced = torch.jit.trace(nn.Sequential(nn.Linear(512, 1024), nn.GELU()), torch.randn(2, 512))  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="TorchScript") as caught, ooc.Session("1MiB"):
+        traced(torch.randn(256, 512))
+    (note,) = caught.value.__notes__
+    assert note.startswith("ooc.errors.BudgetTooSmall: op ")
+    assert "Options: budget >= " in note
+
+
+def test_an_error_of_torchscripts_own_is_left_alone() -> None:
+    traced = torch.jit.trace(nn.Linear(512, 1024), torch.randn(2, 512))  # type: ignore[no-untyped-call]
+
+    def run() -> None:
+        with contextlib.suppress(ooc.BudgetTooSmall):
+            torch.randn(4096, 1024)
+        traced(torch.randn(256, 13))
+
+    with pytest.raises(RuntimeError) as caught, ooc.Session("8MiB"):
+        run()
+    assert not hasattr(caught.value, "__notes__")
 
 
 def too_small(budget: str) -> ooc.BudgetTooSmall | None:

@@ -59,6 +59,7 @@ class State:
     cycles: list[Any] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
     outside: set[int] = field(default_factory=set)
+    views: dict[int, Any] = field(default_factory=dict)
 
     def get(self, index: int) -> Tensor:
         """The tensor in a register; a constant where there is none."""
@@ -93,6 +94,7 @@ class State:
     def clear(self) -> None:
         """Forget everything."""
         self.registers = []
+        self.views.clear()
         lives = (self.kept, self.for_ever, self.inputs, self.parameters, self.modules, self.cycles)
         for own in (*lives, self.optimizers, self.closures):
             own.clear()

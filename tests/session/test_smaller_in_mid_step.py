@@ -100,18 +100,7 @@ def _no_recipes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Reruns, "take_over", lambda self, noted: take_over(self, replace(noted, recipes={})))
 
 
-def _nothing_written(patch: pytest.MonkeyPatch) -> None:
-    """What the new plan counts on a copy of has none: its release takes the step off the plan."""
-    change_memory = Handover._change_memory
-
-    def changed(self: Handover, *arguments: Any) -> None:
-        self._way = replace(self._way, writes=())
-        change_memory(self, *arguments)
-
-    patch.setattr(Handover, "_change_memory", changed)
-
-
-@pytest.mark.parametrize("leave_out", [_no_recipes, _nothing_written])
+@pytest.mark.parametrize("leave_out", [_no_recipes])
 def test_a_rule_left_out_shows(
     leave_out: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple, get_args
@@ -13,7 +14,7 @@ from torch import nn
 import ooc
 from ooc.replay.learning_budget import LearningBudget
 from ooc.replay.sequences import Sequences
-from ooc.reporting.hints import _REMEDIES, NO_STEP, hint, planned_share
+from ooc.reporting.hints import _REMEDIES, NO_STEP, hint, planned_share, trains_elsewhere
 from ooc.telemetry.why import _MOST_COMPARED, Cause, UnplannedSteps, compare
 from ooc.tracing.recorded_ops import OpRecord
 from tests.session.program_segments import forced_segments
@@ -203,6 +204,27 @@ def test_no_step() -> None:
     with ooc.Session("8MiB", step_boundary="optimizer") as session:
         torch.ones(256, 256).sum()
         assert hint(session.report()) == NO_STEP
+
+
+def test_a_loop_on_another_thread() -> None:
+    with ooc.Session("1MiB", step_boundary="optimizer") as session:
+
+        def train() -> None:
+            model = nn.Linear(512, 512)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                model(torch.ones(64, 512)).sum().backward()
+                optimizer.step()
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        report = session.report()
+    text = hint(report)
+    assert trains_elsewhere(report)
+    assert text is not None
+    assert "other threads allocated" in text
+    assert "MiB outside the budget" in text
 
 
 def test_shares_are_of_time() -> None:
