@@ -355,7 +355,8 @@ def _tell(
             print(f"ooc run: cannot write the report to {report_path}: {error}", file=sys.stderr)
     if wants_summary:
         print(f"ooc run: {summary(report)}", file=sys.stderr)
-    has_trained = report["steps"] or report["in_core_peak_nbytes"] or trains_elsewhere(report)
+    has_failed = isinstance(ended_by, Exception)  # before the first step ended, that says enough
+    has_trained = report["steps"] or ((report["in_core_peak_nbytes"] or trains_elsewhere(report)) and not has_failed)
     if report["hint"] and (wants_summary or (may_hint and has_trained)):
         print(f"ooc run: {report['hint']}", file=sys.stderr)
 

@@ -462,7 +462,7 @@ class OpRunner:
 
         What follows up to the next boundary is an incomplete sequence, and nothing is planned for it.
         """
-        if self.recording.recorder is not None and not self.recording.recorder.is_cut:
+        if not self.recording.was_cut:
             _log.warning("no step ended in %d ops: they are not planned (is there an optimizer?)", MAX_PERIOD_OPS)
         self.recording.begin(self._manager.records, is_cut=True)
         self._manager.foresight.begin(None)

@@ -90,6 +90,6 @@ def hint(report: Mapping[str, Any]) -> str | None:
     text = f"{1 - planned_share(later):.0%} of the time after the first {_LEARNING_STEPS} steps was not planned: "
     text += _REMEDIES.get(cause, cause)
     if example.get("why"):
-        text += f". For example: {example['why']}"
+        text += f". For example: {example['why'].rstrip('.')}"
     needs = report.get("in_core_peak_nbytes", 0)
     return f"{text}. With --budget {math.ceil(needs / MIB)}MiB nothing has to move" if needs else text

@@ -48,10 +48,12 @@ class StepRecording:
     Attributes:
         recorder: The ops so far; None while a plan is replayed.
         call_sites: Where in the program ops come from.
+        was_cut: Whether a recording has begun in mid-step, of a step of too many ops.
     """
 
     def __init__(self) -> None:
         self.recorder: StepRecorder | None = StepRecorder({})
+        self.was_cut = False
         self._flight_nbytes = 0
         self._native: NativeLogging | None = None
         self.call_sites = CallSites()
@@ -67,6 +69,7 @@ class StepRecording:
 
     def begin(self, start_records: Mapping[int, VariableRecord], *, is_cut: bool = False) -> None:
         """A step begins on demand, with these variables."""
+        self.was_cut = self.was_cut or is_cut
         self.resume(StepRecorder(start_records, is_cut=is_cut))
 
     def resume(self, recorder: StepRecorder) -> None:

@@ -118,6 +118,14 @@ def test_a_hint_is_seen_where_nobody_watches_and_can_be_turned_off(tmp_path: Pat
     assert not ours(str(script), progress="never").stderr
 
 
+def test_no_hint_says_that_no_step_ended_where_the_script_failed_before(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import torch\nx = torch.ones(256, 256) + 1\ntorch.randn(4096, 4096)\n")
+    done = ours(str(script))
+    assert "BudgetTooSmall" in done.stderr
+    assert "no step ended" not in done.stderr
+
+
 def test_script_with_arguments_and_report(tmp_path: Path) -> None:
     report_path = tmp_path / "report.json"
     expected = plain(TRAIN, "--epochs", "2")
