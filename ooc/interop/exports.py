@@ -67,7 +67,7 @@ class Exports:
         self._executor = runner.executor
         self._lock = runner.lock
         self._memory = memory
-        self._until_boundary: list[VariableRecord] = []
+        self._until_boundary: dict[int, VariableRecord] = {}  # by serial
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._is_open = False
 
@@ -84,7 +84,7 @@ class Exports:
 
     def step_begins(self) -> None:
         """A step begins: end the exports by `data_ptr`; in debug mode let stray touches fault from now on."""
-        self._manager.ended_exports.extend(self._until_boundary)
+        self._manager.ended_exports.extend(self._until_boundary.values())
         self._until_boundary.clear()
         self._executor.finish()
         self._manager.end_exports()
@@ -158,12 +158,11 @@ class Exports:
         """Export a bare pointer. How long it is used cannot be known; the export ends when the next step begins."""
         with self._lock:
             record = self._find(address)
-            noted = self._until_boundary
-            if record is not None and record not in noted:
+            if record is not None and self._until_boundary.get(record.serial) is not record:
                 if record.state is State.LOADING and address in self._manager.records:
                     self._manager.land()  # read ahead: what the pointer writes would not be in what arrives
                 record.export()
-                noted.append(record)
+                self._until_boundary[record.serial] = record
                 self._show(record)
 
     def end(self, record: VariableRecord) -> None:

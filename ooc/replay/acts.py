@@ -131,14 +131,14 @@ class ResidencyActs:
                 self._manager.guards.hide(record)
 
     def arrive(self, record: VariableRecord) -> None:
-        """Let ops wait for a load, and show its chunks. Raises `StoreFailed`, with the plan left."""
+        """Let ops wait for a load, and show its chunks. Raises `StoreFailed` and `MemoryFault`, with the plan left."""
         try:
             self._manager.settle(record, for_ops=True)
         except StoreFailed as error:
             self._abandon(error)
         if self._manager.guards.lift(record):
             self.reread(record)
-        self._space.map(record.reservation, record.runs)
+        self._map(record)
 
     def reread(self, record: VariableRecord) -> None:
         """Load again what was touched on its way in: what came may be older than what the store's file holds now.
@@ -151,7 +151,17 @@ class ResidencyActs:
             self._manager.settle_load(record, runs)
         except StoreFailed as error:
             self._abandon(error)
-        self._space.map(record.reservation, runs)
+        self._map(record)
+
+    def _map(self, record: VariableRecord) -> None:
+        """Let its addresses show what has arrived. Raises `MemoryFault`, with the plan left and the record away."""
+        try:
+            self._space.map(record.reservation, record.runs)
+        except MemoryFault as fault:
+            record.load_undone()
+            with contextlib.suppress(StoreFailed):
+                self._bail_out(str(fault))
+            raise
 
     def guard(self, records: list[VariableRecord]) -> bool:
         """Serve stray touches of what has just been released. False: that cannot be, and the step has bailed out."""

@@ -346,6 +346,14 @@ class ExecutablePlan:
         """Records that are bound to a live variable now."""
         return [r.record for r in self.variables if r.record is not None and self.variable_alive[r.index]]
 
+    def record_at(self, address: int) -> VariableRecord | None:
+        """The record at this address, if it is bound to a live variable now."""
+        for index in np.flatnonzero(self.variable_address == address).tolist():
+            record = self.variables[index].record
+            if record is not None and self.variable_alive[index] and record.address == address:
+                return record
+        return None
+
     def give_up_records(self) -> list[VariableRecord]:
         """Let go of the records kept for variables born in the step; the caller disposes of them.
 

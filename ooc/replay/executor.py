@@ -242,6 +242,8 @@ class Executor:
             if alive[residency.variable.index]:
                 self._manager.counters.num_crowded += 1
                 self.acts.start_load(residency)
+                if self.active is None:
+                    return False
                 continue
             self.acts.await_all(residency.waits)  # the next residency of these chunks looks no further back
         started = 0
@@ -499,7 +501,7 @@ class Executor:
 
     def record_at(self, address: int) -> VariableRecord | None:
         """The record at this address, if it is bound to a live plan variable."""
-        return next((record for record in self.live_records() if record.address == address), None)
+        return self.active.record_at(address) if self.active is not None else None
 
 
 def _not_in_parts(executable: ExecutablePlan, index: int, /, *_: Any, **__: Any) -> Any:

@@ -350,7 +350,10 @@ class RerunTrial:
             return self._device.storage_at(*range_of(address))
 
         allocs = list(zip(sizes, births, strict=True))
-        operands = [range_of(address) for address in self._recipe.variables]
+        try:
+            operands = [range_of(address) for address in self._recipe.variables]
+        except LookupError as unknown:  # an array over a part of a variable, say
+            return str(unknown)
         writes = list(self._before.values())
         reads = [place for place in operands if place not in writes]
         born = [(address, nbytes) for nbytes, address in allocs]

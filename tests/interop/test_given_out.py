@@ -14,8 +14,11 @@ import torch
 
 import ooc
 from ooc.memory.record import State
+from ooc.replay.acts import ResidencyActs
 from tests.interop.cases import BUDGET, NUM_STEPS, PLANNED_STEP, WIDTH, InCore, build, contents, train
 from tests.session.program_reruns import counted_reruns, forced_reruns, slow_store
+from vmm.addresses import AddressSpace
+from vmm.driver import MemoryFault
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -242,3 +245,89 @@ def test_what_is_kept_resident_is_not_evicted_by_a_plan(when: str) -> None:
                 if when == "before":
                     keep()
     assert set(states) == {State.RESIDENT}, states
+
+
+def test_a_mapping_that_fails_leaves_the_plan_and_what_is_written_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near the kernel's limit of mappings. Until the next load the addresses show the store's file, which counts."""
+    map_, load_late, failed, is_late = AddressSpace.map, ResidencyActs.load_late, [], []
+
+    def loading(self: ResidencyActs, *arguments: Any) -> None:
+        is_late.append(True)
+        load_late(self, *arguments)
+        is_late.clear()
+
+    def failing(self: AddressSpace, reservation: Any, *arguments: Any, **options: Any) -> Any:
+        if is_late and not failed:
+            failed.append(reservation)
+            raise MemoryFault("too many mappings")
+        return map_(self, reservation, *arguments, **options)
+
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session:
+        model, optimizer = build()
+        views = {id(p): p.detach().numpy() for p in model.parameters()}
+        for index in range(PLANNED_STEP):
+            with session.step():
+                train(model, optimizer, index)
+        assert session.steps.rows[-1].mode == "planned"
+        monkeypatch.setattr(AddressSpace, "map", failing)
+        monkeypatch.setattr(ResidencyActs, "load_late", loading)
+
+        def go_on() -> None:
+            for index in range(PLANNED_STEP):
+                train(model, optimizer, index)
+
+        with pytest.raises(MemoryFault, match="too many"), session.step():
+            go_on()
+        assert session.engine.executor.active is None
+        record = next(r for r in session.engine.manager.records.values() if r.reservation is failed[0])
+        assert record.state is State.AWAY
+        for parameter in model.parameters():
+            views[id(parameter)][...] = 5.0
+        assert all(bool((p.detach() == 5.0).all()) for p in model.parameters())
+        for index in range(PLANNED_STEP):
+            with session.step():
+                train(model, optimizer, index)
+        assert session.steps.rows[-1].mode == "planned"
+        for parameter in model.parameters():
+            assert views[id(parameter)].tobytes() == parameter.detach().clone().numpy().tobytes()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("start", [0, 8])
+def test_arrays_are_operands_again(start: int, recompute: bool) -> None:
+    """A tensor over a held array, whole or in part, is another storage over the same memory; ops read and write it."""
+
+    def program(session: Any) -> list[Any]:
+        model, optimizer = build()
+        alias, found = torch.from_numpy(model[0].weight.detach().numpy()[start:]), []
+
+        def use(*_: Any) -> None:
+            found.append((alias * 2).sum().item())
+            with torch.no_grad():
+                torch.add(alias.mul_(0.999), 0.001, out=alias)
+
+        for place in (2, 8):
+            model[place].register_forward_hook(use)
+        for index in range(NUM_STEPS):
+            with session.step():
+                found.append(train(model, optimizer, index))
+        return [*found, contents(model)]
+
+    expected = program(InCore())
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", recompute=recompute) as session:
+        assert program(session) == expected
+
+
+def test_an_address_is_found_without_looking_at_all_variables() -> None:
+    """`data_ptr()` of each parameter in each step asks for the record at its address."""
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session:
+        model, optimizer = build()
+        for index in range(PLANNED_STEP):
+            with session.step():
+                train(model, optimizer, index)
+        executor, address_of = session.engine.executor, session.engine.runner.dispatcher.address
+        assert executor.active is not None
+        live = {record.address: record for record in executor.live_records()}
+        assert all(executor.record_at(address) is record for address, record in live.items())
+        assert {address_of(p) for p in model.parameters() if p.numel() > WIDTH * 10} <= live.keys()
+        assert executor.record_at(1) is None
