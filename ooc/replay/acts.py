@@ -190,7 +190,7 @@ class ResidencyActs:
         raise error
 
     def release(self, executable: ExecutablePlan, residency: ExecutableResidency) -> bool:
-        """End a residency whose bytes the store has. False: it must not end, and the step has bailed out."""
+        """End a residency; the store has its bytes, or gets them. False: it must not end; the step has bailed out."""
         record = residency.variable.record
         if record is None or not executable.variable_alive[residency.variable.index]:
             return True

@@ -114,7 +114,7 @@ def _explain(engine: Engine, record: VariableRecord, name: str) -> Explanation:
         State.DISCARDED: "discarded (ops are run again to make it)",
     }[record.state]
     if record.exports:
-        where += ", its memory given out (.numpy() or the like), so it stays"
+        where += ", its memory given out (.numpy() or the like)"
     residencies: list[Residency] = []
     reasons: list[str] = []
     reason = ""
