@@ -262,7 +262,11 @@ class ResidencyManager:
 
     def may_be_evicted(self, record: VariableRecord) -> bool:
         """Whether nothing that is known to use a resident record keeps it in memory."""
-        return not record.pins and record.seen and (self.is_host or not record.exports)
+        return not record.pins and record.seen and self.may_leave(record)
+
+    def may_leave(self, record: VariableRecord) -> bool:
+        """Whether a record may be evicted if it was given out: not a device's, nor what `session.resident` keeps."""
+        return not record.exports or (self.is_host and not record.pins)
 
     def make_room(self, num_chunks: int) -> None:
         """Evict what is used last, by `foresight`, until so many chunks are free. Raises `NoRoom`, `StoreFailed`."""

@@ -111,10 +111,6 @@ class ResidencyActs:
             self._manager.end_exports()
         return record.exports > 0
 
-    def may_leave(self, record: VariableRecord) -> bool:
-        """Whether a record may be evicted if it was given out: not a device's, nor what `session.resident` keeps."""
-        return not record.exports or (self._manager.is_host and not record.pins)
-
     def show(self, record: VariableRecord) -> None:
         """Let the addresses of what is being given out show its bytes, where the plan has it away: the store's file.
 
@@ -204,7 +200,7 @@ class ResidencyActs:
         if not (record.seen or residency.variable.evictable):
             self._bail_out("a variable that may be in use unseen cannot be evicted")
             return False
-        if is_given_out and not self.may_leave(record):
+        if is_given_out and not self._manager.may_leave(record):
             self._bail_out("a variable whose memory was given out cannot be evicted")
             return False
         if is_given_out or not record.stored:  # what it had when it was written may have changed since

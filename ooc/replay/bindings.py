@@ -361,9 +361,9 @@ class Bindings:
 
     # -- from one step to the next
 
-    def can_pass_on(self, executable: ExecutablePlan, may_leave: Callable[[VariableRecord], bool]) -> bool:
-        """Whether every record that has outlived its plan variable may be evicted; `may_leave`: if it was given out."""
-        alive = executable.variable_alive
+    def can_pass_on(self, executable: ExecutablePlan) -> bool:
+        """Whether every record that has outlived its plan variable may be evicted."""
+        may_leave, alive = self._manager.may_leave, executable.variable_alive
         over = [executable.variables[index] for index in executable.dies[alive[executable.dies] != 0].tolist()]
         over += [variable for variable in executable.movers if alive[variable.index] and variable.successor is None]
         records = [(variable, variable.record) for variable in over if variable.record is not None]

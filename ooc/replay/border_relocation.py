@@ -98,8 +98,7 @@ class BorderRelocation:
         under_way = [residency for residency in residencies if residency.transfer is not None]
         if under_way:
             started = time.monotonic_ns()
-            for residency in under_way:
-                self._acts.await_transfer(residency)
+            self._acts.await_all(under_way)
             self._manager.note_stall(started)
 
     def _move(self, copies: Sequence[BorderCopy], found: list[tuple[VariableRecord, ExecutableResidency]]) -> bool:

@@ -204,7 +204,7 @@ class Executor:
             if self.active is None or not self.acts.release(executable, residency):
                 return False
         self.absorb_events()
-        if not self._bindings.can_pass_on(executable, self.acts.may_leave):
+        if not self._bindings.can_pass_on(executable):
             self.bail_out("a variable that must stay where it is outlived its role in the plan")
             return False
         if self.reruns.read_given_out(executable):
@@ -289,7 +289,7 @@ class Executor:
             assert record is not None
             shared = variable.predecessor is not None and variable.predecessor.record is record
             gone = record.state is State.DISCARDED
-            may_leave = self.acts.may_leave(record) and (variable.evictable or record.seen)
+            may_leave = self._manager.may_leave(record) and (variable.evictable or record.seen)
             if shared or gone or not may_leave:
                 self.bail_out("a variable was freed later than planned")
                 return False
