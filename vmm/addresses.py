@@ -7,7 +7,7 @@ from bisect import bisect_right, insort
 from collections.abc import Sequence
 from typing import Any
 
-from vmm.driver import Access, Driver
+from vmm.driver import Access, Driver, Still
 from vmm.ranges import Run
 
 __all__ = ["AddressSpace", "Reservation", "first_chunks"]
@@ -182,12 +182,13 @@ class AddressSpace:
         reservation.num_chunks = num_chunks
         reservation.nbytes = nbytes
 
-    def map(self, reservation: Reservation, runs: Sequence[tuple[int, int]]) -> int:
+    def map(self, reservation: Reservation, runs: Sequence[tuple[int, int]], *, still: Still | None = None) -> int:
         """Let all of `reservation` show `runs`, accessible. Only what differs is mapped.
 
         Args:
             reservation: Where.
             runs: `(first chunk, count)` in the order of the bytes; as many chunks as the reservation has.
+            still: Makes the driver's call, if it is given. The reservation shows no chunk now.
 
         Returns:
             The number of chunk-sized places that show another chunk than before, or show one for the
@@ -200,11 +201,13 @@ class AddressSpace:
         if sum(run.length for run in wanted) != reservation.num_chunks:
             raise ValueError(f"{reservation!r}: runs of {sum(run.length for run in wanted)} chunks, {list(runs)}")
         before = reservation._runs
+        if still is not None and before is not None:
+            raise ValueError(f"{reservation!r}: shows chunks, and cannot come to show others still")
         stretches = _differences(before, wanted)
         done: list[_Stretch] = []
         try:
             for stretch in stretches:
-                self._driver.map(self._address(reservation, stretch), stretch.after)
+                self._driver.map(self._address(reservation, stretch), stretch.after, still=still)
                 done.append(stretch)
             if reservation._is_protected:  # what was mapped anew is accessible; the rest is not yet
                 self._driver.protect(reservation.address, reservation.num_chunks, Access.READ_WRITE)
@@ -221,10 +224,12 @@ class AddressSpace:
         reservation._is_protected = False
         return num_changed
 
-    def map_file(self, reservation: Reservation, descriptor: int, offset: int, nbytes: int) -> None:
+    def map_file(
+        self, reservation: Reservation, descriptor: int, offset: int, nbytes: int, *, still: Still | None = None
+    ) -> None:
         """Let the reservation show a part of a file (see `PosixDriver.map_file`), whatever it showed before."""
         self._check(reservation)
-        self._driver.map_file(reservation.address, reservation.num_chunks, descriptor, offset, nbytes)
+        self._driver.map_file(reservation.address, reservation.num_chunks, descriptor, offset, nbytes, still=still)
         self._became_file(reservation)
 
     def note_file(self, reservation: Reservation, descriptor: int, offset: int, nbytes: int) -> None:

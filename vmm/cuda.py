@@ -14,7 +14,7 @@ from typing import Any, Self
 from vmm.cuda_calls import CudaCalls, CudaFault, load_bindings
 from vmm.cuda_handles import ChunkHandles
 from vmm.cuda_mappings import CudaMappings
-from vmm.driver import Access, MemoryFault
+from vmm.driver import Access, MemoryFault, Still
 from vmm.places import Places
 from vmm.sizes import format_nbytes
 
@@ -204,13 +204,15 @@ class CudaDriver:
         self._mappings.unmap(place, num_chunks, f"release({address:#x}, {num_chunks} chunks)")
         self._places.release(place)
 
-    def map(self, address: int, runs: Sequence[tuple[int, int]]) -> None:
+    def map(self, address: int, runs: Sequence[tuple[int, int]], *, still: Still | None = None) -> None:
         """Map runs of chunks, one after the other, at `address`, read-write.
 
         One cuMemUnmap for each contiguous range that shows other chunks, one cuMemMap for each chunk
-        that is not there yet, then one cuMemSetAccess.
+        that is not there yet, then one cuMemSetAccess. Nobody can be kept from writing meanwhile: `still` is refused.
         """
         self._check_usable()
+        if still is not None:
+            raise MemoryFault(f"map({address:#x}): writes to a device's memory cannot be made to wait.")
         self._mappings.map_runs(self._places.of_runs(address, runs, self._num_chunks), runs)
 
     def unmap(self, address: int, num_chunks: int) -> None:
@@ -219,7 +221,16 @@ class CudaDriver:
         place = self._places.inside(address, num_chunks)
         self._mappings.unmap(place, num_chunks, f"unmap({address:#x}, {num_chunks} chunks)")
 
-    def map_file(self, address: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:
+    def map_file(
+        self,
+        address: int,
+        num_chunks: int,
+        descriptor: int,
+        offset: int,
+        nbytes: int,
+        *,
+        still: Still | None = None,  # noqa: ARG002 - as the protocol has it
+    ) -> None:
         """Not possible on a device."""
         raise MemoryFault(
             f"map_file({address:#x}, {num_chunks} chunks, descriptor {descriptor}, {nbytes} bytes at {offset}): "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from vmm.addresses import AddressSpace, Reservation
 from vmm.device_streams import DeviceEvent, DeviceStreams, WaitRule
-from vmm.driver import Driver, MemoryFault
+from vmm.driver import Driver, MemoryFault, Still
 
 __all__ = ["DeviceSpace"]
 
@@ -57,7 +57,7 @@ class DeviceSpace(AddressSpace):
         stream, nbytes = self._streams.follow(), num_chunks * chunk_nbytes
         self._streams.calls.copy_on_device(view + target * chunk_nbytes, view + source * chunk_nbytes, nbytes, stream)
 
-    def map(self, reservation: Reservation, runs: Sequence[tuple[int, int]]) -> int:
+    def map(self, reservation: Reservation, runs: Sequence[tuple[int, int]], *, still: Still | None = None) -> int:
         """As `AddressSpace.map`; waits where a chunk that is shown makes place for another."""
         if runs is reservation._given and not reservation.is_protected:
             self._unused.pop(reservation.address, None)
@@ -70,10 +70,10 @@ class DeviceSpace(AddressSpace):
                 self.num_stops += 1
                 self._streams.observe(WaitRule.HOST_AFTER_USE, unused)
         try:
-            return super().map(reservation, runs)
+            return super().map(reservation, runs, still=still)
         except MemoryFault:
             # What failed was undone. Whoever leaves a plan maps many variables back and has no other way: once more.
-            return super().map(reservation, runs)
+            return super().map(reservation, runs, still=still)
 
     def unmap(self, reservation: Reservation) -> None:
         """As `AddressSpace.unmap`, after the end of all use."""

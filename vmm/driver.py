@@ -12,8 +12,10 @@ Every driver passes the same test suite.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
+
+from vmm.syscalls import MmapCall
 
 
 class Access(enum.Enum):
@@ -31,6 +33,10 @@ class MemoryFault(RuntimeError):
 
 class MapCountExceeded(MemoryFault):
     """The process would need more memory mappings than the kernel allows (vm.max_map_count)."""
+
+
+Still = Callable[[Sequence[MmapCall]], object]
+"""Makes these calls, in order, while nobody can write to the range: see `vmm.faults.FaultTable.move`."""
 
 
 @runtime_checkable
@@ -79,19 +85,28 @@ class Driver(Protocol):
     def release(self, address: int, num_chunks: int) -> None:
         """Give a reserved range back, whatever is mapped there. The chunks are not affected."""
 
-    def map(self, address: int, runs: Sequence[tuple[int, int]]) -> None:
+    def map(self, address: int, runs: Sequence[tuple[int, int]], *, still: Still | None = None) -> None:
         """Map runs `(first chunk, count)`, one after the other, at `address`, read-write.
 
         Replaces what was mapped there; other mappings of the chunks stay. One call for a whole
         contiguous range, so that a driver pays only once for what it does per range (access
         rights on CUDA, keeping the range from forked children on POSIX). The page tables of the
-        range are made at once, so that the first touch costs nothing.
+        range are made at once, so that the first touch costs nothing. `still`, if given, makes the calls.
         """
 
     def unmap(self, address: int, num_chunks: int) -> None:
         """Map nothing at the range: a touch faults. The range stays reserved."""
 
-    def map_file(self, address: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:
+    def map_file(
+        self,
+        address: int,
+        num_chunks: int,
+        descriptor: int,
+        offset: int,
+        nbytes: int,
+        *,
+        still: Still | None = None,
+    ) -> None:
         """Map a part of a file at the start of the range, read-write and shared; nothing behind it."""
 
     def note_file(self, address: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:

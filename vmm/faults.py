@@ -1,8 +1,11 @@
-"""Guarded ranges: addresses that show nothing until somebody touches them, then a part of a file.
+"""Guarded ranges: addresses that show nothing until somebody touches them, then a part of a file. And still moves.
 
 A variable that is away is always in the store's file. Where its addresses would show something
 else (inside a plan they alias other variables' chunks), its range is guarded: the first touch, by
 any thread and any code, maps the file there (native/faults.cpp). One table serves the process.
+
+What is moved *still* may be written by any thread at any time: a write that comes meanwhile waits, and is made where
+the bytes are then. A system call that would write there fails meanwhile (EFAULT).
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
 from vmm.native_build import build
+from vmm.syscalls import MmapCall
+from vmm.transfers import Job, TransferEngine
 
-__all__ = ["GUARDED", "LIFTED", "SERVED", "FaultTable", "Guard"]
+__all__ = ["GUARDED", "LIFTED", "SERVED", "FaultTable", "Guard", "MoveFailed"]
 
 LIFTED: Final = 0
 GUARDED: Final = 1
@@ -47,6 +52,18 @@ class Guard(NamedTuple):
     offset: int
     ticket: int
     protects: bool
+
+
+class MoveFailed(Exception):
+    """The transfer of a still move failed, or could not begin. The addresses show what they showed.
+
+    Attributes:
+        ticket: Its ticket, which `TransferEngine.wait` says more about; negative: it could not begin.
+    """
+
+    def __init__(self, ticket: int) -> None:
+        super().__init__(f"the transfer of a still move failed (ticket {ticket})")
+        self.ticket = ticket
 
 
 class FaultTable:
@@ -155,6 +172,40 @@ class FaultTable:
         self._num_calls += unprotects and result == GUARDED
         return result
 
+    def move(self, span: tuple[int, int], engine: TransferEngine, job: Job, shown: Sequence[MmapCall]) -> int:
+        """Move bytes while nobody can write to a range, and let it show where they are then. Keeps the GIL throughout.
+
+        Args:
+            span: Address and bytes of the range, whole pages. It can be read and written now.
+            engine: Does the transfer.
+            job: The transfer. Nothing that it would have to wait for is under way.
+            shown: What the range shows afterwards.
+
+        Returns:
+            The transfer's ticket.
+
+        Raises:
+            MoveFailed: The transfer failed; the range shows what it showed.
+            OSError: The kernel refused a call. What the range shows is the caller's to put back.
+            MemoryError: As `new_entry`.
+        """
+        submit, wait, handle = engine.native_calls
+        segments, num_segments = job.segments.native
+        move = _Move(submit, wait, handle, segments, job.offset, num_segments, job.kind, job.descriptor, job.flags)
+        rows = array("q", [field for call in shown for field in call])
+        ticket = ctypes.c_int64()
+        self._install()
+        entry = self.new_entry()
+        result = self._library.move(
+            entry, *span, ctypes.byref(move), rows.buffer_info()[0], len(shown), ctypes.byref(ticket)
+        )
+        self._free.append(entry)
+        if result > 0:
+            raise MoveFailed(ticket.value)
+        if result < 0:
+            raise OSError(-result, f"cannot move memory that was given out: {os.strerror(-result)}")
+        return ticket.value
+
     def state(self, entry: int) -> int:
         """`GUARDED` or `SERVED`."""
         return int(self._library.state(entry))
@@ -195,8 +246,19 @@ class FaultTable:
         return wrapper
 
 
+class _Move(ctypes.Structure):
+    _fields_ = (
+        ("submit", ctypes.c_void_p),
+        ("wait", ctypes.c_void_p),
+        ("engine", ctypes.c_void_p),
+        ("segments", ctypes.c_void_p),
+        ("offset", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("num_segments", "kind", "descriptor", "flags")),
+    )
+
+
 class _FaultsLibrary:
-    """The native functions. They are short and keep the GIL, which is cheaper than giving it up."""
+    """The native functions. They keep the GIL: most are short, and during a still move nobody may have it."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.PyDLL(str(path))
@@ -209,6 +271,9 @@ class _FaultsLibrary:
         self.num_served = _function(library, "num_served", ctypes.c_uint64)
         self.guard = _function(library, "guard", wide, pointer, wide)
         self.lift = _function(library, "lift", wide, wide, number)
+        self.move = _function(
+            library, "move", wide, wide, ctypes.c_uint64, ctypes.c_uint64, pointer, pointer, wide, pointer
+        )
         self.state = _function(library, "state", wide, wide)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from vmm import machine
-from vmm.driver import Access, MemoryFault
+from vmm.driver import Access, MemoryFault, Still
 from vmm.held_addresses import hold_addresses
 from vmm.places import Places
 from vmm.pool_file import HUGE_PAGE_NBYTES, NOTHING, PROT_NONE, PoolFile
@@ -246,17 +246,26 @@ class PosixDriver:
             self._mappings.unmap(place, num_chunks)
         self._places.release(place)
 
-    def map(self, address: int, runs: Sequence[tuple[int, int]]) -> None:
-        """Map runs of chunks, one after the other, at `address`, read-write."""
+    def map(self, address: int, runs: Sequence[tuple[int, int]], *, still: Still | None = None) -> None:
+        """Map runs of chunks, one after the other, at `address`, read-write. `still` makes the calls, if given."""
         self._check_usable()
-        self._mappings.map_runs(self._places.of_runs(address, runs, self._file.num_chunks), runs)
+        self._mappings.map_runs(self._places.of_runs(address, runs, self._file.num_chunks), runs, still)
 
     def unmap(self, address: int, num_chunks: int) -> None:
         """Map nothing at the range: a touch faults. Frees its page tables."""
         self._check_usable()
         self._mappings.unmap(self._places.inside(address, num_chunks), num_chunks)
 
-    def map_file(self, address: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:
+    def map_file(
+        self,
+        address: int,
+        num_chunks: int,
+        descriptor: int,
+        offset: int,
+        nbytes: int,
+        *,
+        still: Still | None = None,
+    ) -> None:
         """Map a part of a file at the start of the range, read-write and shared; nothing behind it.
 
         The kernel then serves every touch, system calls on the range too, from the page cache, which
@@ -268,6 +277,7 @@ class PosixDriver:
             descriptor: The file; it may be open for direct I/O. The mapping stays when it is closed.
             offset: Where the part begins; a multiple of the page.
             nbytes: Its length, at most the range's; rounded up to whole pages.
+            still: Makes the calls, if it is given.
         """
         self._check_usable()
         place = self._places.inside(address, num_chunks)
@@ -277,7 +287,7 @@ class PosixDriver:
                 f"map_file({address:#x}, {num_chunks} chunks): {nbytes} bytes at {offset} are not whole pages "
                 f"({self._granularity} bytes) that fit the range"
             )
-        self._mappings.map_file(place, num_chunks, descriptor, offset, nbytes)
+        self._mappings.map_file(place, num_chunks, descriptor, offset, nbytes, still)
 
     def note_file(self, address: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:
         """Note that somebody else (the fault handler) has done what `map_file` does. No system call."""

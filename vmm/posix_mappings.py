@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import mmap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from vmm import machine
-from vmm.driver import Access, MapCountExceeded, MemoryFault
+from vmm.driver import Access, MapCountExceeded, MemoryFault, Still
 from vmm.places import Places
 from vmm.pool_file import NOTHING, PROT_NONE, PoolFile
 from vmm.ranges import Layout, Piece
 from vmm.sizes import format_nbytes
-from vmm.syscalls import MAP_FIXED, Syscalls
+from vmm.syscalls import MAP_FIXED, MmapCall, Syscalls
 
 __all__ = ["PosixMappings"]
 
@@ -102,7 +103,7 @@ class PosixMappings:
                     f"resize({first_chunk}): chunk {stop + value[0] - 1} is mapped at {self._places.address(start):#x}"
                 )
 
-    def map_runs(self, place: int, runs: Sequence[tuple[int, int]]) -> None:
+    def map_runs(self, place: int, runs: Sequence[tuple[int, int]], still: Still | None = None) -> None:
         """Map runs of chunks, one after the other, from `place` on, read-write; neighbours by one call."""
         start = place
         pieces: list[Piece[_Mapped]] = []
@@ -115,7 +116,9 @@ class PosixMappings:
             place += count
         self._make_room(len(pieces) + 2)  # at most: one mapping a run, and the rests of a piece at both ends
         self._replace(
-            pieces, lambda: f"map({self._places.address(start):#x}, {len(runs)} runs, {place - start} chunks)"
+            pieces,
+            lambda: f"map({self._places.address(start):#x}, {len(runs)} runs, {place - start} chunks)",
+            still=still,
         )
 
     def unmap(self, place: int, num_chunks: int) -> None:
@@ -142,11 +145,14 @@ class PosixMappings:
             [piece], lambda: f"release({self._places.address(place):#x}, {num_chunks} chunks)", populate=False
         )
 
-    def map_file(self, place: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:
+    def map_file(
+        self, place: int, num_chunks: int, descriptor: int, offset: int, nbytes: int, still: Still | None = None
+    ) -> None:
         """Map whole pages of a file from `place` on, read-write and shared; nothing at the rest of these places."""
         self._make_room(4)
         piece: Piece[_Mapped] = Piece(place, place + num_chunks, _File(descriptor, offset, nbytes, place))
-        self._replace([piece], lambda: f"map_file({self._places.address(place):#x}, {nbytes} bytes at {offset})")
+        what = functools.partial("map_file({:#x}, {} bytes at {})".format, self._places.address(place), nbytes, offset)
+        self._replace([piece], what, still=still)
 
     def note_file(self, place: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:
         """Note that somebody else has done what `map_file` does."""
@@ -178,7 +184,14 @@ class PosixMappings:
             raise self._fault(f"protect({address:#x}, {num_chunks} chunks, {access.value})", error) from error
         self._layout.assign(after)
 
-    def _replace(self, pieces: list[Piece[_Mapped]], what: Callable[[], str], *, populate: bool = True) -> None:
+    def _replace(
+        self,
+        pieces: list[Piece[_Mapped]],
+        what: Callable[[], str],
+        *,
+        populate: bool = True,
+        still: Still | None = None,
+    ) -> None:
         """Let neighbouring addresses show `pieces`; if a call fails, they show again what they show now.
 
         Raises:
@@ -187,8 +200,11 @@ class PosixMappings:
         start, stop = pieces[0].start, pieces[-1].stop
         before = self._layout.pieces(start, stop)
         try:
-            for piece in pieces:
-                self._show(piece, populate=populate)
+            if still is not None:
+                still([call for piece in pieces for call in self._calls(piece, populate=populate)])
+            else:
+                for piece in pieces:
+                    self._show(piece, populate=populate)
             if pieces[0].value is not None:
                 self._advise(start, stop)
         except BaseException as error:
@@ -200,25 +216,30 @@ class PosixMappings:
 
     def _show(self, piece: Piece[_Mapped], *, populate: bool = True) -> None:
         """Let the addresses of `piece` show what it says, in place of what they show now; chunks with page tables."""
+        for call in self._calls(piece, populate=populate):
+            self._sys.mmap(*call)
+
+    def _calls(self, piece: Piece[_Mapped], *, populate: bool) -> list[MmapCall]:
+        """The calls that `_show` makes."""
         address = self._places.address(piece.start)
         nbytes = (piece.stop - piece.start) * self._chunk_nbytes
         if piece.value is None:
-            self._sys.mmap(address, nbytes, PROT_NONE, NOTHING | MAP_FIXED, -1, 0)
-            return
+            return [MmapCall(address, nbytes, PROT_NONE, NOTHING | MAP_FIXED, -1, 0)]
         if isinstance(piece.value, _File):
             descriptor, start, length, place = piece.value
             skipped = (piece.start - place) * self._chunk_nbytes  # the piece may be the rest of a larger one
             length = min(max(length - skipped, 0), nbytes)
+            calls = []
             if length > 0:
                 prot = mmap.PROT_READ | mmap.PROT_WRITE
-                self._sys.mmap(address, length, prot, mmap.MAP_SHARED | MAP_FIXED, descriptor, start + skipped)
+                calls.append(MmapCall(address, length, prot, mmap.MAP_SHARED | MAP_FIXED, descriptor, start + skipped))
             if length < nbytes:
-                self._sys.mmap(address + length, nbytes - length, PROT_NONE, NOTHING | MAP_FIXED, -1, 0)
-            return
+                calls.append(MmapCall(address + length, nbytes - length, PROT_NONE, NOTHING | MAP_FIXED, -1, 0))
+            return calls
         delta, access = piece.value
         offset = (piece.start + delta) * self._chunk_nbytes
         flags = _CHUNKS | mmap.MAP_POPULATE if populate and access is Access.READ_WRITE else _CHUNKS
-        self._sys.mmap(address, nbytes, _prot(access), flags, self._file.descriptor, offset)
+        return [MmapCall(address, nbytes, _prot(access), flags, self._file.descriptor, offset)]
 
     def _advise(self, start: int, stop: int) -> None:
         """Say of new mappings what the kernel is to know of all of ours."""

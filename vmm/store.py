@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from vmm.faults import MoveFailed
 from vmm.files import (
     BLOCK_NBYTES,
     FULL_ERRORS,
@@ -31,7 +32,7 @@ from vmm.files import (
 )
 from vmm.ranges import FreeRanges
 from vmm.sizes import format_exactly, format_nbytes
-from vmm.transfers import Direction, Segments, TransferEngine, TransferRecord, TransferStatistics
+from vmm.transfers import Direction, Job, Segments, TransferEngine, TransferRecord, TransferStatistics
 
 __all__ = ["FileStore", "Slot", "StoreError", "StoreFull", "StoreSpeed", "StoreUnavailable", "Transfer"]
 
@@ -329,6 +330,42 @@ class FileStore:
             slot._reads = [read for read in slot._reads if not self._engine.has_finished(read)]
         slot._reads.append(ticket)
         return Transfer(self._engine, ticket, prepared.nbytes)
+
+    def move(
+        self, direction: Direction, slot: Slot, segments: Sequence[tuple[int, int]], make: Callable[[Job], int]
+    ) -> Transfer:
+        """As `write` or `read`, but somebody else makes the transfer, which is over then: see `vmm.faults`.
+
+        Args:
+            direction: Which way.
+            slot: Of which nothing is under way any more when `make` is called; this waits for it.
+            segments: As `write` has it.
+            make: Makes the transfer. Returns its ticket, or raises `MoveFailed`.
+
+        Raises:
+            TransferError: It failed, or what is to be read was never written well.
+        """
+        prepared = self._prepared(slot, segments)
+        for ticket in self._pending(slot):
+            with contextlib.suppress(OSError):
+                self._engine.wait(ticket)
+        if direction == "read":
+            self.wait_written(slot)
+        job = self._engine.job(direction, self._descriptor, slot.offset, prepared, drop_cache=not self._is_direct)
+        try:
+            ticket = make(job)
+        except MoveFailed as failed:
+            if failed.ticket < 0:
+                raise self._engine.refusal(failed.ticket, f"{direction} of {slot!r}") from failed
+            self._note(direction, slot, failed.ticket)
+            self._engine.wait(failed.ticket)
+            raise
+        self._note(direction, slot, ticket)
+        return Transfer(self._engine, ticket, prepared.nbytes)
+
+    def _note(self, direction: Direction, slot: Slot, ticket: int) -> None:
+        if direction == "write":
+            slot._last_write, slot._reads = ticket, []
 
     def wait_written(self, slot: Slot) -> None:
         """Block until the slot's last write is over. Raises OSError: it failed, so there is nothing to read."""

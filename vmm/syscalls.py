@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+from typing import NamedTuple
 
 from vmm.huge_pages import open_huge_file
 
-__all__ = ["MADV_COLD", "MADV_POPULATE_READ", "MADV_POPULATE_WRITE", "MAP_FIXED", "MAP_NORESERVE", "Syscalls"]
+__all__ = [
+    "MADV_COLD",
+    "MADV_POPULATE_READ",
+    "MADV_POPULATE_WRITE",
+    "MAP_FIXED",
+    "MAP_NORESERVE",
+    "MmapCall",
+    "Syscalls",
+]
 
 # Not in the mmap module of Python 3.11; the same on all of Linux's architectures that PyTorch runs on.
 MADV_COLD = 20  # since Linux 5.4
@@ -17,6 +26,17 @@ MAP_FIXED = 0x10
 MAP_NORESERVE = 0x4000
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class MmapCall(NamedTuple):
+    """The arguments of `Syscalls.mmap`."""
+
+    address: int
+    nbytes: int
+    prot: int
+    flags: int
+    descriptor: int
+    offset: int
 
 
 class Syscalls:

@@ -16,11 +16,11 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from vmm.native_build import build
 
-__all__ = ["Direction", "Segments", "TransferEngine", "TransferError", "TransferRecord", "TransferStatistics"]
+__all__ = ["Direction", "Job", "Segments", "TransferEngine", "TransferError", "TransferRecord", "TransferStatistics"]
 
 Direction = Literal["write", "read"]
 
@@ -122,6 +122,21 @@ class Segments:
             raise ValueError("a transfer needs at least one segment")
         self._num = len(segments)
         self._array = (ctypes.c_uint64 * len(flat))(*flat)
+
+    @property
+    def native(self) -> tuple[int, int]:
+        """Where native code finds them, while this object lives, and how many they are."""
+        return ctypes.addressof(self._array), self._num
+
+
+class Job(NamedTuple):
+    """A transfer as native code submits it: see `TransferEngine.native_calls`."""
+
+    kind: int
+    descriptor: int
+    offset: int
+    segments: Segments
+    flags: int
 
 
 class TransferEngine:
@@ -243,6 +258,20 @@ class TransferEngine:
             state = self._lib.wait_idle(self._handle, _WAIT_SLICE_NS)
         if state < 0:
             raise self._refusal(state, "wait_all()")
+
+    @staticmethod
+    def job(direction: Direction, descriptor: int, offset: int, segments: Segments, *, drop_cache: bool = False) -> Job:
+        """What `submit_write` or `submit_read` would submit, for native code to do so."""
+        return Job(_KINDS[direction], descriptor, offset, segments, _DROP_CACHE if drop_cache else 0)
+
+    @property
+    def native_calls(self) -> tuple[int, int, int]:
+        """Addresses of the functions that submit and wait, and what they take as their first argument."""
+        return self._lib.submit_address, self._lib.wait_address, self._handle
+
+    def refusal(self, code: int, what: str) -> Exception:
+        """What to raise for a negative number that native code got instead of a ticket."""
+        return self._refusal(code, what)
 
     @property
     def num_pending(self) -> int:
@@ -440,6 +469,8 @@ class _Library:
         self.wait_idle = _function(blocking, "wait_idle", wide, handle, wide)
         self.close = _function(blocking, "close", wide, handle)
         self.free = _function(blocking, "free", None, handle)
+        self.submit_address = ctypes.cast(self.submit, pointer).value or 0
+        self.wait_address = ctypes.cast(self.wait, pointer).value or 0
 
 
 def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:

@@ -26,6 +26,7 @@ from scheduler.verify import verify
 from vmm.addresses import AddressSpace, Reservation
 from vmm.device_space import DeviceSpace
 from vmm.device_streams import DeviceEvent, WaitRule
+from vmm.driver import Still
 
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 """Of the pool, for which plans are tried in turn."""
@@ -42,7 +43,7 @@ class RemappingSpace(DeviceSpace):
         fence = self._streams.fence()
         self._idle = {r.address: fence for r in self.reservations if r.runs is not None and not is_alive(r.address)}
 
-    def map(self, reservation: Reservation, runs: Sequence[tuple[int, int]]) -> int:
+    def map(self, reservation: Reservation, runs: Sequence[tuple[int, int]], *, still: Still | None = None) -> int:
         """As `DeviceSpace.map`, whatever is mapped already."""
         idle = getattr(self, "_idle", {}).pop(reservation.address, None)
         unused = self._unused.pop(reservation.address, None) or idle
@@ -53,7 +54,7 @@ class RemappingSpace(DeviceSpace):
                 self.num_stops += 1
                 self._streams.observe(WaitRule.HOST_AFTER_USE, unused)
             AddressSpace.unmap(self, reservation)
-        return AddressSpace.map(self, reservation, runs)
+        return AddressSpace.map(self, reservation, runs, still=still)
 
 
 class _RemappingCudaMemory(CudaMemory):

@@ -21,10 +21,11 @@ from vmm.device_file import DeviceFile
 from vmm.device_space import DeviceSpace
 from vmm.device_store import DeviceStore
 from vmm.device_streams import DeviceStreams
+from vmm.driver import MemoryFault
 from vmm.host_blocks import HostBlocks
 
 if TYPE_CHECKING:
-    from ooc.memory.record import VariableRecord
+    from ooc.memory.record import Runs, VariableRecord
     from ooc.memory.residency import ResidencyManager
 
 
@@ -61,6 +62,14 @@ class DeviceGuards:
         """Hide the addresses of a record that was evicted on demand; in debug mode alone."""
         if self._debug:
             self._space.unmap(record.reservation)
+
+    def leave(self, record: VariableRecord, segments: Any) -> Any:  # noqa: ARG002 - as `Guards` has it
+        """Refused: what was given out stays where it is, since no write to it can be made to wait."""
+        raise MemoryFault(f"{record!r}: memory of a device that was given out stays where it is.")
+
+    def arrive(self, record: VariableRecord, runs: Runs, segments: Any) -> Any:  # noqa: ARG002 - as `Guards` has it
+        """Refused, as `leave`."""
+        return self.leave(record, segments)
 
     def guard_away(self, records: Iterable[VariableRecord]) -> None:
         """Hide the addresses of records that are away or loading; in debug mode alone."""

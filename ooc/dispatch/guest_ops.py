@@ -289,6 +289,8 @@ class GuestOps:
                     self._write_chunks(record, tensor, stand_in)
                 elif record.slot is not None and self._manager.fork_readers.hold(record.slot):
                     self._load_and_write(record, tensor, stand_in)
+                elif record.exports and record.state is State.AWAY and record.reservation.is_file:
+                    tensor.copy_(stand_in)  # others may write to the rest of it, through pointers
                 else:
                     self._write_store(record, stand_in, cast.buffers[record.address])
 

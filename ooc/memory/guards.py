@@ -9,13 +9,14 @@ the variable is next loaded. See ooc/DESIGN.md, "Access from outside".
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from ooc.memory.record import NO_GUARD, State, VariableRecord
+from ooc.memory.record import NO_GUARD, Runs, Segments, State, VariableRecord
 from vmm.addresses import AddressSpace
-from vmm.driver import MemoryFault
+from vmm.driver import MemoryFault, Still
 from vmm.faults import SERVED, FaultTable, Guard
-from vmm.store import FileStore
+from vmm.store import FileStore, Transfer
+from vmm.transfers import Direction, Job
 
 
 class Guards:
@@ -76,6 +77,49 @@ class Guards:
         self._space.unmap(record.reservation)
         self._end(record)
         self._guard([record], protects=False)
+
+    def leave(self, record: VariableRecord, segments: Segments) -> Transfer:
+        """Write what was given out, a resident record, to its slot, and let its addresses show it there.
+
+        Nobody can write to it meanwhile: whoever does waits, and writes to the file.
+
+        Returns:
+            The transfer, which is over.
+
+        Raises:
+            OSError: The write failed.
+            MemoryFault: Its addresses cannot show the file. In both cases they show what they showed.
+        """
+        slot, nbytes = record.slot, self._shown_nbytes(record)
+        assert slot is not None, record
+
+        def show(still: Still) -> None:
+            self._space.map_file(record.reservation, self._store.descriptor, slot.offset, nbytes, still=still)
+
+        return self._move(record, "write", segments, show)
+
+    def arrive(self, record: VariableRecord, runs: Runs, segments: Segments) -> Transfer:
+        """Read what was given out, an away record, into these chunks, and let its addresses show them. As `leave`."""
+        if not _shows_its_file(record):
+            self.hide(record)
+        if not _shows_its_file(record):
+            raise MemoryFault(f"the file cannot be shown at {record.address:#x}")
+        return self._move(
+            record, "read", segments, lambda still: self._space.map(record.reservation, runs, still=still)
+        )
+
+    def _move(
+        self, record: VariableRecord, direction: Direction, segments: Segments, show: Callable[[Still], object]
+    ) -> Transfer:
+        span = record.address, record.reservation.num_chunks * self._space.driver.chunk_nbytes
+
+        def make(job: Job) -> int:
+            tickets: list[int] = []
+            show(lambda calls: tickets.append(self._table.move(span, self._store.engine, job, calls)))
+            return tickets[0]
+
+        assert record.slot is not None, record
+        return self._store.move(direction, record.slot, segments, make)
 
     def guard_away(self, records: Iterable[VariableRecord]) -> None:
         """Guard records that are away, or on their way in, while their addresses show other bytes."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ooc.memory.record import VariableRecord
+from ooc.memory.record import Runs, VariableRecord
 from vmm.addresses import Reservation
 from vmm.driver import Driver
 from vmm.store import StoreSpeed
@@ -71,6 +71,15 @@ class AddressGuards(Protocol):
 
     def hide(self, record: VariableRecord) -> None:
         """An on-demand record is away, and its addresses show it no longer."""
+
+    def leave(self, record: VariableRecord, segments: Any) -> Any:
+        """Write what was given out to its slot, and show it there; nobody can write meanwhile. The transfer, over.
+
+        Raises OSError, MemoryFault.
+        """
+
+    def arrive(self, record: VariableRecord, runs: Runs, segments: Any) -> Any:
+        """Read what was given out into these chunks, and show them. As `leave`."""
 
     def guard_away(self, records: Iterable[VariableRecord]) -> None:
         """Guard records that are away, or on their way in, while their addresses show other bytes."""

@@ -91,8 +91,8 @@ class VariableRecord:
             next op will write it).
         transfer: A write or load that may be under way.
         pins: Ops in progress (and `resident` blocks) that use it. Pinned records stay.
-        exports: Pointers given to the outside (`.numpy()`): no plan may move such a record, and the store's copy is
-            never taken to be current.
+        exports: Pointers given to the outside (`.numpy()`): the store's copy of a resident record is never taken to be
+            current, and it is moved still (`ooc.memory.still_moves`).
         seen: Whether an op has named it as operand or result. Until then it may be in use unseen (a library's
             workspace) and stays.
     """

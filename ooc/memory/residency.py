@@ -14,35 +14,25 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ooc.errors import RerunLost, StoreFailed
 from ooc.memory.ahead import Ahead
 from ooc.memory.births import Births
-from ooc.memory.counters import Counters
-from ooc.memory.flights import Flights
 from ooc.memory.foresight import Foresight
-from ooc.memory.fork_readers import ForkReaders
 from ooc.memory.hidden_writes import hidden_write
 from ooc.memory.no_room import NoRoom
-from ooc.memory.record import NO_GUARD, Runs, Segments, State, VariableRecord
-from ooc.memory.view_segments import checksum, view_segments
-from ooc.units import format_nbytes
+from ooc.memory.record import NO_GUARD, Runs, State, VariableRecord
+from ooc.memory.record_transfers import RecordTransfers
+from ooc.memory.still_moves import StillMoves
 from vmm.chunks import ChunkPool
 from vmm.driver import MemoryFault
-from vmm.store import Transfer
 
 if TYPE_CHECKING:
     from ooc.memory.protocols import AddressGuards, Space, Store
 
-Move = tuple[int, int, int]
-"""A transfer that was started: its ticket, and its variable's address and bytes."""
 
-_NUM_MOVES_KEPT = 1 << 14
-"""As many as the transfer engine keeps records of; `ooc.telemetry.timeline` empties it each step."""
-
-
-class ResidencyManager:
+class ResidencyManager(RecordTransfers):
     """Manages the variables outside any active plan: tracks residency, loads and evicts on demand, by guessed next use.
 
     The variables of the active plan are the executor's (`forget`); when a step bails out they come back to `records`,
@@ -58,15 +48,13 @@ class ResidencyManager:
             stay there, since no touch of it can be served.
 
     Attributes:
-        chunk_nbytes: Size of a chunk.
         records: Those it manages, by address.
         ended_exports: Records whose exports have ended, one entry an export; appended to on any thread.
-        moves: Transfers started since it was last emptied (by `ooc.telemetry.timeline`).
-        stalls: When the session's thread waited for transfers: `(start, stop)` of the monotonic clock.
         peak_chunks: The most chunks in use at once so far.
         foresight: Guesses when variables are used next.
         num_serials: More than any serial so far.
         ahead: Moves variables by these guesses before somebody waits for them.
+        still: Moves memory that was given out.
         position: Tells which op runs, or comes next.
     """
 
@@ -80,20 +68,11 @@ class ResidencyManager:
         debug: bool = False,
         is_host: bool = True,
     ) -> None:
+        super().__init__(space=space, store=store, debug=debug, is_host=is_host)
         self._pool = pool
-        self.space = space
-        self.chunk_nbytes = space.driver.chunk_nbytes
-        self.store = store
-        self.debug = debug
         self.records: dict[int, VariableRecord] = {}
-        self.counters = Counters()
         self.guards = guards
-        self.is_host = is_host
-        self.fork_readers = ForkReaders(store)
-        self.flights = Flights()
         self.ended_exports: deque[VariableRecord] = deque()
-        self.moves: deque[Move] = deque(maxlen=_NUM_MOVES_KEPT)
-        self.stalls: deque[tuple[int, int]] = deque(maxlen=_NUM_MOVES_KEPT)
         self.peak_chunks = 0
         self.num_serials = 0
         self._resident: dict[int, VariableRecord] = {}  # by address
@@ -101,6 +80,7 @@ class ResidencyManager:
         self._loading: dict[int, VariableRecord] = {}  # read ahead, by address
         self.foresight = Foresight()
         self.ahead = Ahead(self)
+        self.still = StillMoves(self, guards)
         self.position: Callable[[], int] = lambda: 0
 
     def __repr__(self) -> str:
@@ -146,16 +126,6 @@ class ResidencyManager:
         """A number that no storage of this session has had."""
         self.num_serials += 1
         return self.num_serials - 1
-
-    def segments(self, runs: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
-        """The first `nbytes` of a variable in these chunks, as ranges of the linear view."""
-        return view_segments(self.space.driver.view_address, self.chunk_nbytes, runs, nbytes)
-
-    def note_stall(self, start_ns: int) -> None:
-        """Note that the session's thread waited for transfers from `start_ns` until now."""
-        stop_ns = time.monotonic_ns()
-        self.counters.stall_ns += stop_ns - start_ns
-        self.stalls.append((start_ns, stop_ns))
 
     # -- life of a record
 
@@ -352,6 +322,9 @@ class ResidencyManager:
                 self.counters.dropped_nbytes += record.nbytes
                 leaving.append(record)
                 continue
+            if record.exports and self.is_host:
+                leaving.append(record)
+                continue
             try:
                 self.settle(record)  # a write under way is of bytes that have changed since
             except StoreFailed as error:
@@ -363,15 +336,17 @@ class ResidencyManager:
                 continue
             leaving.append(record)
         for record in leaving:
+            runs, is_still = record.runs, record.exports and self.is_host
             try:
-                self.settle(record)
-            except StoreFailed as error:
+                (self.still.leave if is_still else self.settle)(record)
+            except (StoreFailed, MemoryFault) as error:
                 failure = error
                 continue
             self._resident.pop(record.address, None)
-            self._pool.give(record.runs)
-            record.released()
-            self.guards.hide(record)
+            self._pool.give(runs)
+            if not is_still:
+                record.released()
+                self.guards.hide(record)
         self.ahead.note_eviction(has_waited=has_waited)
         self.note_stall(started)
         if failure is not None:
@@ -393,10 +368,6 @@ class ResidencyManager:
         """
         if self.debug and record.checksum is not None and self.checksum(record) != record.checksum:
             raise hidden_write(record)
-
-    def checksum(self, record: VariableRecord, nbytes: int | None = None) -> int:
-        """A checksum of a resident record's bytes (of host memory), or of the first `nbytes` of them."""
-        return checksum(self.segments(record.runs, record.nbytes if nbytes is None else nbytes))
 
     def load(self, records: Iterable[VariableRecord]) -> None:
         """Load records and wait for them. The caller has pinned them, so that none evicts another.
@@ -424,13 +395,17 @@ class ResidencyManager:
         loading = []
         for record in missing:
             taken = self.take(self.chunks_of(record.nbytes))
+            is_still = record.exports and self.is_host
             try:
-                self.start_load(record, taken)
-            except MemoryFault as fault:  # a device's
+                (self.still.arrive if is_still else self.start_load)(record, taken)
+            except (StoreFailed, MemoryFault) as error:
                 self._pool.give(taken)
-                failure = fault
+                failure = error
                 continue
-            loading.append(record)
+            if is_still:
+                self._resident[record.address] = record
+            else:
+                loading.append(record)
         for record in loading:
             try:
                 self._arrive(record)
@@ -441,82 +416,6 @@ class ResidencyManager:
         if failure is not None:
             raise failure
         self.ahead.read_ahead(self.position(), self._loading)
-
-    # -- transfers: one at a time per record, kept in `record.transfer`
-
-    def start_write(self, record: VariableRecord, segments: Segments | None = None) -> Transfer:
-        """Start writing a resident record to the store. It stays resident; `settle` waits for the write."""
-        self.flights.wait_for(record)  # or the bytes of a collective half done would be taken to be current
-        if record.slot is None or self.fork_readers.hold(record.slot):
-            slot = self.store.allocate(record.reservation.nbytes)  # for the largest that may come to lie there
-            if record.slot is not None:
-                self.fork_readers.free(record.slot)
-            record.slot = slot
-        if segments is None:
-            segments = self.segments(record.runs, record.nbytes)
-        transfer: Transfer = self.store.write(record.slot, segments)
-        record.write_started(transfer)
-        self.moves.append((transfer.ticket, record.address, record.nbytes))
-        if self.debug and self.is_host:
-            record.checksum = self.checksum(record)
-        self.counters.evicted_nbytes += record.nbytes
-        return transfer
-
-    def start_load(
-        self,
-        record: VariableRecord,
-        runs: Runs,
-        after: Sequence[Transfer] = (),
-        segments: Segments | None = None,
-    ) -> None:
-        """Start loading a record into these chunks, after its own write and the transfers `after`."""
-        assert record.slot is not None, record
-        if record.transfer is not None:
-            after = (*after, record.transfer)
-        if segments is None:
-            segments = self.segments(runs, record.nbytes)
-        transfer: Any = self.store.read(record.slot, segments, after=after)
-        if not self.is_host:
-            self.space.note_unused(record.reservation, transfer.fence)
-        record.load_started(runs, transfer)
-        self.moves.append((transfer.ticket, record.address, record.nbytes))
-        self.counters.loaded_nbytes += record.nbytes
-
-    def settle_load(self, record: VariableRecord, runs: Runs) -> None:
-        """Load an away record into these chunks, and wait."""
-        self.start_load(record, runs)
-        self.settle(record)
-
-    def settle(self, record: VariableRecord, *, for_ops: bool = False) -> None:
-        """Wait for the record's transfer, if any. Raises `StoreFailed`, with the record where it was before.
-
-        With `for_ops` only ops wait: on a device the host goes on.
-        """
-        transfer = record.transfer
-        if transfer is None:
-            return
-        loading = record.state is State.LOADING
-        try:
-            if for_ops:
-                transfer.order()
-            else:
-                transfer.wait()
-        except OSError as error:
-            if loading:
-                record.load_failed()
-            else:
-                record.write_failed()
-            act = "load" if loading else "evict"
-            raise StoreFailed(
-                f"cannot {act} {record.label or 'variable'} ({format_nbytes(record.nbytes)}): {error}. "
-                "The step is void; "
-                + ("the variable stays in the store." if loading else "the variable stays in memory."),
-                errno=error.errno,
-            ) from error
-        if loading:
-            record.loaded()
-        else:
-            record.write_ended()
 
     # -- for the executor
 

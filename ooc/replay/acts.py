@@ -81,9 +81,23 @@ class ResidencyActs:
             self.guard([record])  # what was given out once: a touch from now on has it read once more
 
     def load_late(self, residency: ExecutableResidency, record: VariableRecord) -> None:
-        """Load right before an op what was given out when its load was due. Raises `StoreFailed`."""
-        self._start_load(residency, record)
-        self.arrive(record)
+        """Load right before an op what was given out when its load was due.
+
+        Raises `StoreFailed` and `MemoryFault`, with the plan left.
+        """
+        if not self._is_given_out(record):
+            self._start_load(residency, record)
+            self.arrive(record)
+            return
+        self.await_all(residency.waits)
+        runs, segments = fitting(self._manager, residency, record)
+        try:
+            self._manager.still.arrive(record, runs, segments)
+        except StoreFailed as error:
+            self._abandon(error)
+        except MemoryFault as fault:
+            self._leave_for(fault)
+            raise
 
     def _start_load(self, residency: ExecutableResidency, record: VariableRecord) -> None:
         after = []
@@ -155,9 +169,12 @@ class ResidencyActs:
             self._space.map(record.reservation, record.runs)
         except MemoryFault as fault:
             record.load_undone()
-            with contextlib.suppress(StoreFailed):
-                self._bail_out(str(fault))
+            self._leave_for(fault)
             raise
+
+    def _leave_for(self, fault: MemoryFault) -> None:
+        with contextlib.suppress(StoreFailed):
+            self._bail_out(str(fault))
 
     def guard(self, records: list[VariableRecord]) -> bool:
         """Serve stray touches of what has just been released. False: that cannot be, and the step has bailed out."""
@@ -203,14 +220,12 @@ class ResidencyActs:
         if is_given_out and not self._manager.may_leave(record):
             self._bail_out("a variable whose memory was given out cannot be evicted")
             return False
-        if is_given_out or not record.stored:  # what it had when it was written may have changed since
+        if is_given_out:
+            self._leave_still(residency, record)
+            return True
+        if not record.stored:  # what it had when it was written may have changed since
             self.await_all([residency])
             self._write(residency, record)
-        if is_given_out:
-            self.await_all([residency])
-            record.released(None)
-            self._manager.guards.hide(record)  # whoever has a pointer finds its bytes in the store's file
-            return True
         if residency.transfer is not None and residency.transfer.done():
             self.await_transfer(residency)
         self._manager.check_clean(record)
@@ -218,6 +233,15 @@ class ResidencyActs:
         if self._manager.debug or (self.guards_releases and not residency.variable.dies_within):
             return self.guard([record])
         return True
+
+    def _leave_still(self, residency: ExecutableResidency, record: VariableRecord) -> None:
+        """End a residency of what was given out: whoever has a pointer finds its bytes in the store's file."""
+        self.await_all([residency])
+        segments = fitting(self._manager, residency, record)[1] if record.runs == residency.runs else None
+        try:
+            self._manager.still.leave(record, segments)
+        except StoreFailed as error:
+            self._abandon(error)
 
     def prepare_birth(self, residency: ExecutableResidency) -> None:
         """Show the chunks in which a variable is about to be allocated."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 
+from ooc.errors import StoreFailed
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.relocation import relocate
 from ooc.memory.residency import ResidencyManager
@@ -147,7 +148,7 @@ class Bindings:
         targets: Mapping[int, ExecutableResidency],
         new_pool: Callable[[], ChunkPool],
         loads: list[ExecutableResidency],
-    ) -> MemoryFault | None:
+    ) -> MemoryFault | StoreFailed | None:
         """Bring what is bound to its targets, or start its load, and map all of the plan's reservations.
 
         From then on what is bound is the executor's. If that cannot be, `refusal` says why, and all is the manager's.
@@ -289,14 +290,17 @@ class Bindings:
 
     def start_loads(
         self, missing: Sequence[tuple[ExecutableResidency, VariableRecord]], loads: list[ExecutableResidency]
-    ) -> MemoryFault | None:
-        """Start the loads of a plan's first step, noting each in `loads`. Stops at the first that a device refuses."""
+    ) -> MemoryFault | StoreFailed | None:
+        """Start the loads of a plan's first step, noting each in `loads`. Stops at the first that cannot be started."""
         for residency, record in missing:
+            runs, segments = fitting(self._manager, residency, record)
             try:
-                runs, segments = fitting(self._manager, residency, record)
+                if record.exports and self._manager.is_host:
+                    self._manager.still.arrive(record, runs, segments)
+                    continue
                 self._manager.start_load(record, runs, (), segments)
-            except MemoryFault as fault:
-                return fault
+            except (MemoryFault, StoreFailed) as failure:
+                return failure
             residency.transfer, residency.moved = record.transfer, record
             loads.append(residency)
         return None
@@ -465,7 +469,9 @@ class Bindings:
         assert record is not None
         manager = self._manager
         note_present_nbytes(executable, variable)
-        if record.state is State.RESIDENT and (record.exports or not record.stored):
+        if record.state is State.RESIDENT and record.exports and manager.is_host:
+            manager.still.leave(record)
+        elif record.state is State.RESIDENT and not record.stored:
             manager.start_write(record, manager.segments(record.runs, record.nbytes))
         manager.settle(record)
         executable.variable_alive[variable.index] = 0
@@ -478,7 +484,8 @@ class Bindings:
         if record.state is State.RESIDENT:
             record.released()
         trim(manager, record)
-        manager.guards.hide(record)
+        if not (record.exports and record.reservation.is_file):
+            manager.guards.hide(record)
         manager.records[record.address] = record
         for other in (variable, variable.successor, variable.predecessor):
             if other is not None and other.record is record:

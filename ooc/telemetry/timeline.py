@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 
 from ooc.memory.protocols import Store
-from ooc.memory.residency import Move, ResidencyManager
+from ooc.memory.record_transfers import Move
+from ooc.memory.residency import ResidencyManager
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.telemetry.tensor_names import TensorName, names_by_address
 from scheduler.plan import Plan

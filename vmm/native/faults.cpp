@@ -13,6 +13,9 @@
 //    accessible. It is tried again once for each state of the table; then it is genuine.
 //  * Everything else goes to the handler that was there before (faulthandler's, or the default).
 //
+// Memory that was given out may be written by any thread at any time, also while it is moved to or from the file. So
+// it is moved still (`vmm_faults_move`): meanwhile a write waits in the handler, and is made again when it is over.
+//
 // Spoken to from vmm/faults.py through ctypes; knows neither Python nor torch.
 
 #include <errno.h>
@@ -36,6 +39,7 @@ enum State : uint32_t {
   kGuarded = 2,    // a touch is served
   kServing = 3,    // a handler is mapping the file
   kServed = 4,     // the range shows the file
+  kMoving = 5,     // it may be read and not written, until it shows something else
 };
 
 struct Entry {
@@ -46,7 +50,22 @@ struct Entry {
   std::atomic<int64_t> ticket;            // of a write to the file that must be over first; 0: none
 };
 
+// The layouts are repeated in vmm/faults.py.
+struct Move {
+  int64_t (*submit)(void*, int, int, int64_t, int, const uint64_t*, int, const int64_t*, int);
+  int64_t (*wait)(void*, int64_t, int64_t);
+  void* engine;
+  const uint64_t* segments;
+  int64_t offset;
+  int32_t num_segments, kind, descriptor, flags;
+};
+
+struct Shown {  // by one call of mmap
+  int64_t address, nbytes, prot, flags, descriptor, offset;
+};
+
 constexpr uint32_t kCapacity = 1 << 16;
+constexpr int64_t kWaitNs = 1000000000;
 constexpr int64_t kNapNs = 20000;
 
 Entry g_entries[kCapacity];
@@ -113,6 +132,9 @@ Outcome serve_entry(Entry& entry, uint64_t address) {
       sched_yield();
       return Outcome::kTryAgain;
     case kServed:
+      return Outcome::kTryAgain;
+    case kMoving:
+      nap();
       return Outcome::kTryAgain;
     default:
       return Outcome::kTryAgain;  // just taken out
@@ -335,6 +357,43 @@ OOC_API int64_t vmm_faults_lift(int64_t index, int unprotects) {
     entry.state.store(kFree, std::memory_order_release);
     return error ? -int64_t(error) : state == kServed ? 2 : 1;
   }
+}
+
+// Move a range's bytes while nobody can write to it, and let it show them where they are then.
+//
+// The caller keeps the GIL throughout: a thread that has it must not wait in the handler for one that wants it.
+// `submit` and `wait` are the transfer engine's; what they do, its own threads do. `index` is an unused entry, `shown`
+// are calls of mmap, in order. What the range shows before can be read and written.
+// 0; or what failed: 1, the transfer, whose ticket is in `ticket` (or a negative errno: it was not begun), and all is as
+// before; or -errno of a call, and what the range shows is the caller's to put back.
+OOC_API int64_t vmm_faults_move(int64_t index, uint64_t address, uint64_t nbytes, const Move* move, const Shown* shown,
+                                int64_t num_shown, int64_t* ticket) {
+  if (index < 0 || index >= kCapacity) return -EINVAL;
+  Entry& entry = g_entries[index];
+  entry.address.store(address, std::memory_order_relaxed);
+  entry.nbytes.store(nbytes, std::memory_order_relaxed);
+  entry.state.store(kMoving, std::memory_order_release);
+  if (uint32_t(index) >= g_num_used.load(std::memory_order_relaxed))
+    g_num_used.store(uint32_t(index) + 1, std::memory_order_release);
+  void* const place = reinterpret_cast<void*>(address);
+  int64_t result = mprotect(place, nbytes, PROT_READ) ? -int64_t(errno) : 0;
+  if (result == 0) {
+    *ticket = move->submit(move->engine, move->kind, move->descriptor, move->offset, move->flags, move->segments,
+                           move->num_segments, nullptr, 0);
+    int64_t state = *ticket < 0 ? 2 : 0;
+    while (state == 0) state = move->wait(move->engine, *ticket, kWaitNs);
+    if (state != 1) result = 1;
+  }
+  for (int64_t i = 0; i < num_shown && result == 0; ++i) {
+    const Shown& call = shown[i];
+    if (mmap(reinterpret_cast<void*>(call.address), size_t(call.nbytes), int(call.prot), int(call.flags),
+             int(call.descriptor), off_t(call.offset)) == MAP_FAILED)
+      result = -int64_t(errno);
+  }
+  if (result != 0) mprotect(place, nbytes, PROT_READ | PROT_WRITE);
+  g_version.fetch_add(1, std::memory_order_acq_rel);
+  entry.state.store(kFree, std::memory_order_release);
+  return result;
 }
 
 // 1: guarded; 2: served; 0: neither.
