@@ -196,7 +196,7 @@ def test_a_leaving_that_fails_is_told_as_any_other(monkeypatch: pytest.MonkeyPat
     with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session:
         buffers = Buffers(whole=False)
         monkeypatch.setattr(Guards, "leave", failing)
-        with pytest.raises(StoreFailed, match="no space.*stays in memory"):
+        with pytest.raises(StoreFailed, match=r"no space.*stays in memory"):
             session.engine.manager.evict([r for r in session.engine.manager.records.values() if r.exports])
         monkeypatch.undo()
         buffers.use()

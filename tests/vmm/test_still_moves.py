@@ -1,4 +1,4 @@
-"""Still moves: what is written by other threads while bytes are moved is in neither place too early, and lost in none."""
+"""Still moves: of what other threads write while bytes are moved nothing is lost."""
 
 from __future__ import annotations
 
