@@ -255,6 +255,7 @@ class Engine:
             runner=self.runner,
             allocator=self.memory.allocator,
             store=store,
+            slices=self.runner.parts.memory.slices,
             become_inherited=self._become_inherited,
         )
 

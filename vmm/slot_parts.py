@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from vmm.files import BLOCK_NBYTES, anonymous_memory
 from vmm.store import FileStore, Slot
@@ -26,6 +26,7 @@ Piece = tuple[int, int]
 _Placed = tuple[int, int, int]
 """`(offset in the file, address, nbytes)`."""
 
+_PIECE_NBYTES = 1 << 20
 _SYNC_ALL = 7
 """SYNC_FILE_RANGE_WAIT_BEFORE | WRITE | WAIT_AFTER (linux/fs.h)."""
 
@@ -43,6 +44,8 @@ class SlotParts:
     def __init__(self, store: FileStore) -> None:
         self._store = store
         self._descriptor = os.open(f"/proc/self/fd/{store.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        self._memcmp = ctypes.CDLL(None).memcmp
+        self._memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         self._sync_file_range = ctypes.CDLL(None, use_errno=True).sync_file_range
         self._sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
@@ -105,12 +108,20 @@ class SlotParts:
 
     def copy(self, source: Slot, target: Slot) -> None:
         """Copy all bytes of a slot to another of at least its size. Raises OSError, and `target` is of no use."""
-        nbytes = 1 << 20
-        with anonymous_memory(nbytes) as (address, _):
-            for start in range(0, source.capacity_nbytes, nbytes):
-                piece = [(start, min(nbytes, source.capacity_nbytes - start))]
-                self.read(source, piece, address)
-                self.write(target, piece, address)
+        with anonymous_memory(_PIECE_NBYTES) as (address, _):
+            for piece in _pieces_of(source.capacity_nbytes):
+                self.read(source, [piece], address)
+                self.write(target, [piece], address)
+
+    def are_equal(self, one: Slot, other: Slot, nbytes: int) -> bool:
+        """Whether two slots have the same first `nbytes` bytes, rounded up to whole blocks. Raises OSError."""
+        with anonymous_memory(2 * _PIECE_NBYTES) as (address, _):
+            for piece in _pieces_of(-(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES):
+                self.read(one, [piece], address)
+                self.read(other, [piece], address + _PIECE_NBYTES)
+                if self._memcmp(address, address + _PIECE_NBYTES, piece[1]):
+                    return False
+        return True
 
     def _read(self, place: int, memory: ctypes.Array[ctypes.c_char]) -> None:
         view, done = memoryview(memory).cast("B"), 0
@@ -159,3 +170,7 @@ class SlotParts:
         if placed:
             start, stop = placed[0][0], placed[-1][0] + placed[-1][2]
             os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
+
+
+def _pieces_of(nbytes: int) -> Iterator[Piece]:
+    return ((start, min(_PIECE_NBYTES, nbytes - start)) for start in range(0, nbytes, _PIECE_NBYTES))

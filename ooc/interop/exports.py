@@ -66,6 +66,7 @@ class Exports:
         self._runner = runner
         self._executor = runner.executor
         self._lock = runner.lock
+        self._slices = runner.parts.memory.slices
         self._memory = memory
         self._until_boundary: dict[int, VariableRecord] = {}  # by serial
         self._replaced: list[tuple[Any, str, Any, Any]] = []
@@ -131,6 +132,7 @@ class Exports:
                         self._load_to_export(record)
                     finally:
                         record.unpin()
+                self._slices.part_from_forks(record)
             except BaseException:
                 record.cancel_export()
                 raise
@@ -164,6 +166,7 @@ class Exports:
                 record.export()
                 self._until_boundary[record.serial] = record
                 self._show(record)
+                self._slices.part_from_forks(record)
 
     def end(self, record: VariableRecord) -> None:
         """Note that an export has ended. Takes no lock: finalizers call it, on any thread."""

@@ -1,7 +1,9 @@
 """Forks of a process with an open session: the child reads each variable from the store's file, as it was at the fork.
 
 Before a fork everything dirty is written to the store, and afterwards no slot that a child may read is written again
-(`ooc.memory.fork_readers`): the variable gets a fresh slot, and the old one is freed when the last child has ended. In
+(`ooc.memory.fork_readers`): the variable gets a fresh slot, and the old one is freed when the last child has ended. An
+array or pointer writes to the slot of an away variable without telling anybody: so the child gets a copy of the slot of
+what is given out at the fork, and what is given out later is moved to another slot first (`Exports.export`). In
 the child each variable's addresses map its slot privately: pages are read when touched and copied when written, so the
 child takes no memory of the pool and changes nothing of the parent's. Its allocations are ordinary, and its dispatch
 mode is inert.
@@ -22,6 +24,7 @@ from ooc.errors import RerunLost, StoreFailed
 from ooc.memory.fork_readers import PID
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
+from ooc.memory.slices import Slices
 from vmm.files import StoreError
 from vmm.store import FileStore, Slot, Transfer
 from vmm.syscalls import MAP_FIXED, Syscalls
@@ -60,6 +63,7 @@ class HostForks:
 
     Args:
         store: The store whose file children map.
+        slices: Copies its slots.
         become_inherited: Makes the child's copy of the session inert, since the parent owns it.
     """
 
@@ -70,16 +74,21 @@ class HostForks:
         runner: OpRunner,
         allocator: AllocatorTable,
         store: FileStore,
+        slices: Slices,
         become_inherited: Callable[[], None],
     ) -> None:
         self._manager = manager
         self._runner = runner
         self._allocator = allocator
         self._file = store
+        self._slices = slices
         self._become_inherited = become_inherited
         self._descriptors: tuple[int, int] | None = None  # reading and writing end, during a fork
         self._pages: list[_Pages] = []
         self._transfers: list[Transfer] = []
+        self._scratch: list[Slot] = []  # the children's alone
+        self._copies: dict[int, Slot] = {}  # those of what is given out, by serial, while a child reads them
+        self._uncopied: list[Exception] = []  # why there is none
         _live.add(self)
 
     def __repr__(self) -> str:
@@ -98,15 +107,15 @@ class HostForks:
         manager.fork_readers.forget_gone()
         failures: list[Exception] = []
         records = self._records(failures)
+        self._copies = {i: slot for i, slot in self._copies.items() if manager.fork_readers.is_retired(slot)}
         self._descriptors = os.pipe()
-        scratch: list[Slot] = []
         # Inside an op its operands change under us: what is written then is the child's alone.
         is_quiet = not self._allocator.state.is_inside_op and not any(r.pins for r in records)
         self._pages = []
         slots = []
         for record in records:
             try:
-                slot = self._store(record, None if is_quiet else scratch)
+                slot = self._store(record, is_quiet=is_quiet)
             except (OSError, StoreError, StoreFailed) as error:
                 failures.append(error)
                 continue
@@ -121,9 +130,18 @@ class HostForks:
         self._transfers.clear()
         if failures:
             _log.error("a forked process will not see %d variables: %s", len(failures), failures[0])
+        if self._uncopied:
+            _log.warning(
+                "a forked process may see what is written later through arrays or pointers to %d variables that are "
+                "away: %s\n  Options: fork before such arrays are made, or when they are gone.",
+                len(self._uncopied),
+                self._uncopied[0],
+            )
+            self._uncopied.clear()
         manager.fork_readers.add(self._descriptors[0], slots)
-        for slot in scratch:
+        for slot in self._scratch:
             manager.fork_readers.free(slot)
+        self._scratch.clear()
 
     def _records(self, failures: list[Exception]) -> list[VariableRecord]:
         """All variables whose bytes are somewhere. What a plan has discarded is made again first, if it can be now."""
@@ -162,13 +180,13 @@ class HostForks:
         self._runner.dispatcher.be_alone()
         self._runner.lock.__exit__(None, None, None)
 
-    def _store(self, record: VariableRecord, scratch: list[Slot] | None) -> Slot:
+    def _store(self, record: VariableRecord, *, is_quiet: bool) -> Slot:
         """The slot that holds the record's present bytes, or will hold them when `_transfers` are done."""
         manager = self._manager
         is_dirty = record.state is State.RESIDENT and (not record.stored or record.exports > 0)
-        if is_dirty and scratch is not None:
+        if is_dirty and not is_quiet:
             slot: Slot = self._file.allocate(record.nbytes)
-            scratch.append(slot)
+            self._scratch.append(slot)
             self._transfers.append(self._file.write(slot, manager.segments(record.runs, record.nbytes)))
             return slot
         if is_dirty:
@@ -176,8 +194,24 @@ class HostForks:
             self._transfers.append(manager.start_write(record))
         elif record.state is not State.LOADING and record.transfer is not None:
             self._transfers.append(record.transfer)
+        if record.exports and record.state is not State.RESIDENT:
+            try:
+                return self._copy(record)
+            except (OSError, StoreError) as error:
+                self._uncopied.append(error)
         assert isinstance(record.slot, Slot), record
         return record.slot
+
+    def _copy(self, record: VariableRecord) -> Slot:
+        """A slot for children alone, with the bytes of what is away and may be written there.
+
+        All workers of a data loader get the same one, if nothing was written in between. Raises OSError, `StoreError`.
+        """
+        slot = self._copies.get(record.serial)
+        if slot is None or not self._slices.is_copy(slot, record):
+            slot = self._copies[record.serial] = self._slices.copy(record)
+        self._scratch.append(slot)
+        return slot
 
 
 class DeviceForks:

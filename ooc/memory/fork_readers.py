@@ -83,6 +83,10 @@ class ForkReaders:
         """Whether a forked process may read the slot, so that it must not be written."""
         return bool(self._held) and slot.offset in self._held
 
+    def is_retired(self, slot: Slot) -> bool:
+        """Whether the slot was freed, and is still there since a forked process may read it: nobody else uses it."""
+        return self._retired.get(slot.offset) is slot
+
     def free(self, slot: Slot) -> None:
         """Free a slot: at once, or when the last forked process that may read it has ended."""
         if self.hold(slot):

@@ -2,11 +2,13 @@
 
 For ops that run in parts (`ooc.dispatch.ops_in_parts`). A variable that is in memory is read and written at its
 addresses. One that is away is read from its slot of the store, and written there: it stays away, and its slot current.
+Slots are also copied whole, so that what is written to them later is not seen by forked processes.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
 import zlib
 from collections.abc import Sequence
@@ -17,6 +19,8 @@ from ooc.memory.residency import ResidencyManager
 from ooc.units import format_nbytes
 from vmm.slot_parts import Piece, SlotParts
 from vmm.store import FileStore, Slot, StoreError
+
+_log = logging.getLogger(__name__)
 
 _CHECKSUM_NBYTES = 1 << 20
 
@@ -31,6 +35,7 @@ class Slices:
     def __init__(self, manager: ResidencyManager) -> None:
         self._manager = manager
         self._opened: SlotParts | None = None
+        self._has_told = False
 
     def __repr__(self) -> str:
         return f"<Slices of {self._manager!r}>"
@@ -121,7 +126,8 @@ class Slices:
         record.checksum = None  # `note_checksum` makes it anew
         try:
             if self._manager.fork_readers.hold(slot):
-                slot = self._own_slot(record, slot)
+                slot = self.copy(record)
+                self.move(record, slot)
             self._parts.write(slot, pieces, address)
         except (OSError, StoreError) as error:
             raise _failed("write", record, error) from error
@@ -139,6 +145,82 @@ class Slices:
             total = zlib.crc32(memoryview(buffer)[:nbytes], total)
         record.checksum = total
 
+    def part_from_forks(self, record: VariableRecord) -> None:
+        """Let an away variable whose memory is given out have a slot that no forked process reads.
+
+        What is written through its addresses goes there. If there can be no such slot, a forked process may see it.
+
+        Raises:
+            StoreFailed: Its last write has failed.
+            MemoryFault, OSError: Its addresses cannot show it.
+        """
+        manager = self._manager
+        readers = manager.fork_readers
+        if record.state is not State.AWAY or record.slot is None or not readers.hold(record.slot):
+            return
+        readers.forget_gone()
+        # Given out before, it may be written while it is copied. (That it could not be copied then was said.)
+        if record.exports > 1 or not readers.hold(record.slot):
+            return
+        manager.settle(record)
+        try:
+            slot = self.copy(record)
+        except (OSError, StoreError) as error:
+            if not self._has_told:
+                self._has_told = True
+                _log.warning(
+                    "a forked process may see what is written through an array or pointer to %s (%s, away): %s",
+                    record.label or "a variable",
+                    format_nbytes(record.nbytes),
+                    error,
+                )
+            return
+        self.move(record, slot)
+
+    def copy(self, record: VariableRecord) -> Slot:
+        """A new slot with the bytes that the store has of a variable after its last write; the caller frees it.
+
+        Raises:
+            StoreFull, StoreError: There is no room, or the store's file cannot be read in parts.
+            OSError: The device failed.
+        """
+        manager, source = self._manager, record.slot
+        assert isinstance(source, Slot), record
+        if not self.open():
+            raise StoreError("the store's file cannot be opened a second time (no /proc?)")
+        # For the largest that may come to lie there, and all of the source: its reservation may have shrunk since.
+        slot: Slot = manager.store.allocate(max(record.reservation.nbytes, source.nbytes))
+        try:
+            self._parts.begin(slot)
+            self._parts.copy(source, slot)
+        except BaseException:
+            manager.store.free(slot)
+            raise
+        return slot
+
+    def is_copy(self, slot: Slot, record: VariableRecord) -> bool:
+        """Whether a slot has the bytes that the store has of a variable now. Raises OSError."""
+        source = record.slot
+        assert isinstance(source, Slot), record
+        fits = record.nbytes <= min(slot.nbytes, source.nbytes)
+        return fits and self.open() and self._parts.are_equal(source, slot, record.nbytes)
+
+    def move(self, record: VariableRecord, slot: Slot) -> None:
+        """Let an away variable have this copy of its slot, and its addresses show it, instead of the one that it has.
+
+        Raises `MemoryFault`, OSError: as `AddressGuards.hide`. The copy is freed.
+        """
+        manager, held = self._manager, record.slot
+        assert isinstance(held, Slot), record
+        record.slot = slot
+        try:
+            manager.guards.hide(record)
+        except BaseException:
+            record.slot = held
+            manager.store.free(slot)
+            raise
+        manager.fork_readers.free(held)
+
     def _settled(self, record: VariableRecord) -> Slot:
         """The slot of a variable that is away, or on its way in, whose last write has ended. Raises `RerunLost`."""
         if record.state is State.DISCARDED:  # no plan does that: nothing makes it again (`StepRecorder.build`)
@@ -147,22 +229,6 @@ class Slices:
         assert slot is not None, record
         if record.state is State.AWAY:
             self._manager.settle(record)
-        return slot
-
-    def _own_slot(self, record: VariableRecord, held: Slot) -> Slot:
-        """Another slot with the same bytes, in place of one that a forked process may read."""
-        manager = self._manager
-        slot: Slot = manager.store.allocate(record.reservation.nbytes)
-        try:
-            self._parts.begin(slot)
-            self._parts.copy(held, slot)
-            record.slot = slot
-            manager.guards.hide(record)  # its addresses show the new one
-        except BaseException:
-            record.slot = held
-            manager.store.free(slot)
-            raise
-        manager.fork_readers.free(held)
         return slot
 
 

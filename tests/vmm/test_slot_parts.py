@@ -87,6 +87,26 @@ def test_a_new_slot_can_be_read_and_is_copied_whole(store: FileStore) -> None:
     parts.close()
 
 
+def test_slots_are_compared_as_far_as_asked(store: FileStore) -> None:
+    nbytes = (1 << 20) + 3 * BLOCK_NBYTES  # more than is compared at once
+    parts, slots = SlotParts(store), [store.allocate(nbytes) for _ in range(2)]
+    with anonymous_memory(nbytes) as (address, _):
+        ctypes.memmove(address, os.urandom(nbytes), nbytes)
+        for slot in slots:
+            store.write(slot, [(address, nbytes)]).wait()
+        assert parts.are_equal(*slots, nbytes)
+        for place, equal_nbytes in (
+            (nbytes - 1, nbytes - BLOCK_NBYTES),
+            ((1 << 20) - 1, (1 << 20) - BLOCK_NBYTES),
+            (0, 0),
+        ):
+            shown = mmap.mmap(store.descriptor, nbytes, offset=slots[1].offset)
+            shown[place] ^= 1  # in the page cache alone
+            shown.close()
+            assert not parts.are_equal(*slots, place + 1)
+            assert parts.are_equal(*slots, equal_nbytes)
+
+
 def test_a_file_that_is_too_short_is_an_error(store: FileStore) -> None:
     parts = SlotParts(store)
     slot = store.allocate(SLOT_NBYTES)
