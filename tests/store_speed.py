@@ -17,7 +17,8 @@ from ooc.tracing.observed import Observed
 from ooc.tracing.recorder import RecordedStep
 from scheduler.plan import Machine
 from scheduler.trace import Trace
-from vmm.store import FileStore, StoreSpeed
+from vmm.store import FileStore
+from vmm.store_speed import StoreSpeed
 
 USUAL = StoreSpeed(
     write_bytes_per_s=1e9, read_bytes_per_s=1e9, write_together_bytes_per_s=6e8, read_together_bytes_per_s=6e8

@@ -15,7 +15,8 @@ from vmm.device_store import DeviceSlot, Ranges, paired
 from vmm.device_streams import DeviceEvent, DeviceStreams, WaitRule
 from vmm.files import BLOCK_NBYTES, anonymous_memory
 from vmm.host_blocks import HostBlocks
-from vmm.store import FileStore, Slot, StoreSpeed
+from vmm.store import FileStore, Slot
+from vmm.store_speed import StoreSpeed
 
 __all__ = ["DeviceFile"]
 

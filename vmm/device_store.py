@@ -20,7 +20,8 @@ from vmm.host_blocks import HostBlocks
 from vmm.nvtx_ranges import marked
 from vmm.ranges import Run
 from vmm.sizes import format_exactly, format_nbytes
-from vmm.store import StoreFull, StoreSpeed
+from vmm.store import StoreFull
+from vmm.store_speed import StoreSpeed
 from vmm.transfers import Direction, TransferRecord, TransferStatistics
 
 __all__ = ["DeviceSlot", "DeviceStore", "DeviceTransfer", "FilePart"]

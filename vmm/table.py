@@ -142,6 +142,8 @@ class AllocatorState(ctypes.Structure):
         ("num_rerun_alive", ctypes.c_uint64),
         ("counted_position", ctypes.c_uint32),
         ("num_counted", ctypes.c_uint32),
+        ("detached", ctypes.c_void_p),
+        ("num_detached", ctypes.c_uint64),
     )
 
     if TYPE_CHECKING:

@@ -319,7 +319,7 @@ class OpRunner:
             self.borders.op_comes(func, args, kwargs)
         if self._executor.active is not None:
             played = self._dispatcher.try_play(func, (), args, kwargs)
-            if played is None and self._adapt(func, args, kwargs):
+            while played is None and self._adapt(func, args, kwargs):  # what it skips to may have to be bound, too
                 played = self._dispatcher.try_play(func, (), args, kwargs)
             if played is not None:
                 return played[0]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from ooc.memory.record import Runs, VariableRecord
 from vmm.addresses import Reservation
 from vmm.driver import Driver
-from vmm.store import StoreSpeed
+from vmm.store_speed import StoreSpeed
 from vmm.transfers import Direction, TransferRecord, TransferStatistics
 
 

@@ -120,6 +120,10 @@ class Shape:
         """Whether the observation has variables that this shape does not have."""
         return len(alignment) < len(observed.trace.variables)
 
+    def has_lost(self, alignment: Alignment) -> bool:
+        """Whether the observation lacks a variable that lived across steps: it is gone, or not the session's now."""
+        return not self._persistent.issubset(alignment.values())
+
     def add(self, observed: Observed, alignment: Alignment) -> None:
         """Note another observation, aligned with this shape."""
         self.num_seen += 1

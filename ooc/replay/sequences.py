@@ -184,37 +184,37 @@ class Sequences:
     def learn(self, observed: Observed, machine: Machine) -> str:
         """Note a step that ran on demand; plan its sequence if it was seen before. Returns its key."""
         self.last_num_ops = len(observed.trace.ops)
-        known = self._find(observed)
-        if self.is_segmented and known is not None:
-            self._segments.add(known[0])
-        if known is None:
-            key = observed.trace.fingerprint() + ("" if observed.grad_mode else " without gradients")
-            while key in self._seen:
-                key += ", other storages"
-            self._remember(key, Shape(observed))
-            if self.is_segmented:
-                self._segments.add(key)
-            return key
-        key, alignment = known
-        shape = self._seen[key]
+        key, alignment = self._find(observed) or (self._new_key(observed), None)
+        if self.is_segmented:
+            self._segments.add(key)
+        shape = self._seen[key] if alignment is not None else Shape(observed)
         self._remember(key, shape)
+        if alignment is None:
+            return key
         changed, throughout = shape.num_persistent_changed(observed, alignment)
-        fits = key in self._plans and shape.fits(self._envelopes[key], observed, alignment)
-        if (plan := self._plans.get(key)) is not None and (
-            not plan.can_be_bound(observed, alignment) or self._proven.gives_up(key, plan)
-        ):
+        plan = self._plans.get(key)
+        if plan is not None and (not plan.can_be_bound(observed, alignment) or self._proven.gives_up(key, plan)):
             # Its parameters were replaced (a load_state_dict by assignment, a new optimizer), and will not come back.
             self._retire(key)
-            fits = False
-        shape.add(observed, alignment)
-        if key in self._plans:
-            self._plans[key].num_alive = observed.num_alive
-        are_replaced = changed * 2 > throughout and shape.num_seen <= _MOST_REPLACED
-        if fits or key in self._unplannable or not observed.trace.ops or are_replaced:
-            # If parameters were replaced between the two observations, a third one is needed to know them from batches,
-            # or the gradients that an optimizer's step begins with, that are new in each step.
+            plan = None
+        if plan is None and shape.has_lost(alignment):
+            self._remember(key, Shape(observed))  # a plan for what is gone could never be entered
             return key
-        self._plan_shape(key, shape, machine)
+        fits = plan is not None and shape.fits(self._envelopes[key], observed, alignment)
+        shape.add(observed, alignment)
+        if plan is not None:
+            plan.num_alive = observed.num_alive
+        are_replaced = changed * 2 > throughout and shape.num_seen <= _MOST_REPLACED
+        # If parameters were replaced between the two observations, a third one is needed to know them from batches,
+        # or the gradients that an optimizer's step begins with, that are new in each step.
+        if not (fits or key in self._unplannable or not observed.trace.ops or are_replaced):
+            self._plan_shape(key, shape, machine)
+        return key
+
+    def _new_key(self, observed: Observed) -> str:
+        key = observed.trace.fingerprint() + ("" if observed.grad_mode else " without gradients")
+        while key in self._seen:
+            key += ", other storages"
         return key
 
     def _find(self, observed: Observed) -> tuple[str, Alignment] | None:

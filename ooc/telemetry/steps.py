@@ -15,7 +15,8 @@ from ooc.telemetry.past_budgets import PastBudget, PastBudgets
 from ooc.telemetry.why import Cause, Reason
 from ooc.tracing.recorder import RecordedStep
 from scheduler.plan import Machine
-from vmm.store import StoreError, StoreSpeed
+from vmm.store import StoreError
+from vmm.store_speed import StoreSpeed
 
 _NUM_ROWS_KEPT = 20_000
 """A row takes about 400 bytes: without a limit, a week of small steps would take gigabytes."""

@@ -15,7 +15,7 @@ from ooc.testing.fake_device import FakeCudaDevice
 from ooc.tracing.observed import Observed, close_cycle
 from scheduler.trace import Trace
 from vmm.device_store import DeviceStore
-from vmm.store import StoreSpeed
+from vmm.store_speed import StoreSpeed
 
 CHUNK_NBYTES = 64 << 10
 SPEED = StoreSpeed(

@@ -19,7 +19,7 @@ from scheduler.plan import Machine, Plan
 from scheduler.planning import make_plan
 from scheduler.trace import Op, Trace, Use, Variable
 from tests.session.continuation import BUDGET, Trainer
-from vmm.store import StoreSpeed
+from vmm.store_speed import StoreSpeed
 
 MACHINE = Machine(chunk_nbytes=1024, num_chunks=3, load_bytes_per_s=1e9, evict_bytes_per_s=1e9)
 

@@ -189,3 +189,37 @@ def test_batch_norm_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_pairs_only() -> None:
     with ooc.Session("1MiB") as session, pytest.raises(ValueError, match=r"a pair of inputs and targets, not Tensor"):
         session.micro_batch(nn.Linear(2, 2), functional.mse_loss, torch.ones(2, 2), parts=2)  # type: ignore[arg-type]
+
+
+def test_a_varying_number_of_parts_is_planned() -> None:
+    """The sum of the losses so far is the first thing after a backward pass, and names none of the batch."""
+    lengths = [(4, 3, 4, 2, 5)[index % 5] * WIDTH for index in range(5 * NUM_STEPS)]
+
+    def program(model: nn.Module, session: Any) -> list[str]:
+        optimizer = torch.optim.Adam(model.parameters())
+        losses = []
+        for index, length in enumerate(lengths):
+            x, y = batch(index, length)
+            if session is None:
+                total = None
+                for start in range(0, length, WIDTH):
+                    part = slice(start, start + WIDTH)
+                    loss = functional.cross_entropy(model(x[part]), y[part]) * (WIDTH / length)
+                    loss.backward()
+                    total = loss.detach() if total is None else total + loss.detach()
+            else:
+                total = session.micro_batch(model, functional.cross_entropy, (x, y), size=WIDTH)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert total is not None
+            losses.append(total.item().hex())
+        return [*losses, *bits(model)]
+
+    expected = program(build(), None)
+    with ooc.Session("640KiB", chunk_nbytes="64KiB", step_boundary="optimizer") as session:
+        found = program(build(), session)
+        rows = list(session.steps.rows)[len(lengths) // 2 :]
+    assert found == expected
+    num_planned = sum(row.num_planned_ops for row in rows)
+    num_ops = num_planned + sum(row.num_demand_ops for row in rows)
+    assert num_planned > 0.8 * num_ops, [row.why for row in rows]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vmm.store import _Probe
+from vmm.store_speed import _Probe
 
 MIB = 1 << 20
 

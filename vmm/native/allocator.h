@@ -94,6 +94,9 @@ struct State {
   // Allocations of any size that the owner thread has made at the present position.
   uint32_t counted_position;
   uint32_t num_counted;
+  // By granule, other than 0 where a variable begins that outlived its session: ordinary memory, though in the arena.
+  std::atomic<const uint32_t*> detached;
+  std::atomic<uint64_t> num_detached;
 };
 
 }  // namespace vmm

@@ -82,7 +82,8 @@ void release_in_arena(uint64_t address) {
   }
   if (g_detached[granule] != 0) {
     const uint64_t nbytes = g_detached[granule] * kGranule;
-    g_detached[granule] = 0;
+    __atomic_store_n(&g_detached[granule], 0u, __ATOMIC_RELAXED);
+    g_state.num_detached.fetch_sub(1, std::memory_order_relaxed);
     __atomic_store_n(&g_alive[granule], uint8_t{0}, __ATOMIC_RELEASE);
     give_back_detached(reinterpret_cast<void*>(address), nbytes);
     append(kFree, address, nbytes);
@@ -244,6 +245,13 @@ void* zeroed(uint64_t nbytes) {
   return p == MAP_FAILED ? nullptr : p;
 }
 
+// Under g_log_mutex: the variable that begins at this granule, and takes so many, has outlived its session.
+void note_detached(uint64_t granule, uint32_t num_granules) {
+  if (g_detached[granule] == 0) g_state.num_detached.fetch_add(1, std::memory_order_relaxed);
+  g_variable[granule] = 0;
+  __atomic_store_n(&g_detached[granule], num_granules, __ATOMIC_RELAXED);
+}
+
 // Side tables for an arena. False: no address space for them.
 bool make_tables(uint64_t arena_start, uint64_t arena_stop) {
   const uint64_t granules = (arena_stop - arena_start) >> kGranuleShift;
@@ -254,6 +262,8 @@ bool make_tables(uint64_t arena_start, uint64_t arena_stop) {
   if (g_alive == nullptr || g_variable == nullptr || g_detached == nullptr || g_rerun == nullptr) return false;
   g_state.arena_start = arena_start;
   g_state.arena_stop = arena_stop;
+  g_state.detached.store(g_detached, std::memory_order_relaxed);
+  g_state.num_detached = 0;
   g_used_granules = 0;
   return true;
 }
@@ -301,8 +311,7 @@ VMM_EXPORT int vmm_allocator_detach(uint64_t address, uint64_t nbytes) {
   const uint64_t granule = granule_of(address);
   std::lock_guard<std::mutex> lock(g_log_mutex);
   if (!g_alive[granule]) return 0;
-  g_variable[granule] = 0;
-  g_detached[granule] = static_cast<uint32_t>((nbytes + kGranule - 1) / kGranule);
+  note_detached(granule, static_cast<uint32_t>((nbytes + kGranule - 1) / kGranule));
   return 1;
 }
 
@@ -319,8 +328,7 @@ VMM_EXPORT uint64_t vmm_allocator_detach_rest(uint64_t* out, uint64_t capacity) 
       g_state.num_rerun_alive.fetch_sub(1, std::memory_order_relaxed);
       __atomic_store_n(&g_alive[granule], uint8_t{1}, __ATOMIC_RELEASE);
     }
-    g_variable[granule] = 0;
-    g_detached[granule] = 1;
+    note_detached(granule, 1);
     out[count++] = g_state.arena_start.load(std::memory_order_relaxed) + (granule << kGranuleShift);
   }
   return count;

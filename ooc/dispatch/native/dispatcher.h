@@ -159,7 +159,7 @@ const c10::TensorImpl* tensor_impl(const Dispatcher* self, PyObject* tensor) {
   return impl;
 }
 
-// The address of a tensor's own storage if it lies in the arena, else 0.
+// The address of a tensor's own storage if it lies in the arena and is the session's, else 0.
 uint64_t arena_address(const Dispatcher* self, const c10::TensorImpl* impl) {
   if (impl == nullptr || !impl->has_storage()) return 0;
   const c10::Storage& storage = impl->unsafe_storage();
@@ -168,7 +168,12 @@ uint64_t arena_address(const Dispatcher* self, const c10::TensorImpl* impl) {
       reinterpret_cast<uint64_t>(storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get());
   const auto start = self->state->arena_start.load(std::memory_order_relaxed);
   const auto stop = self->state->arena_stop.load(std::memory_order_relaxed);
-  return address >= start && address < stop ? address : 0;
+  if (address < start || address >= stop) return 0;
+  if (self->state->num_detached.load(std::memory_order_relaxed) != 0) {  // of an earlier session: nobody moves it
+    const uint32_t* detached = self->state->detached.load(std::memory_order_relaxed);
+    if (__atomic_load_n(&detached[(address - start) >> vmm::kGranuleShift], __ATOMIC_RELAXED) != 0) return 0;
+  }
+  return address;
 }
 
 inline uint64_t arena_address(const Dispatcher* self, PyObject* tensor) {
