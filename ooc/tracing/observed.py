@@ -68,6 +68,12 @@ def need_nbytes(trace: Trace) -> int:
     return smallest_num_chunks(trace, machine) * GRANULE_NBYTES
 
 
+_MOST_OPS_UNTIL_FREED = 32
+"""What a collective has used may be held last by the threads of its backend: it was freed up to 27 ops after its last
+use. In a trace it dies so many ops after that, or recordings of equal steps would differ in that alone: FSDP2's were
+planned by luck."""
+
+
 @dataclass(slots=True)
 class _Draft:
     """A variable while the trace is being built."""
@@ -75,6 +81,9 @@ class _Draft:
     nbytes: int
     birth_tick: int | None
     death_tick: int | None = None
+    is_freed: bool = False
+    was_launched: bool = False  # by a collective, which may be the last to let go of it, sooner or later
+    last_op: int = 0  # that used it
     seen: bool = False
     start_serial: int | None = None
     kind: str = ""
@@ -148,7 +157,7 @@ class InFlight:
         """Uses of these during an op that names only `besides`."""
         if not self._writes:
             return []
-        self.end([index for index in self._writes if drafts[index].death_tick is not None])
+        self.end([index for index in self._writes if drafts[index].is_freed])
         return [
             Use(variable=index, reads=True, writes=writes)
             for index, writes in self._writes.items()
@@ -171,9 +180,11 @@ class TraceBuilder:
     in_flight: InFlight
     family: str
     grad_mode: bool
+    present_op: int = 0
     tick: int = 1  # tick 0 is the start itself: what is freed first of all has lived until then
     drafts: list[_Draft] = field(default_factory=list)
     live: dict[int, int] = field(default_factory=dict)  # address -> draft index
+    dying: dict[int, list[int]] = field(default_factory=dict)  # before which op, of those that collectives have used
     ranks: dict[int | None, int] = field(default_factory=dict)  # of records at the start, by serial
 
     def build(self, ops: Sequence[OpRecord], events: Sequence[Event], end_serials: Mapping[int, int]) -> Observed:
@@ -197,7 +208,9 @@ class TraceBuilder:
             return born
 
         for index, op in enumerate(ops):
+            self.present_op = index
             consume(inside_op(index), "")
+            self._die(index)
             start_tick = self.tick
             self.tick += 1
             operands = tuple(v for v in map(self._operand, op.occurrences) if v is not None)
@@ -222,6 +235,10 @@ class TraceBuilder:
             launched = self._known(op.in_flight)
             self.in_flight.launch(launched, written, self.drafts, op.is_held)
             flights.append((launched, op.is_held, landed) if launched or landed else None)
+            for variable in operands:
+                self.drafts[variable].last_op = index
+            for variable in launched:
+                self.drafts[variable].was_launched, self.drafts[variable].last_op = True, index
             made.append(
                 Op(
                     name=name,
@@ -235,6 +252,8 @@ class TraceBuilder:
             )
             occurrences.append(operands)
         consume(between_ops(len(ops) + 1), "")
+        for due in sorted(self.dying):
+            self._die(due)
         return self._finish(_without_reruns(made, sliced), occurrences, sliced, flights, ops, end_serials)
 
     def _known(self, addresses: Iterable[int]) -> tuple[int, ...]:
@@ -250,11 +269,23 @@ class TraceBuilder:
             return len(self.drafts) - 1
         index = self._operand(event.address, seen=False)
         if index is not None:
-            self.drafts[index].death_tick = self.tick
+            draft = self.drafts[index]
+            draft.is_freed = True
             del self.live[event.address]
             self.start_records.pop(event.address, None)
-            self.tick += 1
+            due = draft.last_op + _MOST_OPS_UNTIL_FREED
+            if draft.was_launched and self.present_op < due:
+                self.dying.setdefault(due, []).append(index)
+            else:
+                draft.death_tick = self.tick
+                self.tick += 1
         return None
+
+    def _die(self, op: int) -> None:
+        """Let what is due before this op die: recordings are alike then, whenever a collective let go of it."""
+        for index in sorted(self.dying.pop(op, ())):
+            self.drafts[index].death_tick = self.tick
+            self.tick += 1
 
     def _operand(self, address: int, *, seen: bool = True) -> int | None:
         """Index of the variable at this address now; None for memory that is no variable's."""

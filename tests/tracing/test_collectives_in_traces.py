@@ -9,9 +9,10 @@ from ooc.memory.record import VariableRecord
 from ooc.tracing.observed import Observed
 from ooc.tracing.recorded_ops import OpRecord
 from ooc.tracing.recorder import StepRecorder
+from scheduler.trace import Trace
 from vmm.table import ALLOC, FREE, Event
 
-_A, _B, _C = 1 << 16, 2 << 16, 3 << 16
+_A, _B, _C, _D = 1 << 16, 2 << 16, 3 << 16, 9 << 16
 _NBYTES = 100
 
 
@@ -83,3 +84,41 @@ def test_what_a_collective_makes_is_in_use_too() -> None:
     made = Event(9 << 16, _NBYTES, ALLOC, 1)
     observed = observe([op(_A, launches=(_A, 9 << 16)), op(_B)], events=(made,))
     assert uses(observed)[1] == {0, 1, 2}
+
+
+def _freed_before(index: int, *events: Event, num_ops: int = 50, is_launched: bool = True) -> Trace:
+    """What op 0 has made, a collective has used, and op 1 has named last, is freed before op `index`."""
+    made, freed = Event(_D, _NBYTES, ALLOC, 1), Event(_D, 0, FREE, 2 * index)
+    ops = [op(_A, launches=(_D,) if is_launched else ()), op(_D, landed=(_D,)), *(op(_B) for _ in range(num_ops - 2))]
+    return observe(ops, events=(made, freed, *events)).trace
+
+
+def _dies_before(trace: Trace) -> int:
+    """The op before which the first variable that is born dies; as many as there are: after the last."""
+    death = next(v.death_tick for v in trace.variables if v.birth_tick is not None)
+    assert death is not None
+    return sum(op.start_tick < death for op in trace.ops)
+
+
+def test_whenever_a_collective_lets_go_of_it_recordings_are_alike() -> None:
+    """Its threads may be the last to hold it."""
+    alike = [_freed_before(index) for index in (3, 4, 17, 30)]
+    assert len({trace.fingerprint() for trace in alike}) == 1
+    assert {_dies_before(trace) for trace in alike} == {33}
+    assert [_dies_before(_freed_before(index)) for index in (39, 40)] == [39, 40]  # so late the program decides
+
+
+def test_its_addresses_may_be_another_variables_before_it_dies() -> None:
+    trace = _freed_before(5, Event(_D, _NBYTES, ALLOC, 13), Event(_D, 0, FREE, 20))
+    assert _dies_before(trace) == 33
+    second = [v for v in trace.variables if v.birth_tick is not None][1]
+    assert second.death_tick is not None
+    assert sum(op.start_tick < second.death_tick for op in trace.ops) == 10
+
+
+def test_what_is_due_after_the_last_op_dies_with_the_step() -> None:
+    assert [_dies_before(_freed_before(index, num_ops=20)) for index in (5, 12)] == [20, 20]
+
+
+def test_what_no_collective_has_used_dies_where_it_was_freed() -> None:
+    assert [_dies_before(_freed_before(index, is_launched=False)) for index in (3, 4)] == [3, 4]
