@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ooc.memory.record import Runs, VariableRecord
 from vmm.addresses import Reservation
-from vmm.driver import Driver
+from vmm.driver import Driver, Still
 from vmm.store_speed import StoreSpeed
 from vmm.transfers import Direction, TransferRecord, TransferStatistics
 
@@ -36,8 +36,8 @@ class Space(Protocol):
     def release(self, reservation: Reservation) -> None:
         """Give the addresses back."""
 
-    def map(self, reservation: Reservation, runs: Sequence[tuple[int, int]]) -> int:
-        """Let a reservation show these chunks."""
+    def map(self, reservation: Reservation, runs: Sequence[tuple[int, int]], *, still: Still | None = None) -> int:
+        """Let a reservation show these chunks. `still` makes the driver's calls, if given."""
 
     def shrink(self, reservation: Reservation, nbytes: int) -> None:
         """Let it span no more than so many bytes."""

@@ -212,13 +212,13 @@ def test_after_a_failed_undo_everything_is_mapped_anew(case: DriverCase, space: 
     reservation = space.reserve(3 * space.driver.chunk_nbytes)
     space.map(reservation, [(0, 3)])
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise MemoryFault("injected")
 
     original = space.driver.map
     with pytest.MonkeyPatch.context() as patch:
         calls = iter([original, broken, broken])
-        patch.setattr(space.driver, "map", lambda *arguments: next(calls)(*arguments))
+        patch.setattr(space.driver, "map", lambda *arguments, **options: next(calls)(*arguments, **options))
         with pytest.raises(MemoryFault, match="injected"):
             space.map(reservation, [(9, 1), (1, 1), (8, 1)])  # the first succeeds, the second fails, so does its undo
     assert reservation.runs is None
