@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import mmap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -151,8 +150,9 @@ class PosixMappings:
         """Map whole pages of a file from `place` on, read-write and shared; nothing at the rest of these places."""
         self._make_room(4)
         piece: Piece[_Mapped] = Piece(place, place + num_chunks, _File(descriptor, offset, nbytes, place))
-        what = functools.partial("map_file({:#x}, {} bytes at {})".format, self._places.address(place), nbytes, offset)
-        self._replace([piece], what, still=still)
+        self._replace(
+            [piece], lambda: f"map_file({self._places.address(place):#x}, {nbytes} bytes at {offset})", still=still
+        )
 
     def note_file(self, place: int, num_chunks: int, descriptor: int, offset: int, nbytes: int) -> None:
         """Note that somebody else has done what `map_file` does."""
@@ -200,11 +200,7 @@ class PosixMappings:
         start, stop = pieces[0].start, pieces[-1].stop
         before = self._layout.pieces(start, stop)
         try:
-            if still is not None:
-                still([call for piece in pieces for call in self._calls(piece, populate=populate)])
-            else:
-                for piece in pieces:
-                    self._show(piece, populate=populate)
+            (still or self._make)([call for piece in pieces for call in self._calls(piece, populate=populate)])
             if pieces[0].value is not None:
                 self._advise(start, stop)
         except BaseException as error:
@@ -214,13 +210,12 @@ class PosixMappings:
             raise self._fault(what(), error) from error
         self._layout.assign(pieces)
 
-    def _show(self, piece: Piece[_Mapped], *, populate: bool = True) -> None:
-        """Let the addresses of `piece` show what it says, in place of what they show now; chunks with page tables."""
-        for call in self._calls(piece, populate=populate):
+    def _make(self, calls: Sequence[MmapCall]) -> None:
+        for call in calls:
             self._sys.mmap(*call)
 
-    def _calls(self, piece: Piece[_Mapped], *, populate: bool) -> list[MmapCall]:
-        """The calls that `_show` makes."""
+    def _calls(self, piece: Piece[_Mapped], *, populate: bool = True) -> list[MmapCall]:
+        """Calls by which the addresses of `piece` come to show what it says; chunks with page tables."""
         address = self._places.address(piece.start)
         nbytes = (piece.stop - piece.start) * self._chunk_nbytes
         if piece.value is None:
@@ -253,7 +248,7 @@ class PosixMappings:
         """Undo: let addresses show again what the layout says that they show."""
         try:
             for piece in pieces:
-                self._show(piece)
+                self._make(self._calls(piece))
                 if piece.value is not None:
                     self._advise(piece.start, piece.stop)
         except OSError as error:

@@ -327,17 +327,13 @@ class FileStore:
         try:
             ticket = make(job)
         except MoveFailed as failed:
-            if failed.ticket < 0:
-                raise self._engine.refusal(failed.ticket, f"{direction} of {slot!r}") from failed
-            self._note(direction, slot, failed.ticket)
-            self._engine.wait(failed.ticket)
-            raise
-        self._note(direction, slot, ticket)
-        return Transfer(self._engine, ticket, prepared.nbytes)
-
-    def _note(self, direction: Direction, slot: Slot, ticket: int) -> None:
+            ticket = failed.ticket
+            if ticket < 0:
+                raise self._engine.refusal(ticket, f"{direction} of {slot!r}") from failed
         if direction == "write":
             slot._last_write, slot._reads = ticket, []
+        self._engine.wait(ticket)  # it is over: this raises what went wrong
+        return Transfer(self._engine, ticket, prepared.nbytes)
 
     def wait_written(self, slot: Slot) -> None:
         """Block until the slot's last write is over. Raises OSError: it failed, so there is nothing to read."""

@@ -229,7 +229,7 @@ class TransferEngine:
         """Whether the job is over, well or not. Never blocks, never raises its error."""
         state: int = self._lib.state(self._handle, ticket)
         if state < 0:
-            raise self._refusal(state, f"done({ticket})")
+            raise self.refusal(state, f"done({ticket})")
         return state != 0
 
     def has_finished(self, ticket: int) -> bool:
@@ -249,7 +249,7 @@ class TransferEngine:
         if state == 2:
             raise self._failure(ticket)
         if state < 0:
-            raise self._refusal(state, f"wait({ticket})")
+            raise self.refusal(state, f"wait({ticket})")
 
     def wait_all(self) -> None:
         """Block until no job is pending. Raises nothing for failed ones: ask `wait` about each."""
@@ -257,7 +257,7 @@ class TransferEngine:
         while state == 0:
             state = self._lib.wait_idle(self._handle, _WAIT_SLICE_NS)
         if state < 0:
-            raise self._refusal(state, "wait_all()")
+            raise self.refusal(state, "wait_all()")
 
     @staticmethod
     def job(direction: Direction, descriptor: int, offset: int, segments: Segments, *, drop_cache: bool = False) -> Job:
@@ -268,10 +268,6 @@ class TransferEngine:
     def native_calls(self) -> tuple[int, int, int]:
         """Addresses of the functions that submit and wait, and what they take as their first argument."""
         return self._lib.submit_address, self._lib.wait_address, self._handle
-
-    def refusal(self, code: int, what: str) -> Exception:
-        """What to raise for a negative number that native code got instead of a ticket."""
-        return self._refusal(code, what)
 
     @property
     def num_pending(self) -> int:
@@ -306,7 +302,7 @@ class TransferEngine:
         raw = (_Record * _NUM_RECORDS)()
         count = self._lib.take_records(self._handle, raw, _NUM_RECORDS)
         if count < 0:
-            raise self._refusal(count, "take_records()")
+            raise self.refusal(count, "take_records()")
         return tuple(
             TransferRecord(
                 ticket=record.ticket,
@@ -345,7 +341,7 @@ class TransferEngine:
         faults = _Faults(fail_call, error, kind, delay_ns, call_nbytes, num_failures)
         state = self._lib.set_faults(self._handle, ctypes.byref(faults))
         if state < 0:
-            raise self._refusal(state, "inject_faults()")
+            raise self.refusal(state, "inject_faults()")
 
     def close(self) -> None:
         """End the threads, after the calls under way. What has not begun fails with ECANCELED. Idempotent.
@@ -373,14 +369,14 @@ class TransferEngine:
             self._handle, kind, descriptor, offset, flags, segments._array, segments._num, predecessors, len(after)
         )
         if ticket < 0:
-            raise self._refusal(ticket, f"submit_{_DIRECTIONS[kind]}(offset={offset}, after={list(after)})")
+            raise self.refusal(ticket, f"submit_{_DIRECTIONS[kind]}(offset={offset}, after={list(after)})")
         return ticket
 
     def _read_statistics(self) -> _Statistics:
         raw = _Statistics()
         state = self._lib.statistics(self._handle, ctypes.byref(raw))
         if state < 0:
-            raise self._refusal(state, "statistics()")
+            raise self.refusal(state, "statistics()")
         return raw
 
     def _failure(self, ticket: int) -> TransferError:
@@ -395,8 +391,8 @@ class TransferEngine:
             nbytes=raw.nbytes,
         )
 
-    def _refusal(self, state: int, what: str) -> Exception:
-        """What a negative answer of the library means."""
+    def refusal(self, state: int, what: str) -> Exception:
+        """What to raise for a negative answer of the library, to whoever called it."""
         code = -state
         if code == errno.ECHILD:
             return RuntimeError(f"{what}: this process was forked from the one whose threads these are")

@@ -238,6 +238,10 @@ class ResidencyManager(RecordTransfers):
         """Whether a record may be evicted if it was given out: not a device's, nor what `session.resident` keeps."""
         return not record.exports or (self.is_host and not record.pins)
 
+    def moves_still(self, record: VariableRecord) -> bool:
+        """Whether somebody may write to a record while it is moved: it was given out. (A device's then stays.)"""
+        return record.exports > 0 and self.is_host
+
     def make_room(self, num_chunks: int) -> None:
         """Evict what is used last, by `foresight`, until so many chunks are free. Raises `NoRoom`, `StoreFailed`."""
         missing = num_chunks - self.num_free
@@ -322,7 +326,7 @@ class ResidencyManager(RecordTransfers):
                 self.counters.dropped_nbytes += record.nbytes
                 leaving.append(record)
                 continue
-            if record.exports and self.is_host:
+            if self.moves_still(record):
                 leaving.append(record)
                 continue
             try:
@@ -336,7 +340,7 @@ class ResidencyManager(RecordTransfers):
                 continue
             leaving.append(record)
         for record in leaving:
-            runs, is_still = record.runs, record.exports and self.is_host
+            runs, is_still = record.runs, self.moves_still(record)
             try:
                 (self.still.leave if is_still else self.settle)(record)
             except (StoreFailed, MemoryFault) as error:
@@ -395,7 +399,7 @@ class ResidencyManager(RecordTransfers):
         loading = []
         for record in missing:
             taken = self.take(self.chunks_of(record.nbytes))
-            is_still = record.exports and self.is_host
+            is_still = self.moves_still(record)
             try:
                 (self.still.arrive if is_still else self.start_load)(record, taken)
             except (StoreFailed, MemoryFault) as error:

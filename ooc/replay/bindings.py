@@ -295,7 +295,7 @@ class Bindings:
         for residency, record in missing:
             runs, segments = fitting(self._manager, residency, record)
             try:
-                if record.exports and self._manager.is_host:
+                if self._manager.moves_still(record):
                     self._manager.still.arrive(record, runs, segments)
                     continue
                 self._manager.start_load(record, runs, (), segments)
@@ -469,7 +469,7 @@ class Bindings:
         assert record is not None
         manager = self._manager
         note_present_nbytes(executable, variable)
-        if record.state is State.RESIDENT and record.exports and manager.is_host:
+        if record.state is State.RESIDENT and manager.moves_still(record):
             manager.still.leave(record)
         elif record.state is State.RESIDENT and not record.stored:
             manager.start_write(record, manager.segments(record.runs, record.nbytes))
