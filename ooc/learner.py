@@ -9,6 +9,7 @@ from ooc.memory.residency import ResidencyManager
 from ooc.replay.first_sightings import name_of
 from ooc.replay.learning_budget import LearningBudget
 from ooc.replay.sequences import Sequences
+from ooc.replay.union_plans import UnionPlans
 from ooc.telemetry.steps import StepLog
 from ooc.telemetry.why import UnplannedSteps
 from ooc.tracing.pieces import cuts, split
@@ -41,6 +42,7 @@ class Learner:
         runner: OpRunner,
         manager: ResidencyManager,
         sequences: Sequences,
+        unions: UnionPlans,
         budget: LearningBudget,
         steps: StepLog,
         why: UnplannedSteps,
@@ -49,6 +51,7 @@ class Learner:
         self._executor = runner.executor
         self._manager = manager
         self._sequences = sequences
+        self._unions = unions
         self._budget = budget
         self._steps = steps
         self._why = why
@@ -93,7 +96,7 @@ class Learner:
         key, is_new = None, False
         found = cuts(recording) if in_pieces and not recording.grad_mode else []
         for piece in split(recording, found) if found else [recording]:
-            key = self._sequences.note(piece, self._machine)
+            key = self._unions.note(piece, self._machine)
             is_new = is_new or self._sequences.is_new(key)
             self._sequences.note_end(key)
             self._why.note_period(piece, key)

@@ -36,6 +36,7 @@ from ooc.replay.learning_budget import LearningBudget
 from ooc.replay.optimizer_rounds import OptimizerRounds
 from ooc.replay.segmentation import Segmentation
 from ooc.replay.sequences import Sequences
+from ooc.replay.union_plans import UnionPlans
 from ooc.telemetry.progress import Position, Progress
 from ooc.telemetry.steps import StepLog
 from ooc.telemetry.timeline import Timeline
@@ -100,8 +101,15 @@ class StepCycle:
         self._num_backward = 0  # backward passes since the last boundary
         self._last_optimizer: int | None = None  # identity of the one that ended the last step
         self._why = UnplannedSteps(sequences.unplannable)
+        self._unions = UnionPlans(sequences, is_on=manager.is_host)
         self._learner = Learner(
-            runner=runner, manager=manager, sequences=sequences, budget=learning, steps=steps, why=self._why
+            runner=runner,
+            manager=manager,
+            sequences=sequences,
+            unions=self._unions,
+            budget=learning,
+            steps=steps,
+            why=self._why,
         )
         self._segmentation = Segmentation()
         self.rounds = OptimizerRounds()
@@ -360,21 +368,25 @@ class StepCycle:
         if recorder is None or recorder.num_ops > recorder.num_replayed:
             self._tried.clear()
         if executor.active is not None and not executor.is_complete():
+            executor.realignment.omit_rest()
+        if executor.active is not None and not executor.is_complete():
             self._was_new = self._was_new or self._runner.dispatcher.cursor > 0
             self._runner.bail_out("the step ended before the plan")
         if executor.active is not None and executor.active.persistent_is_missing():
             lost = executor.active
             self._runner.bail_out("a variable that lived across steps was freed")
+            self._unions.note_refused(lost)
             sequences.retire(lost)
         is_main = executor.active is not None and executor.active.num_ops >= self._most_ops // 2
         self._timeline.end_period(executor.active if is_main else None, self._steps.num_steps - 1)
         if executor.active is not None:
             self._most_ops = max(self._most_ops, executor.active.num_ops)
             executor.active.num_alive = executor.active.num_entered
+            num_played = executor.active.num_ops - len(executor.active.omitted)
             if self._stay is not None:
-                self._stay.num_ops += executor.active.num_ops
+                self._stay.num_ops += num_played
             key = sequences.active_key
-            self._num_planned += executor.active.num_ops
+            self._num_planned += num_played
             sequences.note_end(key)
         else:
             sequences.take_ready()  # first, so that what has just been recorded can be planned next
@@ -382,6 +394,8 @@ class StepCycle:
         self._keys.append(key)
         self.give_up_retired()
         sequences.take_ready()
+        if executor.active is not None:
+            self._unions.note_played(executor.active)
         follower = choose()
         if executor.active is not None:
             replayed = executor.active
@@ -417,6 +431,7 @@ class StepCycle:
         self._tried.append(follower)
         left_because = executor.bailout_reason  # if this step has left a plan before
         started_ns = time.thread_time_ns()
+        self._unions.prepare(follower, self._manager.records)
         if executor.enter(follower, self._sequences.others(follower), is_begun=is_begun):
             self._runner.recording.stop()
             key = self._sequences.active_key or ""
@@ -427,6 +442,7 @@ class StepCycle:
             self._steps.note_refusal(executor.bailout_reason)
             self._why.note_refusal(executor.bailout_reason)
             if follower.waits_in_vain:
+                self._unions.note_refused(follower)
                 self._sequences.retire(follower)
                 self.give_up_retired()
             executor.bailout_reason = left_because
@@ -437,7 +453,7 @@ class StepCycle:
         recorder = self._runner.recording.recorder
         num_ops = self._stay.num_ops + (recorder.num_replayed if recorder is not None else 0)
         plan = self._stay.plan  # of sizes that differ nobody knows which were compared
-        is_whole = (recorder is None or recorder.num_ops == 0) and not plan.is_elastic
+        is_whole = (recorder is None or recorder.num_ops == 0) and not (plan.is_elastic or plan.may_omit)
         self._learning.note_stay(
             plan,
             num_ops=num_ops,
@@ -452,7 +468,7 @@ class StepCycle:
         active, recorder = self._executor.active, self._runner.recording.recorder
         planned, on_demand = self._num_planned, self._num_on_demand
         if active is not None:
-            planned += self._runner.dispatcher.cursor
+            planned += self._runner.dispatcher.cursor - len(active.omitted)
         elif recorder is not None:
             planned += recorder.num_replayed
             on_demand += recorder.num_ops - recorder.num_replayed

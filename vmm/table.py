@@ -58,6 +58,11 @@ def inside_op(index: int) -> int:
     return 2 * index + 1
 
 
+def op_at(position: int) -> int:
+    """The op inside which, or right before which, a step position is."""
+    return position // 2
+
+
 class Event(NamedTuple):
     """One entry of the allocator's log.
 

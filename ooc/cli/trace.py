@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ooc.cli import run as runner
 from ooc.errors import OocError
 from ooc.tracing.fake_tensors import FakeRecording
-from ooc.tracing.observed import NEED
+from ooc.tracing.observed import NEED, need_nbytes
 from scheduler.profiles import Profile
 from scheduler.trace import Trace
 from vmm.driver import MemoryFault
@@ -114,7 +114,7 @@ def record_real(
     try:
         _run_script(program, target, arguments, stepped)
         trace = opened.trace()
-        need_nbytes = opened.engine.sequences.largest_need_nbytes()
+        need = max(map(need_nbytes, opened.engine.sequences.earlier_traces()), default=0)
         num_steps, unplannable = opened.steps.num_steps, list(opened.engine.learned()["unplannable"].values())
     finally:
         opened.close(bring_back=False)
@@ -125,7 +125,7 @@ def record_real(
         "recorded": "a run on demand",
         "torch": torch.__version__,
         "budget_nbytes": opened.budget_nbytes,
-        NEED: need_nbytes,
+        NEED: need,
         "threshold_nbytes": opened.threshold_nbytes,
         "script": [target, *arguments],
     }

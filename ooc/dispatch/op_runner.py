@@ -352,13 +352,8 @@ class OpRunner:
         if threading.get_ident() != self._thread:
             return False
         with self._lock:
-            executor = self._executor
-            active, cursor = executor.active, self._dispatcher.cursor
-            if active is None or cursor >= active.num_ops:
-                return False
-            if active.funcs[cursor] is func:
-                return executor.realignment.rebind(self._dispatcher.occurrences(args, kwargs))
-            return executor.realignment.skip_to(func)
+            addresses = self._dispatcher.occurrences(args, kwargs)
+            return self._executor.realignment.adapt(func, addresses, self._call_sites.of_this_op)
 
     def _run_on_demand(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Container, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from ooc.errors import StoreFailed
 from ooc.memory.record import State, VariableRecord
@@ -14,6 +15,7 @@ from ooc.replay.plan_variables import ExecutableResidency
 from ooc.replay.present_sizes import note_present_nbytes, trim
 from ooc.tracing.recorded_ops import OpRecord
 from ooc.tracing.recorder import StepRecorder
+from vmm.table import between_ops, op_at
 from vmm.torch_cpu import AllocatorTable, Event
 
 _log = logging.getLogger(__name__)
@@ -71,12 +73,19 @@ def recorder_so_far(
     persistent = (executable.variables[i].record for i in executable.persistent.tolist())
     start.update({record.address: record for record in persistent if record is not None})
     recorder = StepRecorder(start)
-    recorder.grad_mode, recorder.num_replayed = executable.grad_mode, num_ops
+    recorder.grad_mode = executable.grad_mode
     recorder.is_begun = num_ops > executable.num_idle
-    address = executable.variable_address.tolist()
+    address, changes = executable.variable_address.tolist(), list(executable.readdressed)
     durations_ns = (executable.op_stop_ns[:num_ops] - executable.op_start_ns[:num_ops]).tolist()
     variables, ops = executable.variables, []
-    for index, op in enumerate(executable.trace.ops[:num_ops]):
+    omitted = set(executable.omitted)
+    for index in reversed(range(num_ops)):
+        while changes and changes[-1][0] > index:  # back to the addresses that the op has seen
+            _, variable, before = changes.pop()
+            address[variable] = before
+        if index in omitted:
+            continue
+        op = executable.trace.ops[index]
         launched, is_held, landed = executable.flights[index] or ((), False, ())
         written, births = [], []
         for use in op.uses:
@@ -102,9 +111,17 @@ def recorder_so_far(
                 landed=[address[r] for r in landed],
             )
         )
-    recorder.extend(ops)
-    recorder.events = events
+    recorder.extend(ops[::-1])
+    recorder.num_replayed = len(ops)
+    recorder.events = _without_omitted(events, executable.omitted)
     return recorder
+
+
+def _without_omitted(events: list[Event], omitted: Sequence[int]) -> list[Event]:
+    """The events at the positions that they have where ops that were left out do not count."""
+    if not omitted:
+        return events
+    return [e._replace(position=e.position - between_ops(bisect_left(omitted, op_at(e.position)))) for e in events]
 
 
 def return_records(

@@ -463,6 +463,36 @@ class Bindings:
             if not self._allocator.is_alive(record.address):
                 executable.variable_alive[variable.index] = 0
 
+    def stand_in(self, executable: ExecutablePlan, variable: PlanVariable, record: VariableRecord) -> None:
+        """Bind a variable that is born in the step, and was not in this one, to the record that is used in its place.
+
+        That is another such variable's, or the manager's, and of the same size. The bytes stay where they are.
+        """
+        spare, other = variable.record, executable.variable_at(record.address)
+        if variable.successor is not None and variable.successor.record is spare:
+            spare = None  # it goes on serving that
+        executable.note_address(variable, self._allocator.state.op_index)
+        if other is None:
+            self._manager.forget(record)
+        else:
+            executable.note_address(other, self._allocator.state.op_index)
+            executable.variable_alive[other.index] = 0
+            if other.successor is not None and other.successor.record is record:
+                other.successor.record = None
+            other.record = None
+            if spare is not None and other.successor is None and spans(self._manager, spare, other):
+                other.record, spare = spare, None
+            else:
+                self.give_new_record(other)
+                self.map_first(other)
+            assert other.record is not None
+            executable.variable_address[other.index] = other.record.address
+        if spare is not None:
+            self._manager.settle(spare)
+            self._manager.dispose(spare)
+        variable.record = record
+        self.set_alive(executable, variable, record)
+
     def expel(self, executable: ExecutablePlan, variable: PlanVariable) -> None:
         """Evict a record that outlived its plan variable; from here on it is managed on demand."""
         record = variable.record
@@ -474,6 +504,7 @@ class Bindings:
         elif record.state is State.RESIDENT and not record.stored:
             manager.start_write(record, manager.segments(record.runs, record.nbytes))
         manager.settle(record)
+        executable.note_address(variable, self._allocator.state.op_index)
         executable.variable_alive[variable.index] = 0
         executable.variable_address[variable.index] = 0
         self._allocator.bind(record.address, -1)

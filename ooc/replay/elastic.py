@@ -15,7 +15,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ooc.replay.merging import merged, strangers
 from ooc.tracing.observed import Observed, close_cycle
@@ -51,16 +51,23 @@ class Envelope:
         elastic: Variables whose sizes differ from step to step.
         standing: Variables that exist throughout and are other storages each time: in the optimizer's part of a step,
             the gradients. They are taken to be where the segment before left them.
+        may_omit: Whether steps may leave out ops of it (`ooc.replay.step_unions`).
     """
 
     trace: Trace
     elastic: frozenset[int]
     standing: frozenset[int] = frozenset()
+    may_omit: bool = False
 
     @classmethod
     def of(cls, executable: ExecutablePlan, trace: Trace) -> Envelope:
         """What a plan is for, with another trace of the same sequence."""
-        return cls(trace=trace, elastic=executable.elastic, standing=executable.standing)
+        return cls(
+            trace=trace,
+            elastic=executable.elastic,
+            standing=executable.standing,
+            may_omit=executable.may_omit,
+        )
 
     def is_of(self, trace: Trace) -> bool:
         """Whether a trace has the same variables, whatever their sizes: the same index means the same one."""
@@ -68,6 +75,19 @@ class Envelope:
             (ours.birth_tick, ours.death_tick) == (theirs.birth_tick, theirs.death_tick)
             for ours, theirs in zip(self.trace.variables, trace.variables, strict=True)
         )
+
+
+class Plannable(Protocol):
+    """What was seen of a sequence, as far as planning asks: a `Shape`, or a union of steps."""
+
+    num_seen: int
+
+    @property
+    def is_elastic(self) -> bool: ...
+    @property
+    def observed(self) -> Observed: ...
+    def envelope(self, chunk_nbytes: int, *, headroom: float = ..., is_segment: bool = ...) -> Envelope: ...
+    def for_plan(self, envelope: Envelope) -> Observed | None: ...
 
 
 class Shape:
@@ -214,7 +234,7 @@ class Shape:
         """
         if not self.is_elastic and self._earlier is not None:
             trace = close_cycle(self._earlier, self._latest)
-            return _standing(trace, trace.variables) if is_segment else Envelope(trace=trace, elastic=frozenset())
+            return standing(trace, trace.variables) if is_segment else Envelope(trace=trace, elastic=frozenset())
         variables = self.observed.trace.variables
         varying = {
             index
@@ -249,7 +269,7 @@ class Shape:
             ),
         )
         found = Envelope(trace=trace, elastic=frozenset(varying))
-        return _standing(trace, trace.variables, found.elastic) if is_segment else found
+        return standing(trace, trace.variables, found.elastic) if is_segment else found
 
     def _becomes_by_age(self, known: Mapping[int, int], varying: set[int]) -> dict[int, int]:
         """Of those whose size never differs, which is which in the next step: matched by size, in order of age."""
@@ -295,8 +315,10 @@ class Shape:
             sizes[index] = -(-int(sizes[index] * factor) // chunk_nbytes) * chunk_nbytes
         return sizes
 
-    def for_plan(self) -> Observed:
-        """The observation that gives the shape, with the storages seen last."""
+    def for_plan(self, envelope: Envelope) -> Observed | None:
+        """The observation that gives the shape, with the storages seen last; None: it has grown since the envelope."""
+        if not envelope.is_of(self.observed.trace):
+            return None
         serials = self.observed.start_serials
         newest = tuple(max(self._serials[i]) if i in self._persistent else s for i, s in enumerate(serials))
         return replace(self.observed, start_serials=newest)
@@ -312,7 +334,7 @@ class Shape:
         return changed, throughout
 
 
-def _standing(trace: Trace, variables: tuple[Variable, ...], elastic: frozenset[int] = frozenset()) -> Envelope:
+def standing(trace: Trace, variables: tuple[Variable, ...], elastic: frozenset[int] = frozenset()) -> Envelope:
     """The envelope in which what exists throughout and is not the same each time stays where it is at the borders."""
     heirs = {v.becomes for v in variables}
     standing = frozenset(

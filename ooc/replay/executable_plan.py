@@ -88,11 +88,14 @@ class ExecutablePlan:
     Args:
         elastic: Variables whose sizes differ from step to step (`ooc.replay.elastic`).
         standing: Variables that exist throughout, other storages each time.
+        may_omit: Steps may leave out ops of it (`ooc.replay.omissions`).
         num_chunks: So many at least are its own while it is replayed. More than it uses: there is room to try ops.
 
     Attributes:
         leaves_room: Whether it was made for less memory than there is, for such room, and is to go when that was used.
         num_without_room: Trials that found no room.
+        omitted: Ops that the present step has left out so far, in order.
+        readdressed: Of variables whose addresses have changed in this step: since which op, and what it was before.
         grad_mode: Whether gradients were enabled when its first op ran.
         num_idle: Ops at its head that touch no variable. Python sees these and the next one
             in another grad mode than the plan's, and whatever comes instead of them: that tells what begins.
@@ -108,6 +111,7 @@ class ExecutablePlan:
         intercepts: Container[Any],
         elastic: frozenset[int] = frozenset(),
         standing: frozenset[int] = frozenset(),
+        may_omit: bool = False,
         num_chunks: int = 0,
     ) -> None:
         self.trace = trace
@@ -133,6 +137,10 @@ class ExecutablePlan:
         self.elastic = elastic
         self.is_elastic = bool(elastic)
         self.standing = standing
+        self.may_omit = may_omit
+        self.omitted: list[int] = []
+        self.readdressed: list[tuple[int, int, int]] = []
+        self._places: dict[Any, list[int]] = {}
         self._link_variables(observed, elastic)
         # What a step boundary looks at, so that it need not look at every variable.
         self.movers = [r for r in self.variables if r.lives_on and not (r.is_persistent or r.is_standing)]
@@ -348,10 +356,15 @@ class ExecutablePlan:
 
     def record_at(self, address: int) -> VariableRecord | None:
         """The record at this address, if it is bound to a live variable now."""
+        variable = self.variable_at(address)
+        return variable.record if variable is not None else None
+
+    def variable_at(self, address: int) -> PlanVariable | None:
+        """The live variable that is bound to the record at this address, if any."""
         for index in np.flatnonzero(self.variable_address == address).tolist():
             record = self.variables[index].record
             if record is not None and self.variable_alive[index] and record.address == address:
-                return record
+                return self.variables[index]
         return None
 
     def give_up_records(self) -> list[VariableRecord]:
@@ -407,6 +420,22 @@ class ExecutablePlan:
         """Whether the variables that live across steps are still those that the plan was made for."""
         serials = {ours: observed.start_serials[theirs] for theirs, ours in alignment.items()}
         return all(v.serial == serials.get(v.index) for v in self.variables if v.is_persistent)
+
+    def places_of(self, func: Any) -> Sequence[int]:
+        """The ops that call this, in order."""
+        if not self._places:
+            for index, each in enumerate(self.funcs):
+                self._places.setdefault(each, []).append(index)
+        return self._places.get(func, ())
+
+    def is_born_before(self, variable: PlanVariable, op: int) -> bool:
+        """Whether a variable is born in the step, before op `op`."""
+        birth_tick = self.trace.variables[variable.index].birth_tick
+        return birth_tick is not None and birth_tick < self.trace.op_starts[op]
+
+    def note_address(self, variable: PlanVariable, op: int) -> None:
+        """Note that a variable's address is about to change, before op `op`."""
+        self.readdressed.append((op, variable.index, int(self.variable_address[variable.index])))
 
     def is_freed_at_head(self, variable: PlanVariable) -> bool:
         """Whether a variable is freed before the first op that touches one."""

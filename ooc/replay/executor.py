@@ -31,7 +31,7 @@ from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.op_watch import OpWatch, named_calls
 from ooc.replay.plan_switch import Handover, PlanChange, held_for
-from ooc.replay.plan_variables import PlanVariable
+from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
 from ooc.replay.planned_trials import TrialsInPlans
 from ooc.replay.realignment import Realignment
 from ooc.replay.rerun_device import RerunDevice
@@ -85,7 +85,7 @@ class Executor:
         self._start_successors: list[tuple[PlanVariable, VariableRecord]] = []
         self._start_foreign: dict[int, VariableRecord] = {}
         self.acts = ResidencyActs(manager, dispatcher, bail_out=self.bail_out)
-        self._border = BorderRelocation(manager, self.acts, self._check_deaths, bail_out=self.bail_out)
+        self._border = BorderRelocation(manager, self.acts, self.check_deaths, bail_out=self.bail_out)
         self._trials = new_trials(self.bail_out)
         self.realignment = Realignment(self, manager, allocator, dispatcher, self._bindings, self.acts)
         self.reruns = Reruns(
@@ -175,6 +175,8 @@ class Executor:
         executable.between.begin()
         self.bailout_reason = ""
         self._next_death = 0
+        executable.omitted.clear()
+        executable.readdressed.clear()
         self._start_successors = [
             (variable, variable.record)
             for variable in executable.successors
@@ -221,8 +223,11 @@ class Executor:
 
     # -- around an op; called by the dispatcher
 
-    def before(self, index: int) -> bool:
-        """Do the releases, loads, arrivals and births of op `index`. False: the step has bailed out."""
+    def before(self, index: int, bear: Callable[[Sequence[ExecutableResidency]], bool] | None = None) -> bool:
+        """Do the releases, loads, arrivals and births of op `index`. False: the step has bailed out.
+
+        With `bear`, which is called for its births, the op is left out.
+        """
         executable = self.active
         if executable is None:  # another thread has just left the plan
             return False
@@ -231,7 +236,7 @@ class Executor:
         if self._manager.flights:
             self._manager.flights.poll()
         alive = executable.variable_alive
-        if not self._check_deaths(executable, executable.trace.ops[index].start_tick):
+        if not self.check_deaths(executable, executable.trace.ops[index].start_tick):
             return False
         for residency in acts.releases:
             if residency.is_written_before:
@@ -264,6 +269,9 @@ class Executor:
             started = self.acts.end_wait(executable, index, started)
             if not self.reruns.play(executable, acts.rerun):
                 return False
+        if bear is not None:
+            self.acts.end_wait(executable, index, started)
+            return bear(acts.births)
         for residency in acts.births:
             if _is_taken(executable, residency.variable):
                 self.bail_out("a variable was freed later than planned, and its addresses are to be used again")
@@ -277,7 +285,7 @@ class Executor:
         self.acts.end_wait(executable, index, started)
         return True
 
-    def _check_deaths(self, executable: ExecutablePlan, tick: int) -> bool:
+    def check_deaths(self, executable: ExecutablePlan, tick: int) -> bool:
         """Evict what should have been freed by `tick` and was not. False: it must stay, and the step has bailed out."""
         deaths, alive = executable.deaths, executable.variable_alive
         while self._next_death < len(deaths) and deaths[self._next_death][0] <= tick:
@@ -363,7 +371,7 @@ class Executor:
             if executable.variable_alive[variable.index] or variable.record is None:
                 continue
             birth_tick, _ = occupied_ticks(residency.planned, executable.trace)
-            if _is_taken(executable, variable) or not self._check_deaths(executable, birth_tick):
+            if _is_taken(executable, variable) or not self.check_deaths(executable, birth_tick):
                 return 0
             self.acts.await_all(residency.waits)
             self.acts.prepare_birth(residency)
@@ -457,7 +465,7 @@ class Executor:
         self.acts.loads.clear()
         self.absorb_events()
         start = {**self._start_foreign, **{record.address: record for _, record in self._start_successors}}
-        num_ops = cursor if not is_over else 0
+        num_ops = cursor if not is_over else 0  # of the plan; those left out are none of the recording's
         recorder = recorder_so_far(executable, num_ops, start_records=start, events=self.events.take())
         pinned = pinned_by(executable, cursor) if inside else set()
         self.reruns.leave(executable, cursor + 1 if inside else cursor)
@@ -467,6 +475,9 @@ class Executor:
                 self._bindings.bury(executable, variable)
         self._manager.retake_pool(self._new_pool())
         _log.info("left the plan at op %d: %s", cursor, reason)
+        if executable.omitted:  # the recording has fewer ops than the plan
+            state = self._allocator.state
+            (state.set_inside if inside else state.set_between)(recorder.num_ops)
         self._recording.resume(recorder)  # also when a transfer had failed: the step goes on on demand
         if failure is not None:
             raise failure

@@ -6,18 +6,20 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 from ooc.replay.background import BackgroundPlanner
 from ooc.replay.executable_plan import check_unseen
 from ooc.replay.plan_cache import PlanCache
-from ooc.replay.stoppable import stoppable
+from ooc.replay.stoppable import Stopped, stoppable
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.planning import make_plan
 from scheduler.policies import POLICIES
 from scheduler.trace import Trace
 
 _log = logging.getLogger(__name__)
+
+_Made = TypeVar("_Made")
 
 _QUICK: dict[str, Any] = {"policy": "capuchin", "recompute": False, "search_smallest": False}
 """The plan with which training begins where the policy's own takes too long: a third of the time of the quick `auto`.
@@ -149,3 +151,16 @@ class PlanMaker:
             self.planning_s += taken_s
             if self.background is not None:
                 self.background.note_held_up(len(trace.ops), taken_s, is_quick=is_quick)
+
+
+def attempt(make: Callable[[], _Made]) -> _Made | None:
+    """What `make` returns. None where that cannot be, or was interrupted: the plan so far stays."""
+    try:
+        return make()
+    except Stopped:
+        pass
+    except PlanError as error:
+        _log.warning("cannot plan anew: %s", error)
+    except Exception:  # noqa: BLE001 - a fault of the planner's must not end the user's training
+        _log.exception("a fault in the planner; the plan so far stays. Please report it")
+    return None

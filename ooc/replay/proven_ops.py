@@ -55,7 +55,7 @@ class ProvenOps:
         Returns:
             The machine for a plan with room for all of the trials, which may be had instead; None: there is no need.
         """
-        if self._trials is None or key in self._proven:
+        if self._trials is None or key in self._proven or executable.may_omit:
             return None
         is_asked, is_elastic = self._trials.is_on, executable.is_elastic
         if is_asked and not is_elastic:

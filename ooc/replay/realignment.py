@@ -2,13 +2,14 @@
 
 - *Bystanders*: ops that touch no variable, which a step may go without.
 - *Marks* (`ooc.tracing.operand_marks`), which stand in a plan after an op that runs in parts, and which no step has.
+- *Omissions* (`ooc.replay.omissions`), in plans for steps that leave out ops.
 - *Late bindings*: what comes into the step from outside, and is another storage each time (a batch from a list).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ooc.memory.record import State, VariableRecord
@@ -17,7 +18,8 @@ from ooc.replay.acts import ResidencyActs
 from ooc.replay.bindings import Bindings
 from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan
-from ooc.replay.plan_variables import PlanVariable
+from ooc.replay.omissions import Omissions
+from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
 from scheduler.plan import Loaded
 from vmm.table import AllocatorTable
 
@@ -27,8 +29,9 @@ class Replaying(Protocol):
 
     active: ExecutablePlan | None
 
-    def before(self, index: int) -> bool: ...
+    def before(self, index: int, bear: Callable[[Sequence[ExecutableResidency]], bool] | None = None) -> bool: ...
     def after(self, index: int) -> None: ...
+    def check_deaths(self, executable: ExecutablePlan, tick: int) -> bool: ...
     def bail_out(self, reason: str) -> None: ...
     def is_anyone_late(self, executable: ExecutablePlan, tick: int) -> bool: ...
 
@@ -51,11 +54,30 @@ class Realignment:
         self._dispatcher = dispatcher
         self._bindings = bindings
         self._acts = acts
+        self._omissions = Omissions(executor, manager, allocator, dispatcher, bindings, acts)
 
     def __repr__(self) -> str:
         return f"<Realignment of {self._executor!r}>"
 
-    def skip_to(self, func: Any) -> bool:
+    def adapt(self, func: Any, addresses: Sequence[int], place: Callable[[], str]) -> bool:
+        """Let the op that is about to run, whose operands have these addresses, be the next one of the plan, if it may.
+
+        `place` tells where in the program it comes from. False: it is not, or the step has left the plan.
+        """
+        executable, cursor = self._executor.active, self._dispatcher.cursor
+        if executable is None or cursor >= executable.num_ops:
+            return False
+        if self._omissions.omit_to(func, addresses, place):
+            return True
+        if self._executor.active is None:
+            return False
+        return self._rebind(addresses) if executable.funcs[cursor] is func else self._skip_to(func)
+
+    def omit_rest(self) -> bool:
+        """At the step's end: leave out the ops of the plan that have not come. True if it is complete now."""
+        return self._omissions.omit_rest()
+
+    def _skip_to(self, func: Any) -> bool:
         """Skip planned ops that no step need have, up to the next `func`, but no acts around them. True if possible."""
         executable = self._executor.active
         assert executable is not None
@@ -86,7 +108,7 @@ class Realignment:
         self._dispatcher.start(stop)
         return True
 
-    def rebind(self, addresses: Sequence[int]) -> bool:
+    def _rebind(self, addresses: Sequence[int]) -> bool:
         """Bind operands of the next op to plan variables that are not bound yet.
 
         Returns:

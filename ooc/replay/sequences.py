@@ -11,18 +11,19 @@ from typing import Any
 
 from ooc.memory.protocols import Store
 from ooc.replay.background import BackgroundPlanner, PlanRequest
-from ooc.replay.elastic import HEADROOM, Alignment, Envelope, Shape
+from ooc.replay.elastic import HEADROOM, Alignment, Envelope, Plannable, Shape
 from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.expectation import Expectation
 from ooc.replay.first_plans import FirstPlan, FirstPlans
 from ooc.replay.first_sightings import FirstSightings, name_of
 from ooc.replay.op_timings import told_anew
 from ooc.replay.plan_cache import PlanCache
-from ooc.replay.plan_maker import PlanMaker
-from ooc.replay.predictor import SequencePredictor, likeliest
+from ooc.replay.plan_maker import PlanMaker, attempt
 from ooc.replay.proven_ops import ProvenOps
 from ooc.replay.rerun_trials import RerunTrials
+from ooc.replay.step_unions import StepUnion
 from ooc.replay.stoppable import Stopped
-from ooc.tracing.observed import Observed, need_nbytes
+from ooc.tracing.observed import Observed
 from ooc.tracing.recorder import RecordedStep
 from scheduler.cost.bounds import lower_bounds
 from scheduler.plan import Machine, Plan, PlanError
@@ -91,17 +92,16 @@ class Sequences:
         self._view_address = view_address
         self._is_elastic = is_elastic
         self._seen: dict[str, Shape] = {}
+        self._united: dict[str, StepUnion] = {}
         self._envelopes: dict[str, Envelope] = {}  # of the plans
         self._first = FirstPlans(self.maker.background)
         self._without_headroom: set[str] = set()  # sequences for whose headroom there is no room
         self._plans: dict[str, ExecutablePlan] = {}
         self._asked: dict[str, Machine] = {}  # what the first plan of each sequence was made for
         self._unplannable: dict[str, str] = {}
-        self._predictor = SequencePredictor()
+        self._expectation = Expectation()
         self._sightings = FirstSightings()
-        self._last_played = ""
         self._keys: dict[int, str] = {}  # by a recording's signature, as last learned
-        self._last_ended: str | None = None
         self._segments: set[str] = set()
         self.is_segmented = False
         """Whether what is noted are segments of steps (`ooc.replay.segmentation`)."""
@@ -134,12 +134,6 @@ class Sequences:
         """Sequences that have a plan."""
         return len(self._plans)
 
-    def largest_need_nbytes(self) -> int:
-        """What the worst op seen so far needed at once, in granules (of the sequences that are remembered)."""
-        seen = [shape.observed for shape in self._seen.values()]
-        seen += (recording.build() for recording in self._sightings.recordings())
-        return max((need_nbytes(observed.trace) for observed in seen), default=0)
-
     def earlier_traces(self) -> Iterator[Trace]:
         """Those of steps that were recorded, the latest first; each is built when it is asked for."""
         for recording in reversed(list(self._sightings.recordings())):
@@ -162,14 +156,38 @@ class Sequences:
                 self._remember(known, self._seen[known])
                 return known  # all that could be learned from it is that it comes again
             key = self.learn(repeated.build(), machine())
-            self._predictor.rename(name_of(repeated), key)
+            self._expectation.rename(name_of(repeated), key)
             self._keys.pop(repeated.signature, None)
             self._keys[repeated.signature] = key
             if len(self._keys) > _MAX_KEYS:
                 del self._keys[next(iter(self._keys))]
         return key
 
-    def _must_wait(self, shape: Shape | None) -> bool:
+    def note_union(self, key: str, union: StepUnion, recording: RecordedStep, machine: Callable[[], Machine]) -> None:
+        """Note that a step belongs to a union of steps, which is this sequence; plan it if its plan lacks something."""
+        self._united[key] = union
+        if self.is_segmented:
+            self._segments.add(key)
+        self._expectation.rename(name_of(recording), key)
+        if not self.covers(key) and key not in self._unplannable:
+            self._plan_shape(key, union, machine())
+
+    def covers(self, key: str) -> bool:
+        """Whether a sequence has a plan for all that is known of it."""
+        shape, envelope = self._known(key), self._envelopes.get(key)
+        return shape is not None and envelope is not None and envelope.is_of(shape.observed.trace)
+
+    def give_up(self, key: str) -> None:
+        """Forget a union, and its plan."""
+        self._united.pop(key, None)
+        if key in self._plans:
+            self._retire(key)
+
+    def key_of_plan(self, executable: ExecutablePlan) -> str | None:
+        """The sequence that this plan is for; None: another plan has taken its place."""
+        return next((key for key, plan in self._plans.items() if plan is executable), None)
+
+    def _must_wait(self, shape: Plannable | None) -> bool:
         """Whether a sequence seen twice has no plan because another one's is being made beside training."""
         return shape is not None and shape.num_seen >= 2 and self.maker.must_wait(shape.observed.trace)
 
@@ -179,7 +197,11 @@ class Sequences:
 
     def is_new(self, key: str) -> bool:
         """Whether the sequence of this key has been seen only once."""
-        return key not in self._seen or (key not in self._plans and self._seen[key].num_seen < 2)
+        shape = self._known(key)
+        return shape is None or (key not in self._plans and shape.num_seen < 2)
+
+    def _known(self, key: str) -> Plannable | None:
+        return self._seen.get(key) or self._united.get(key)
 
     def learn(self, observed: Observed, machine: Machine) -> str:
         """Note a step that ran on demand; plan its sequence if it was seen before. Returns its key."""
@@ -245,14 +267,16 @@ class Sequences:
 
     def retire(self, executable: ExecutablePlan) -> None:
         """Give up a plan that waits for variables that will not come back."""
-        if (key := self._key_of_plan(executable)) is not None:
+        if (key := self.key_of_plan(executable)) is not None:
             self._retire(key)
 
     def _retire(self, key: str) -> None:
         self.retired.append(self._plans.pop(key))
         del self._envelopes[key]
 
-    def _plan_shape(self, key: str, shape: Shape, machine: Machine, ready: tuple[Envelope, Plan] | None = None) -> None:
+    def _plan_shape(
+        self, key: str, shape: Plannable, machine: Machine, ready: tuple[Envelope, Plan] | None = None
+    ) -> None:
         """Make a plan for a sequence, or take one that was made beside training; or have it made there.
 
         A wider plan replaces the old.
@@ -268,7 +292,10 @@ class Sequences:
             envelope, plan, is_quick = found
             if not is_quick:
                 self.maker.keep(plan, envelope.trace)
-            executable = self._make_roomy(key, plan, envelope, shape.for_plan())
+            observed = shape.for_plan(envelope)
+            if observed is None:
+                return  # it has grown since
+            executable = self._make_roomy(key, plan, envelope, observed)
             executable = self._with_trials(key, executable, plan.step_ns)
         except Stopped:
             _log.info("planning was interrupted; it is tried again when this sequence comes again")
@@ -289,7 +316,7 @@ class Sequences:
         self.last_trace, self._last_plan = envelope.trace, plan
         _log.info("planned %d ops in %.2f s: %s", executable.num_ops, time.monotonic() - started, dict(plan.predicted))
 
-    def _first_plan(self, key: str, shape: Shape, machine: Machine) -> tuple[Envelope, Plan, bool] | None:
+    def _first_plan(self, key: str, shape: Plannable, machine: Machine) -> tuple[Envelope, Plan, bool] | None:
         """For the largest sizes, with headroom if there is room; is it quick? None: another process makes it."""
         maker = self.maker
         for headroom in (1.0,) if key in self._without_headroom else (HEADROOM, 1.0):
@@ -322,11 +349,11 @@ class Sequences:
         if found is None:
             return
         (request, plan), asked = found, self._first.taken()
-        key, shape, present = request.key, self._seen.get(request.key), self._plans.get(request.key)
+        key, shape, present = request.key, self._known(request.key), self._plans.get(request.key)
         if shape is None or key in self._unplannable:
             return
         if request.old_ns is None and (present is None or self.maker.is_interim(present.plan)):
-            if asked is not None and asked.envelope.is_of(shape.observed.trace):  # else it has grown since
+            if asked is not None:
                 self._plan_shape(key, shape, request.machine, (asked.envelope, plan))
         elif present is not None and present.trace.fingerprint() == request.trace.fingerprint():
             self._replace(key, present, request.trace, plan, request.old_ns or present.plan.step_ns)
@@ -334,12 +361,12 @@ class Sequences:
     def _note_background_failure(self, error: PlanError) -> None:
         """As `_first_plan` and `_plan_shape` do where a plan is made here."""
         asked = self._first.taken()
-        if asked is None or (key := asked.key) not in self._seen:
+        if asked is None or (shape := self._known(key := asked.key)) is None:
             _log.warning("cannot plan anew: %s", error)
             return
         if key in self._plans and self.maker.is_interim(self._plans[key].plan):
             self._retire(key)
-        if asked.headroom > 1.0 and self._seen[key].is_elastic:
+        if asked.headroom > 1.0 and shape.is_elastic:
             self._without_headroom.add(key)
         else:
             self._unplannable[key] = str(error)
@@ -357,6 +384,7 @@ class Sequences:
             intercepts=self._intercepts,
             elastic=envelope.elastic,
             standing=envelope.standing,
+            may_omit=envelope.may_omit,
             num_chunks=area,
         )
 
@@ -364,8 +392,8 @@ class Sequences:
         self, executable: ExecutablePlan, trace: Trace, machine: Machine
     ) -> tuple[str, ExecutablePlan] | None:
         """Another plan for the sequence of a plan, to be taken by `adopt`; None if there is none."""
-        key = self._key_of_plan(executable)
-        if key is None:
+        key = self.key_of_plan(executable)
+        if key is None or executable.may_omit:
             return None
         try:
             plan = self.maker.for_the_rest(trace, machine)
@@ -399,7 +427,9 @@ class Sequences:
 
         The first plan rests on steps on demand and on an idle store. The better of the two by simulation is returned.
         """
-        key, log = self._key_of_plan(executable), executable.timings
+        if executable.may_omit:
+            return executable  # what ops take that some steps leave out is not measured
+        key, log = self.key_of_plan(executable), executable.timings
         tried = executable.trials is not None and executable.trials.was_installed
         if key is None or not (tried or self._is_timed):
             return executable  # another one has just taken its place, or op times tell nothing
@@ -458,32 +488,17 @@ class Sequences:
             request = PlanRequest(key=key, trace=trace, machine=machine, old_ns=old_ns)
             executable.is_due = not background.ask(request)
             return executable
-        try:
-            plan = self.maker.here(trace, machine)
-        except Stopped:
-            return executable
-        except PlanError as error:
-            _log.warning("cannot plan anew: %s", error)
-            return executable
-        except Exception:  # noqa: BLE001 - as in learn()
-            _log.exception("a fault in the planner; the plan so far stays. Please report it")
-            return executable
-        return self._replace(key, executable, trace, plan, old_ns)
+        plan = attempt(lambda: self.maker.here(trace, machine))
+        return self._replace(key, executable, trace, plan, old_ns) if plan is not None else executable
 
     def _replace(self, key: str, executable: ExecutablePlan, trace: Trace, plan: Plan, old_ns: int) -> ExecutablePlan:
         """Take a new plan for a sequence if it is worth it. The plan to go on with; the other is `retired`."""
         _log.info("planned anew: %.4f s a step instead of %.4f s", plan.step_ns / 1e9, old_ns / 1e9)
         if plan.step_ns > old_ns * _WORTHWHILE:
             return executable
-        try:
-            better = self._make_roomy(key, plan, Envelope.of(executable, trace), executable.observed)
-            if better.plan.step_ns > old_ns * _WORTHWHILE:  # for all the room that it leaves
-                return executable
-        except PlanError as error:
-            _log.warning("cannot plan anew: %s", error)
-            return executable
-        except Exception:  # noqa: BLE001 - as in learn()
-            _log.exception("a fault in the planner; the plan so far stays. Please report it")
+        own = Envelope.of(executable, trace), executable.observed
+        better = attempt(lambda: self._make_roomy(key, plan, *own))
+        if better is None or better.plan.step_ns > old_ns * _WORTHWHILE:  # for all the room that it leaves
             return executable
         # For the next run to find: it will ask with what it measures when it begins.
         self.maker.keep(replace(plan, machine=self._asked[key]), trace)
@@ -503,48 +518,28 @@ class Sequences:
 
     def note_end(self, key: str | None) -> None:
         """Note that sequence `key` was the last to run; None: something that has no key."""
-        self._last_ended = key
         self.active_key = None
-        if key is None:
-            self._predictor.interrupt()
-        else:
-            self._predictor.note(key)
+        self._expectation.note_end(key)
 
     def expected(self) -> ExecutablePlan | None:
         """The plan for what should come now, if there is one."""
-        # A plan that turns out wrong costs little: the step bails out where it differs, and is
-        # recorded whole. So any plan is better than none, the one replayed last above all others.
-        if self._last_ended is None:
-            return None
-        keys = (self._predictor.next(), self._last_ended, self._last_played)
-        return next((self._plans[key] for key in keys if key is not None and key in self._plans), None)
+        return self._expectation.expected(self._plans)
 
     def starting_with(
         self, fits: Callable[[ExecutablePlan], bool], num_alive: Callable[[], int]
     ) -> ExecutablePlan | None:
-        """The plan for what begins now, of those that fit: what is expected, or else the one replayed last.
-
-        But of micro-batches that begin alike, all but the first find gradients there: so see `likeliest`. Where no more
-        than one fits, as for most ops, nobody is asked what is likely.
-        """
+        """The plan for what begins now, of those that fit: what is expected, or else the one replayed last."""
         fitting = {
             key: plan
             for key, plan in reversed(self._plans.items())
             if plan.num_idle != plan.num_ops and (key in self._segments or not self.is_segmented) and fits(plan)
         }
-        if len(fitting) < 2:
-            return next(iter(fitting.values()), None)
-        keys = (self._predictor.next(fitting.__contains__), self._last_played, *fitting)
-        found = [fitting[key] for key in keys if key is not None and key in fitting]
-        return likeliest(found, lambda plan: plan.num_alive, num_alive())
+        return self._expectation.likeliest(fitting, num_alive)
 
     def begin(self, executable: ExecutablePlan) -> None:
         """Note that a plan is entered, or replayed again."""
-        key = self._key_of_plan(executable)
+        key = self.key_of_plan(executable)
         assert key is not None
-        self.active_key = self._last_played = key
+        self.active_key = key
+        self._expectation.note_begin(key)
         self._plans[key] = self._plans.pop(key)  # last in order: the one replayed most recently
-
-    def _key_of_plan(self, executable: ExecutablePlan) -> str | None:
-        """The sequence that this plan is for; None: another plan has taken its place."""
-        return next((key for key, plan in self._plans.items() if plan is executable), None)

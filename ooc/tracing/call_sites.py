@@ -41,6 +41,17 @@ _MAX_CODES = 10_000
 _OTHER, _USERS, _CALL, _BACKWARD = range(4)
 
 
+_OF_BACKWARD = "backward"
+
+
+def may_be_one_place(one: str, other: str) -> bool:
+    """Whether two texts of `CallSites` may tell of one op's place.
+
+    Of which forward op an op is the backward one is not known after ops that a plan has replayed.
+    """
+    return one == other or (one.startswith(_OF_BACKWARD) and other.startswith(_OF_BACKWARD))
+
+
 class CallSites:
     """Finds ops' call sites, and remembers which forward op made which autograd node.
 
@@ -90,7 +101,7 @@ class CallSites:
             self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, text)
         elif is_backward:
             forward = self._forward.get(node._sequence_nr())
-            return f"backward of {forward}" if forward else f"backward ({text})" if text else "backward"
+            return f"{_OF_BACKWARD} of {forward}" if forward else f"{_OF_BACKWARD} ({text})" if text else _OF_BACKWARD
         return text
 
     def _walk(self, frame: FrameType | None) -> tuple[str, FrameType | None, FrameType | None, bool]:

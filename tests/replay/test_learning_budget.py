@@ -8,6 +8,7 @@ from torch import nn
 
 import ooc
 from ooc.memory.counters import Counters
+from ooc.replay import unions
 from ooc.replay.learning_budget import FREE_SEQUENCES, LEARNING_FRACTION, MOST_FRACTION, LearningBudget
 
 
@@ -287,6 +288,7 @@ def test_what_a_session_plans_is_measured_on_demand_before(monkeypatch: pytest.M
         whole.extend([key] if cost_ns is not None and cost_ns > 0 else [])
 
     monkeypatch.setattr(LearningBudget, "note_stay", note_stay)
+    monkeypatch.setattr(unions, "_NUM_UNLIKE", 99)
     torch.manual_seed(0)
     with ooc.Session("4MiB", step_boundary="optimizer") as session:
         cells = nn.ModuleList([nn.Linear(256, 256) for _ in range(4)])

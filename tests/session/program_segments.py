@@ -46,7 +46,7 @@ def with_segments(seed: int) -> Program:
     while len(steps) < _MOST_STEPS:
         steps.append(random.choice(program.steps))
     if seed % 2:
-        program = _varied(program, random)
+        program = varied(program, random)
     for index in range(len(program.steps), len(steps)):
         if random.random() < 0.2:
             stop = random.randrange(len(program.bodies[steps[index].body]))
@@ -55,7 +55,7 @@ def with_segments(seed: int) -> Program:
     return replace(program, steps=tuple(steps), lengths=lengths)
 
 
-def _varied(program: Program, random: Random) -> Program:
+def varied(program: Program, random: Random) -> Program:
     """The program, less most of its statements, with such as never do the same twice."""
     bodies = []
     for body in program.bodies:

@@ -74,7 +74,7 @@ def sizes(session: ooc.Session) -> dict[str, int]:
         "recorded ops": len(recorder.ops) if recorder is not None else 0,
         "sequences seen": len(sequences._seen) + len(sequences._sightings),
         "plans": len(sequences._plans),
-        "pasts": len(sequences._predictor),
+        "pasts": len(sequences._expectation._predictor),
     }
 
 

@@ -80,7 +80,12 @@ Start start_planned(Dispatcher* self, uint32_t index) {
 
 // The op has returned or raised. False: it has left the plan meanwhile.
 bool stop_planned(Dispatcher* self, uint32_t index) {
-  self->state->position.store(2 * index + 2, std::memory_order_release);
+  std::atomic<uint32_t>& position = self->state->position;
+  if (self->planned) {
+    position.store(2 * index + 2, std::memory_order_release);
+  } else {  // the recording may have fewer ops than the plan
+    position.store((position.load(std::memory_order_relaxed) | 1) + 1, std::memory_order_release);
+  }
   if (!self->planned) return false;
   self->op_stop_ns[index] = now_ns();
   self->cursor = index + 1;

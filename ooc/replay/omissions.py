@@ -1,0 +1,261 @@
+"""Omissions: a step that leaves out ops of its plan, and stays on it.
+
+Plans for unions of steps (`ooc.replay.step_unions`) have more ops than any step. Where another op comes than the next
+one, the plan's ops up to that one are left out: what the plan does around them is done, but nothing is born. What would
+have been born there may be missing further on, as the input of the layer after one that is skipped: there another
+variable *stands in*, the one that the step uses instead. Its bytes move to the chunks that the plan has for the
+missing one, and from then on it is that one.
+
+Correctness hangs on none of this: whatever is left out, each op that runs is compared with the plan, operand by
+operand, and what is not as planned leaves the plan.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ooc.memory.record import Runs, State, VariableRecord
+from ooc.memory.residency import ResidencyManager
+from ooc.replay.acts import ResidencyActs
+from ooc.replay.bindings import Bindings
+from ooc.replay.dispatcher import Dispatcher
+from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
+from ooc.tracing.call_sites import may_be_one_place
+from scheduler.plan import Loaded
+from vmm.table import AllocatorTable
+
+_MOST_CANDIDATES = 256
+"""So many ops with the same function are compared."""
+_LEAST_PLAYED = 0.1
+"""Of a plan's ops, so many at least must have come for the rest to be left out at the step's end."""
+
+StandIns = Mapping[PlanVariable, VariableRecord]
+
+
+class Omitting(Protocol):
+    """What it needs of the executor; see there."""
+
+    active: ExecutablePlan | None
+
+    def before(self, index: int, bear: Callable[[Sequence[ExecutableResidency]], bool] | None = None) -> bool: ...
+    def after(self, index: int) -> None: ...
+    def check_deaths(self, executable: ExecutablePlan, tick: int) -> bool: ...
+
+
+class Omissions:
+    """Of the plan that an executor replays, on the session's thread and with its lock held. Owns nothing."""
+
+    def __init__(
+        self,
+        executor: Omitting,
+        manager: ResidencyManager,
+        allocator: AllocatorTable,
+        dispatcher: Dispatcher,
+        bindings: Bindings,
+        acts: ResidencyActs,
+    ) -> None:
+        self._executor = executor
+        self._manager = manager
+        self._allocator = allocator
+        self._dispatcher = dispatcher
+        self._bindings = bindings
+        self._acts = acts
+
+    def __repr__(self) -> str:
+        return f"<Omissions of {self._executor!r}>"
+
+    def omit_to(self, func: Any, addresses: Sequence[int], place: Callable[[], str]) -> bool:
+        """Leave out planned ops up to the one that is about to run. True if that is the next one now.
+
+        Args:
+            func: What it calls.
+            addresses: Of its operands.
+            place: Where in the program it comes from.
+        """
+        executable, cursor = self._executor.active, self._dispatcher.cursor
+        assert executable is not None
+        if not executable.may_omit:
+            return False
+        found = self._find(executable, cursor, func, addresses, place)
+        if found is None:
+            return False
+        index, stand_ins = found
+        return self._omit(executable, cursor, index, stand_ins) and self._stand_in(executable, index, stand_ins)
+
+    def omit_rest(self) -> bool:
+        """At the step's end, leave out what has not come. True if the plan is complete now."""
+        executable, cursor = self._executor.active, self._dispatcher.cursor
+        if executable is None or not executable.may_omit:
+            return False
+        if cursor - len(executable.omitted) < _LEAST_PLAYED * executable.num_ops:
+            return False
+        return self._omit(executable, cursor, executable.num_ops, {})
+
+    # -- which op it is
+
+    def _find(
+        self,
+        executable: ExecutablePlan,
+        cursor: int,
+        func: Any,
+        addresses: Sequence[int],
+        place: Callable[[], str],
+    ) -> tuple[int, StandIns] | None:
+        """The next op of the plan that this may be, and what stands in for others there."""
+        places = executable.places_of(func)
+        start = bisect_left(places, cursor)
+        where: str | None = None
+        for index in places[start : start + _MOST_CANDIDATES]:
+            stand_ins = self._compare(executable, index, addresses)
+            if stand_ins is None or (not addresses and executable.is_bystander(index)):
+                continue
+            where = place() if where is None else where
+            if may_be_one_place(executable.trace.ops[index].where, where):
+                return index, stand_ins
+        return None
+
+    def _compare(self, executable: ExecutablePlan, index: int, addresses: Sequence[int]) -> StandIns | None:
+        expected = executable.occurrences[index]
+        if len(expected) != len(addresses):
+            return {} if _is_part(executable, expected, addresses) else None
+        found: dict[PlanVariable, VariableRecord] = {}
+        for number, address in zip(expected, addresses, strict=True):
+            is_alive = bool(executable.variable_alive[number])
+            if is_alive and int(executable.variable_address[number]) == address:
+                continue
+            variable = executable.variables[number]
+            record = None if is_alive else self._stand_in_at(executable, address, variable)
+            if record is None or not executable.is_born_before(variable, index):
+                return None
+            if executable.residency_at(variable, index) is None:
+                return None
+            found[variable] = record
+        return found if len({id(record) for record in found.values()}) == len(found) else None
+
+    def _stand_in_at(self, executable: ExecutablePlan, address: int, variable: PlanVariable) -> VariableRecord | None:
+        """The record at an address, if it may be this variable, which is not alive."""
+        if not variable.is_born:
+            return None
+        record = self._manager.records.get(address)
+        if record is None:
+            other = executable.variable_at(address)
+            record = other.record if other is not None and other.is_born else None
+            if record is None:
+                return None
+        elif not record.seen or record.pins or record.is_workspace:
+            return None
+        if not variable.has_room(record.nbytes) or record.exports or self._manager.flights.holds(record):
+            return None
+        return record
+
+    # -- leaving ops out
+
+    def _omit(self, executable: ExecutablePlan, start: int, stop: int, stand_ins: StandIns) -> bool:
+        """Do what the plan does around these ops. False: the step has left the plan."""
+
+        def bear(births: Sequence[ExecutableResidency]) -> bool:
+            for residency in births:
+                record = stand_ins.get(residency.variable)
+                if record is None:
+                    self._acts.await_all(residency.waits)  # the next residency of these chunks looks no further back
+                elif not self._move_in(executable, residency, record, is_due=True):
+                    return False
+            return True
+
+        for index in range(start, stop):
+            self._allocator.state.set_between(index)
+            executable.op_start_ns[index] = executable.op_stop_ns[index] = time.monotonic_ns()
+            executable.omitted.append(index)
+            if executable.before[index] is not None and not self._executor.before(index, bear):
+                return False
+            if executable.after[index] is not None:
+                self._executor.after(index)
+            if self._executor.active is None:
+                return False
+        self._allocator.state.set_between(stop)
+        self._dispatcher.start(stop)
+        return True
+
+    def _stand_in(self, executable: ExecutablePlan, index: int, stand_ins: StandIns) -> bool:
+        """Let what stands in and is not there yet be where op `index` finds it. False: the step has left the plan."""
+        for variable, record in stand_ins.items():
+            if variable.record is record:
+                continue
+            residency = executable.residency_at(variable, index)
+            if residency is None or not self._executor.check_deaths(executable, executable.trace.ops[index].start_tick):
+                return False
+            # What is loaded before this very op gets its chunks only when that has released others.
+            if not self._move_in(executable, residency, record, is_due=residency.planned.start != Loaded(index)):
+                return False
+        return True
+
+    def _move_in(
+        self, executable: ExecutablePlan, residency: ExecutableResidency, record: VariableRecord, *, is_due: bool
+    ) -> bool:
+        """Let a record be the variable of a residency, in its chunks; if that is not due, in the store until then.
+
+        What should be dead by now is. False: the step has left the plan.
+        """
+        if not self._acts.may_move(record):
+            return False
+        started = time.monotonic_ns()
+        if record.state is State.LOADING:
+            self._acts.arrive(record)
+        if record.state is State.RESIDENT:
+            self._make_way(executable, residency, record, is_due=is_due)
+        self._acts.await_all(residency.waits)
+        self._bindings.stand_in(executable, residency.variable, record)
+        if record.state is State.RESIDENT:
+            self._relocate(record, residency.runs)
+        elif is_due:
+            self._acts.start_load(residency)
+            self._acts.arrive(record)
+        record.written()  # nobody notes the first write to what is born here
+        self._manager.note_stall(started)
+        return self._executor.active is executable
+
+    def _make_way(
+        self, executable: ExecutablePlan, residency: ExecutableResidency, record: VariableRecord, *, is_due: bool
+    ) -> None:
+        """Evict what cannot be copied within memory."""
+        variable = executable.variable_at(record.address)
+        if variable is None:
+            self._manager.evict([record])
+        elif not is_due or not set(_chunks(record.runs)).isdisjoint(_chunks(residency.runs)):
+            self._bindings.expel(executable, variable)
+
+    def _relocate(self, record: VariableRecord, runs: Runs) -> None:
+        """Copy a record's bytes to these chunks, none of which it has."""
+        manager, started = self._manager, time.monotonic_ns()
+        for source, target, count in _copies(record.runs, runs):
+            manager.space.copy_chunks(source, target, count)
+        record.relocated(runs)
+        manager.counters.note_relocation(started, record.nbytes)
+        manager.space.map(record.reservation, record.runs)
+
+
+def _is_part(executable: ExecutablePlan, expected: Sequence[int], addresses: Sequence[int]) -> bool:
+    """Whether an op on lists has some of the operands that are planned, in order, and no others."""
+    if not 0 < len(addresses) < len(expected):
+        return False
+    planned = iter([int(executable.variable_address[i]) if executable.variable_alive[i] else 0 for i in expected])
+    return all(address in planned for address in addresses)
+
+
+def _copies(sources: Runs, targets: Runs) -> Iterable[tuple[int, int, int]]:
+    """What to copy from some chunks to as many others: where from, where to, how many in a row."""
+    theirs, ours = _chunks(sources), _chunks(targets)
+    start = 0
+    for stop in range(1, len(ours) + 1):
+        length = stop - start
+        if stop == len(ours) or theirs[stop] != theirs[start] + length or ours[stop] != ours[start] + length:
+            yield theirs[start], ours[start], length
+            start = stop
+
+
+def _chunks(runs: Runs) -> list[int]:
+    return [chunk for first, count in runs for chunk in range(first, first + count)]

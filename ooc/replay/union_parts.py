@@ -1,0 +1,118 @@
+"""What a union of steps consists of: ops in order, the variables that they use, and when those are born and freed."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from ooc.tracing.observed import Observed
+
+
+class FreePhase(IntEnum):
+    """Where a free comes, relative to an op."""
+
+    INSIDE = 0
+    AFTER = 1
+
+
+@dataclass(slots=True, eq=False)
+class UnionVariable:
+    """A variable of a union.
+
+    Attributes:
+        birth: The op in which it is born, or before which; None: it exists when the step starts.
+        death: The last place at which it was freed in any of the steps: an op and where there; the op is None for what
+            is freed before the first one. None: it lives on.
+        is_persistent: Known to be the same storage in every step.
+        serial: Of what exists at the start: the storage's, as last seen.
+        heir: What it is when the next step starts.
+        is_new: Of the step that is just being added.
+    """
+
+    nbytes: int
+    kind: str
+    label: str
+    evictable: bool
+    birth: UnionOp | None = None
+    is_born: bool = False
+    death: tuple[UnionOp | None, FreePhase] | None = None
+    is_persistent: bool = False
+    serial: int | None = None
+    rank: int | None = None
+    end_serial: int | None = None
+    heir: UnionVariable | None = None
+    is_new: bool = True
+
+    def __repr__(self) -> str:
+        return f"<UnionVariable of {self.nbytes} bytes, {self.label or self.kind}>"
+
+
+@dataclass(slots=True, eq=False)
+class UnionOp:
+    """An op of a union.
+
+    Attributes:
+        operands: One variable per operand, repeats included.
+        written: Operands that it changes.
+        between: Variables born between the op before and this one, in order.
+        inside: Variables born in it, in order.
+        place: Which op of the union it is.
+    """
+
+    func: Any
+    name: str
+    where: str
+    duration_ns: int
+    operands: tuple[UnionVariable, ...] = ()
+    written: set[UnionVariable] = field(default_factory=set)
+    between: list[UnionVariable] = field(default_factory=list)
+    inside: list[UnionVariable] = field(default_factory=list)
+    place: int = -1
+
+    @property
+    def is_bystander(self) -> bool:
+        """Whether it touches no variable."""
+        return not (self.operands or self.inside)
+
+    def __repr__(self) -> str:
+        return f"<UnionOp {self.place}: {self.name}>"
+
+
+class StepBirths:
+    """By op of an observation, what is born in it and before it; and where each variable is freed."""
+
+    def __init__(self, observed: Observed) -> None:
+        trace = observed.trace
+        self._trace = trace
+        num_ops = len(trace.ops)
+        self.between: list[list[int]] = [[] for _ in range(num_ops + 1)]
+        self.inside: list[list[int]] = [[] for _ in range(num_ops)]
+        born = [(v.birth_tick, index) for index, v in enumerate(trace.variables) if v.birth_tick is not None]
+        for tick, index in sorted(born):
+            op, is_inside = self._place(tick)
+            (self.inside[op] if is_inside else self.between[op + 1]).append(index)
+
+    def _place(self, tick: int) -> tuple[int, bool]:
+        """The op in which, or after which, this tick comes (-1: before the first); whether in it."""
+        op = bisect_right(self._trace.op_starts, tick) - 1
+        return op, op >= 0 and tick < self._trace.ops[op].stop_tick
+
+    def death(self, index: int, ops: Sequence[UnionOp]) -> tuple[UnionOp | None, FreePhase] | None:
+        """Where a variable is freed, by the union's ops in place of the observation's."""
+        tick = self._trace.variables[index].death_tick
+        if tick is None:
+            return None
+        op, is_inside = self._place(tick)
+        return (ops[op] if op >= 0 else None), FreePhase.INSIDE if is_inside else FreePhase.AFTER
+
+
+def later(
+    one: tuple[UnionOp | None, FreePhase] | None, other: tuple[UnionOp | None, FreePhase] | None
+) -> tuple[UnionOp | None, FreePhase] | None:
+    """The later one of two frees; None, which never comes, is the latest."""
+    if one is None or other is None:
+        return None
+    return max(one, other, key=lambda death: (death[0].place if death[0] is not None else -1, death[1]))

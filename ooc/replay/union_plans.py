@@ -1,0 +1,94 @@
+"""Plans for unions of steps: what is learned from steps that are like no other, and what came of their plans."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from ooc.memory.record import VariableRecord
+from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.sequences import Sequences
+from ooc.replay.unions import Unions
+from ooc.tracing.recorder import RecordedStep
+from scheduler.plan import Machine
+
+_log = logging.getLogger(__name__)
+
+
+class UnionPlans:
+    """Lets recorded steps join unions, whose plans `Sequences` keeps as it does those of any sequence.
+
+    Args:
+        sequences: Learns the steps that are like others.
+        is_on: Whether there are unions at all.
+    """
+
+    def __init__(self, sequences: Sequences, *, is_on: bool = True) -> None:
+        self._sequences = sequences
+        self._unions = Unions()
+        self._is_on = is_on
+
+    def __repr__(self) -> str:
+        return f"<UnionPlans: {self._unions!r}>"
+
+    def note(self, recording: RecordedStep, machine: Callable[[], Machine]) -> str:
+        """Note a step that ran on demand, as `Sequences.note` does; one that is like no other joins a union."""
+        older_than, is_segment = self._unions.note(recording), self._sequences.is_segmented
+        key = self._join(recording, older_than, machine) if self._unions.has_any(is_segment=is_segment) else None
+        if key is not None:
+            return key
+        key = self._sequences.note(recording, machine)
+        if self._sequences.is_new(key):
+            return self._join(recording, older_than, machine) or key
+        self._unions.repeated()
+        return key
+
+    def _join(self, recording: RecordedStep, older_than: int, machine: Callable[[], Machine]) -> str | None:
+        """Add a step to the union that it belongs to, and have that planned. Its key, if there is one."""
+        sequences = self._sequences
+        if not self._is_on:
+            return None
+        try:
+            found = self._unions.join(recording, older_than, is_segment=sequences.is_segmented)
+        except Exception:  # noqa: BLE001 - it must not end the user's training
+            _log.exception("a fault in the planner; steps that differ are planned no more. Please report it")
+            self._is_on = False
+            return None
+        if found is None:
+            return None
+        key, union = found
+        has_left = sequences.active_key == key and not union.num_latest_new and sequences.covers(key)
+        if has_left and self._unions.note_left(key):
+            sequences.give_up(key)
+            return None
+        sequences.note_union(key, union, recording, machine)
+        if key in sequences.unplannable:
+            self._unions.give_up(key)
+            sequences.give_up(key)
+            return None
+        return key
+
+    def note_played(self, executable: ExecutablePlan) -> None:
+        """Note that a plan was replayed to its end. It may have been given up then."""
+        key = self._sequences.key_of_plan(executable)
+        if key is not None and self._unions.note_played(key, executable.omitted):
+            self._sequences.give_up(key)
+
+    def note_refused(self, executable: ExecutablePlan) -> None:
+        """Note that a plan waits for variables that will not come back."""
+        key = self._sequences.key_of_plan(executable)
+        if key is not None:
+            self._unions.give_up(key)
+
+    def prepare(self, executable: ExecutablePlan, records: Mapping[int, VariableRecord]) -> None:
+        """Name the places of birth of what is alive as a plan does that is about to be entered, so that it finds it."""
+        key = self._sequences.key_of_plan(executable)
+        union = self._unions.of(key) if key is not None else None
+        if union is None:
+            return
+        for record in records.values():
+            if record.birthplace is None or (variable := union.born_at(record.birthplace)) is None:
+                continue
+            index = union.variables.index(variable)
+            if index < len(executable.variables):
+                record.birthplace = executable.variables[index].origin

@@ -1,0 +1,475 @@
+"""A walk through a union along one observed step: which of its ops the step has, in order, and what it has besides.
+
+Op by op the next one of the union is looked for that is the same op on the same variables. Ops that use what exists
+throughout, parameters for one, are *anchors*: they tell where in its model a step is. An op that comes before an anchor
+that the union does not have belongs to that.
+
+What a step leaves out, a layer for one, makes its neighbours use each other's results: where the op that makes an
+operand was left out, another variable may *stand in* for it, if the op has an operand in common all the same, or what
+follows agrees.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ooc.replay.union_parts import FreePhase, StepBirths, UnionOp, UnionVariable, later
+from ooc.tracing.call_sites import may_be_one_place
+from ooc.tracing.observed import Observed
+
+_MOST_CANDIDATES = 64
+"""So many ops with the same function are compared before an op is taken to be new."""
+_LOOKAHEAD = 4
+"""So many ops after a candidate must be those that come, where its operands do not say enough."""
+
+
+@dataclass(slots=True)
+class _Match:
+    """What it takes to let an op of the step be one of the union."""
+
+    op: UnionOp
+    operands: tuple[UnionVariable, ...]
+    is_exact: bool
+    roles: dict[int, UnionVariable] = field(default_factory=dict)
+
+
+class UnionWalk:
+    """Walks once, and changes nothing of the union before `carry_out`.
+
+    Args:
+        ops: The union's.
+        observed: The step.
+        known: Variables that exist at the step's start, by index, which are known to be these of the union.
+        starting: Those of the union that exist at the start.
+
+    Attributes:
+        found: For each op of the step, that of the union; a new one where it has none.
+        roles: For each variable of the step, what it is in the union, at last.
+        num_matched: Ops that touch variables and that both have.
+        num_new: Those that only the step has.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[UnionOp],
+        observed: Observed,
+        known: Mapping[int, UnionVariable],
+        starting: Sequence[UnionVariable],
+    ) -> None:
+        self._ops = ops
+        self._observed = observed
+        self._starting = starting
+        self._births = StepBirths(observed)
+        self._places: dict[Any, list[int]] = {}
+        for op in ops:
+            self._places.setdefault(op.func, []).append(op.place)
+        self._touching = [op.place for op in ops if not op.is_bystander]
+        self._coming = [i for i in range(len(observed.funcs)) if self._touches(i)]
+        self.roles: dict[int, UnionVariable] = dict(known)
+        self._taken: set[UnionVariable] = set(known.values())
+        self.found: list[UnionOp] = []
+        self._is_new: list[bool] = []
+        self._changed: dict[UnionOp, tuple[UnionVariable, ...]] = {}
+        self._added: list[tuple[list[UnionVariable], UnionVariable]] = []
+        self.num_matched = self.num_new = 0
+        self._anchors = self._next_anchors()
+        self._anchor_places: dict[Any, list[int]] = {}
+        for op in ops:
+            used = tuple(v if v.is_persistent else None for v in op.operands)
+            if any(not v.is_born and v.death is None for v in op.operands):
+                self._anchor_places.setdefault((op.func, used), []).append(op.place)
+        self._walk()
+
+    def __repr__(self) -> str:
+        return f"<UnionWalk: {self.num_matched} ops in common, {self.num_new} new>"
+
+    @property
+    def nbytes_of_other_sizes(self) -> int:
+        """Bytes of what only the step has, in ops that both have: mostly, what has another size there."""
+        return sum(variable.nbytes for _, variable in self._added)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the step has anything that the union lacks."""
+        return bool(self.num_new or self._added or self._changed)
+
+    def _touches(self, index: int) -> bool:
+        return bool(self._observed.occurrences[index] or self._births.inside[index])
+
+    # -- walking
+
+    def _walk(self) -> None:
+        place = 0
+        fixed = self._fixed()
+        upcoming = sorted(fixed, reverse=True)
+        for index, func in enumerate(self._observed.funcs):
+            while upcoming and upcoming[-1] <= index:
+                upcoming.pop()
+            stop = fixed[upcoming[-1]] if upcoming else len(self._ops)
+            match: _Match | None = None
+            if index in fixed:
+                match = self._compare(index, self._ops[fixed[index]])
+            match = match or self._find(index, func, place, stop)
+            if match is None:
+                op = self._new_op(index, func)
+                self.num_new += self._touches(index)
+            else:
+                op = match.op
+                self._take(index, match)
+                place = op.place + 1
+                self.num_matched += self._touches(index)
+            self.found.append(op)
+            self._is_new.append(match is None)
+
+    def _fixed(self) -> dict[int, int]:
+        """Ops of the step that are certainly these of the union: no other one has such an operand at such a place."""
+        ours: dict[Any, list[int]] = {}
+        theirs: dict[Any, list[int]] = {}
+        for op in self._ops:
+            used = tuple(None if v.is_born else v for v in op.operands)
+            if any(used):
+                ours.setdefault((op.func, used), []).append(op.place)
+        for index, func in enumerate(self._observed.funcs):
+            known = tuple(map(self.roles.get, self._observed.occurrences[index]))
+            if any(known):
+                theirs.setdefault((func, known), []).append(index)
+        pairs = sorted(
+            (found[0], places[0])
+            for token, found in theirs.items()
+            if len(found) == 1 and len(places := ours.get(token, [])) == 1
+        )
+        return dict(_longest_ascent(pairs))
+
+    def _next_anchors(self) -> list[int | None]:
+        """For each op of the step the first anchor from it on."""
+        variables, serials = self._observed.trace.variables, self._observed.start_serials
+        throughout = {i for i, v in enumerate(variables) if serials[i] is not None and v.death_tick is None}
+        found: list[int | None] = []
+        anchor: int | None = None
+        for index in reversed(range(len(self._observed.funcs))):
+            anchor = index if not throughout.isdisjoint(self._observed.occurrences[index]) else anchor
+            found.append(anchor)
+        return found[::-1]
+
+    def _belongs_to_new(self, index: int, place: int) -> bool:
+        """Whether an op of the step comes before an anchor that the union does not have, from here on."""
+        anchor = self._anchors[index]
+        if anchor is None or anchor == index:
+            return False
+        known = tuple(map(self._persistent_role, self._observed.occurrences[anchor]))
+        places = self._anchor_places.get((self._observed.funcs[anchor], known), ())
+        return bisect_left(places, place) == len(places)
+
+    def _persistent_role(self, other: int) -> UnionVariable | None:
+        role = self.roles.get(other)
+        return role if role is not None and role.is_persistent else None
+
+    def _find(self, index: int, func: Any, place: int, stop: int) -> _Match | None:
+        """The next op of the union, from one on and before another, that an op of the step may be."""
+        places = self._places.get(func, ())
+        if self._belongs_to_new(index, place):
+            return None
+        start = bisect_left(places, place)
+        first_touching = bisect_left(self._touching, place)
+        for candidate in places[start : start + _MOST_CANDIDATES]:
+            if candidate >= stop:
+                break
+            if not may_be_one_place(self._ops[candidate].where, self._observed.trace.ops[index].where):
+                continue
+            match = self._compare(index, self._ops[candidate])
+            if match is None:
+                continue
+            is_jump = first_touching < len(self._touching) and self._touching[first_touching] < candidate
+            if not is_jump or match.is_exact or self._agrees(index, candidate):
+                return match
+        return None
+
+    def _agrees(self, index: int, place: int) -> bool:
+        """Whether what comes after an op of the step is what comes after one of the union."""
+        coming = bisect_left(self._coming, index + 1)
+        there = bisect_left(self._touching, place + 1)
+        ours = [self._ops[p].func for p in self._touching[there : there + _LOOKAHEAD]]
+        theirs = [self._observed.funcs[i] for i in self._coming[coming : coming + _LOOKAHEAD]]
+        length = min(len(ours), len(theirs))
+        return ours[:length] == theirs[:length]
+
+    def _compare(self, index: int, op: UnionOp) -> _Match | None:
+        occurrences = self._observed.occurrences[index]
+        if len(occurrences) != len(op.operands):
+            return self._compare_lists(index, op)
+        num_exact, roles = 0, dict[int, UnionVariable]()
+        operands = []
+        is_changed = False
+        for variable, other in zip(op.operands, occurrences, strict=True):
+            role = roles.get(other) or self._role_in(index, other, op, variable)
+            if role is None or role.nbytes != variable.nbytes:
+                return None
+            if role is variable:
+                num_exact += self.roles.get(other) is variable
+                roles.setdefault(other, role)
+                operands.append(variable)
+            elif self._may_stand_in(variable, role, op):
+                roles[other] = variable
+                operands.append(variable)
+            elif role.is_born and variable.is_born and (role.is_new or _is_born_later(role, variable)):
+                is_changed = True  # in a step that has both, it is this one
+                operands.append(role)
+            else:
+                return None
+        if is_changed and not num_exact:
+            return None
+        is_exact = num_exact == len(occurrences) > 0
+        return _Match(op, tuple(operands), is_exact, roles)
+
+    def _role_in(self, index: int, other: int, op: UnionOp, variable: UnionVariable) -> UnionVariable | None:
+        """What a variable of the step is so far; what is not known yet may be the one that is there."""
+        role = self.roles.get(other)
+        if role is not None:
+            return role
+        nbytes = self._observed.trace.variables[other].nbytes
+        if nbytes != variable.nbytes or variable in self._taken:
+            return None
+        if other in self._births.between[index]:
+            return variable if variable in op.between else None
+        is_start = self._observed.start_serials[other] is not None
+        return variable if is_start and not variable.is_born and not variable.is_persistent else None
+
+    def _may_stand_in(self, variable: UnionVariable, role: UnionVariable, op: UnionOp) -> bool:
+        """Whether another variable may be where this one is: the step has not made it."""
+        if variable.birth is None or variable in self._taken or role.is_new or not role.is_born:
+            return False
+        return variable.birth.place < op.place
+
+    def _compare_lists(self, index: int, op: UnionOp) -> _Match | None:
+        """Ops on lists, some of whose operands only one of the two has."""
+        ours = list(op.operands)
+        theirs = [self.roles.get(other) for other in self._observed.occurrences[index]]
+        if not ours or not theirs or None in theirs:
+            return None
+        common = [role for role in theirs if role in ours]
+        if len(set(common)) * 2 < min(len(ours), len(theirs)) or len(set(theirs)) < len(theirs):
+            return None
+        order = [ours.index(role) for role in common]
+        if order != sorted(order) or len(set(ours)) < len(ours):
+            return None
+        merged: list[UnionVariable] = []
+        at = 0
+        for role in theirs:
+            assert role is not None
+            if role in ours:
+                stop = ours.index(role) + 1
+                merged += ours[at:stop]
+                at = stop
+            else:
+                merged.append(role)
+        return _Match(op, (*merged, *ours[at:]), is_exact=True)
+
+    # -- noting what is found
+
+    def _take(self, index: int, match: _Match) -> None:
+        op = match.op
+        for other, variable in match.roles.items():
+            before = self.roles.get(other)
+            if before is not variable:
+                if before is not None:
+                    self._taken.discard(before)
+                self.roles[other] = variable
+                self._taken.add(variable)
+        self._pair(self._births.between[index], op.between, op)
+        self._pair(self._births.inside[index], op.inside, op)
+        if match.operands != op.operands:
+            self._changed[op] = match.operands
+
+    def _pair(self, born: Sequence[int], there: list[UnionVariable], op: UnionOp) -> None:
+        """What the step has born at a place, with what the union has there: of one size, in order."""
+        at = 0
+        for other in born:
+            if other in self.roles:
+                at = max(at, there.index(self.roles[other]) + 1) if self.roles[other] in there else at
+                continue
+            nbytes = self._observed.trace.variables[other].nbytes
+            same = next((i for i in range(at, len(there)) if there[i].nbytes == nbytes), None)
+            if same is None:
+                variable = self._new_variable(other, op)
+                self._added.append((there, variable))
+            else:
+                variable, at = there[same], same + 1
+            self.roles[other] = variable
+            self._taken.add(variable)
+
+    def _new_op(self, index: int, func: Any) -> UnionOp:
+        traced = self._observed.trace.ops[index]
+        op = UnionOp(func=func, name=traced.name, where=traced.where, duration_ns=traced.duration_ns)
+        for born, there in ((self._births.between[index], op.between), (self._births.inside[index], op.inside)):
+            for other in born:
+                self.roles[other] = self._new_variable(other, op)
+                there.append(self.roles[other])
+        op.operands = tuple(self._role(other) for other in self._observed.occurrences[index])
+        op.written = {self._role(use.variable) for use in traced.uses if use.reads and use.writes}
+        return op
+
+    def _role(self, other: int) -> UnionVariable:
+        """What a variable of the step is, at last: a new one if the union has none."""
+        if other not in self.roles:
+            self.roles[other] = self._new_variable(other, None)
+        return self.roles[other]
+
+    def _new_variable(self, other: int, birth: UnionOp | None) -> UnionVariable:
+        traced = self._observed.trace.variables[other]
+        return UnionVariable(
+            nbytes=traced.nbytes,
+            kind=traced.kind,
+            label=traced.label,
+            evictable=traced.evictable,
+            birth=birth,
+            is_born=birth is not None,
+        )
+
+    # -- carrying it out
+
+    def carry_out(self, tail: UnionOp) -> list[UnionOp]:
+        """Add to the union what it lacks. Its ops, in order; `tail` stands for the end of the step."""
+        ops = self._interleaved()
+        for place, op in enumerate((*ops, tail)):
+            op.place = place
+        for there, variable in self._added:
+            there.append(variable)
+        for op, operands in self._changed.items():
+            op.operands = operands
+            op.written = {v for v in op.written if v in operands}
+        self._pair_last(tail)
+        self._pair_rest()
+        for index, op in enumerate(self.found):
+            traced = self._observed.trace.ops[index]
+            op.duration_ns = min(op.duration_ns, traced.duration_ns)
+            for use in traced.uses:
+                if use.reads and use.writes and (role := self.roles.get(use.variable)) in op.operands:
+                    assert role is not None
+                    op.written.add(role)
+        for other, traced_variable in enumerate(self._observed.trace.variables):
+            variable = self._role(other)
+            death = self._births.death(other, self.found)
+            variable.death = death if variable.is_new else later(variable.death, death)
+            variable.evictable = variable.evictable and traced_variable.evictable
+        self._outlive_uses(ops)
+        return ops
+
+    def _pair_last(self, tail: UnionOp) -> None:
+        born = self._births.between[len(self.found)]
+        num_added = len(self._added)
+        self._pair(born, tail.between, tail)
+        for there, variable in self._added[num_added:]:
+            there.append(variable)
+
+    def _pair_rest(self) -> None:
+        """What exists at the start and is only freed: by size, in order."""
+        for other, serial in enumerate(self._observed.start_serials):
+            if serial is None or other in self.roles:
+                continue
+            nbytes = self._observed.trace.variables[other].nbytes
+            free = (v for v in self._starting if v not in self._taken and not v.is_persistent and v.nbytes == nbytes)
+            if (variable := next(free, None)) is not None:
+                self.roles[other] = variable
+                self._taken.add(variable)
+
+    @staticmethod
+    def _outlive_uses(ops: Sequence[UnionOp]) -> None:
+        """No variable is freed before an op that uses it."""
+        for op in ops:
+            for variable in op.operands:
+                death = variable.death
+                if death is not None and (death[0].place if death[0] is not None else -1) < op.place:
+                    variable.death = op, FreePhase.AFTER
+
+    def _interleaved(self) -> list[UnionOp]:
+        """The union's ops, and the step's new ones among them."""
+        ops: list[UnionOp] = []
+        at, run = 0, list[UnionOp]()
+        common = [op for op, is_new in zip(self.found, self._is_new, strict=True) if not is_new]
+        ages = [_age(op) for op in common]
+        before, after = _latest_known(ages), _latest_known(ages[::-1])[::-1]
+        number = 0
+        for op, is_new in zip(self.found, self._is_new, strict=True):
+            if is_new:
+                run.append(op)
+                continue
+            ops += _in_order(self._ops[at : op.place], run, before[number], after[number])
+            ops.append(op)
+            at, run, number = op.place + 1, [], number + 1
+        return ops + _in_order(self._ops[at:], run, before[number], after[number])
+
+
+def _longest_ascent(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Of pairs whose first numbers ascend, as many as can be had so that the second ones do, too."""
+    ends: list[int] = []  # by length: the pair that ends the best ascent so far
+    lasts: list[int] = []
+    before: list[int] = []
+    for number, (_, last) in enumerate(pairs):
+        length = bisect_left(lasts, last)
+        before.append(ends[length - 1] if length else -1)
+        lasts[length : length + 1] = [last]
+        ends[length : length + 1] = [number]
+    found = []
+    number = ends[-1] if ends else -1
+    while number >= 0:
+        found.append(pairs[number])
+        number = before[number]
+    return found[::-1]
+
+
+def _is_born_later(one: UnionVariable, other: UnionVariable) -> bool:
+    assert one.birth is not None
+    assert other.birth is not None
+    return one.birth.place > other.birth.place
+
+
+def _in_order(
+    ours: Sequence[UnionOp], theirs: Sequence[UnionOp], before: int | None, after: int | None
+) -> list[UnionOp]:
+    """Two runs of ops that come between the same two, of which no step has shown which comes first.
+
+    Those that use what was made first, where what is older is used first in what is around them: layers are mostly made
+    in the order in which they run, and run backward in the other one.
+    """
+    if not ours or not theirs:
+        return [*ours, *theirs]
+    is_backward = before is not None and after is not None and before > after
+    sign = -1 if is_backward else 1
+    one, other = _ages(ours), _ages(theirs)
+    found: list[UnionOp] = []
+    i = j = 0
+    while i < len(ours) and j < len(theirs):
+        if sign * one[i] <= sign * other[j]:
+            found.append(ours[i])
+            i += 1
+        else:
+            found.append(theirs[j])
+            j += 1
+    return [*found, *ours[i:], *theirs[j:]]
+
+
+def _age(op: UnionOp) -> int | None:
+    """The serial of the oldest storage among an op's operands that exist when the step starts."""
+    return min((v.serial for v in op.operands if not v.is_born and v.serial is not None), default=None)
+
+
+def _latest_known(ages: Sequence[int | None]) -> list[int | None]:
+    """Before each of them, and after the last, the last one that is known."""
+    found: list[int | None] = [None]
+    for age in ages:
+        found.append(found[-1] if age is None else age)
+    return found
+
+
+def _ages(ops: Sequence[UnionOp]) -> list[int]:
+    """For each op of a run its age, or that of the last one before it that has one; of the first ones, the next's."""
+    ages = [_age(op) for op in ops]
+    present = next((age for age in ages if age is not None), 0)
+    found = []
+    for age in ages:
+        present = age if age is not None else present
+        found.append(present)
+    return found

@@ -1,0 +1,153 @@
+"""Which steps belong together as a union: those of a program whose steps are all different."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ooc.replay.step_unions import StepUnion, may_belong
+from ooc.tracing.recorder import RecordedStep
+
+_NUM_FIRST = 2
+"""The first steps of any program have ops that never come again: the model is made, then the optimizer's state."""
+_NUM_UNLIKE = 3
+"""After so many recordings in a row of which none was like an earlier one, they are taken for parts of one step."""
+_MOST_UNIONS = 4
+_MOST_MISSES = 16
+"""Where recordings do not go together, so many at most are passed before it is tried again."""
+
+
+_MOST_LEFT = 4
+"""So often in a row its plan may be left before its end, then the union is given up; its steps have no order."""
+_MOST_ALIKE = 8
+"""So often in a row its steps leave out the same ops, then they are alike, and are to be planned as such."""
+_REST = 32
+"""Recordings to pass after a union was given up."""
+
+
+@dataclass(slots=True)
+class _Played:
+    """What came of a union's plan of late."""
+
+    num_left: int = 0
+    num_alike: int = 0
+    omitted: tuple[int, ...] = ()
+
+
+class Unions:
+    """Keeps unions of the steps that were not like any other; steps and segments apart."""
+
+    def __init__(self) -> None:
+        self._unions: dict[str, StepUnion] = {}  # the one that grew last at the end
+        self._unlike: deque[tuple[RecordedStep, int, bool]] = deque(maxlen=_NUM_UNLIKE)
+        self._num_seen = self._num_made = 0
+        self._older_than = -1
+        self._num_misses = self._num_to_pass = 0
+        self._played: dict[str, _Played] = {}
+
+    def __repr__(self) -> str:
+        return f"<Unions: {list(self._unions.values())}>"
+
+    def note(self, recording: RecordedStep) -> int:
+        """Note that a step was recorded. All storages with smaller serials existed when the one before it began."""
+        older_than = self._older_than
+        self._older_than = max((v.serial for v in recording.start.values()), default=-1) + 1
+        self._num_seen += 1
+        return older_than
+
+    def of(self, key: str) -> StepUnion | None:
+        """The union of this key."""
+        return self._unions.get(key)
+
+    def has_any(self, *, is_segment: bool) -> bool:
+        """Whether there are unions of segments, or of whole steps."""
+        return any(union.is_of_segments == is_segment for union in self._unions.values())
+
+    def repeated(self) -> None:
+        """A step was like an earlier one: what came before it is no sign of steps that are all different."""
+        self._unlike.clear()
+
+    def join(self, recording: RecordedStep, older_than: int, *, is_segment: bool) -> tuple[str, StepUnion] | None:
+        """Add a step that was like no other to the union that it belongs to, or begin one. Its key, and the union.
+
+        Args:
+            recording: The step.
+            older_than: What `note` has returned.
+            is_segment: Whether it is a part of a step: those have unions of their own.
+        """
+        if self._num_seen <= _NUM_FIRST:
+            return None
+        if self._num_to_pass > 0:
+            self._num_to_pass -= 1
+            return None
+        found = self._extended(recording, older_than, is_segment) or self._begun(recording, older_than, is_segment)
+        if found is None and len(self._unlike) == _NUM_UNLIKE:
+            self._num_misses = min(2 * self._num_misses + 1, _MOST_MISSES)
+            self._num_to_pass = self._num_misses
+        elif found is not None:
+            self._num_misses = 0
+        return found
+
+    def _extended(self, recording: RecordedStep, older_than: int, is_segment: bool) -> tuple[str, StepUnion] | None:
+        for key, union in reversed(self._unions.items()):
+            if union.is_of_segments != is_segment:
+                continue
+            observed = recording.build()
+            walk = union.walk(observed)
+            if walk is not None:
+                union.add(observed, older_than=older_than, walk=walk)
+                self._unions[key] = self._unions.pop(key)
+                return key, union
+        return None
+
+    def _begun(self, recording: RecordedStep, older_than: int, is_segment: bool) -> tuple[str, StepUnion] | None:
+        self._unlike.append((recording, older_than, is_segment))
+        alike = [(each, older) for each, older, was_segment in self._unlike if was_segment == is_segment]
+        if len(alike) < _NUM_UNLIKE:
+            return None
+        self._num_made += 1
+        latest, older_than = alike[-1]
+        if not may_belong(latest.build()):
+            return None
+        union = StepUnion(latest.build(), f"union {self._num_made}", older_than=older_than, is_of_segments=is_segment)
+        for each, older in alike[:-1]:
+            observed = each.build()
+            if (walk := union.walk(observed)) is not None:
+                union.add(observed, older_than=older, walk=walk)
+        if union.num_seen < 2:
+            return None
+        union.note_latest(latest.build(), older_than)
+        self._unlike.clear()
+        key = f"union {self._num_made} of steps"
+        self._unions[key] = union
+        for old in list(self._unions)[:-_MOST_UNIONS]:
+            del self._unions[old]
+        return key, union
+
+    def note_left(self, key: str) -> bool:
+        """Note that a step has left the plan of a union. Whether the union was given up for it."""
+        if key not in self._unions:
+            return False
+        played = self._played.setdefault(key, _Played())
+        played.num_left += 1
+        return played.num_left > _MOST_LEFT and self.give_up(key)
+
+    def note_played(self, key: str, omitted: Sequence[int]) -> bool:
+        """Note that a step has played the plan of a union to its end. Whether the union was given up."""
+        if key not in self._unions:
+            return False
+        played, latest = self._played.setdefault(key, _Played()), tuple(omitted)
+        played.num_left = 0
+        played.num_alike = played.num_alike + 1 if played.omitted == latest else 0
+        played.omitted = latest
+        return played.num_alike >= _MOST_ALIKE and self.give_up(key)
+
+    def give_up(self, key: str) -> bool:
+        """Forget a union, and begin no other for some time. Whether there was one."""
+        if self._unions.pop(key, None) is None:
+            return False
+        self._played.pop(key, None)
+        self._unlike.clear()
+        self._num_to_pass = _REST
+        return True
