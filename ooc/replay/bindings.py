@@ -509,7 +509,8 @@ class Bindings:
         executable.variable_address[variable.index] = 0
         self._allocator.bind(record.address, -1)
         record.variable_index = -1
-        record.serial = manager.next_serial()
+        if variable.is_born or variable.predecessor is not None:
+            record.serial = manager.next_serial()
         if variable.is_born:
             record.birthplace = variable.origin
         if record.state is State.RESIDENT:

@@ -84,6 +84,8 @@ class Omissions:
         if found is None:
             return False
         index, stand_ins = found
+        if index == cursor and not stand_ins:
+            return False  # it is the next one, and native code has found it to be another all the same
         return self._omit(executable, cursor, index, stand_ins) and self._stand_in(executable, index, stand_ins)
 
     def omit_rest(self) -> bool:
@@ -114,7 +116,8 @@ class Omissions:
             if stand_ins is None or (not addresses and executable.is_bystander(index)):
                 continue
             where = place() if where is None else where
-            if may_be_one_place(executable.trace.ops[index].where, where):
+            is_sure = len(stand_ins) < len(set(addresses))  # an operand is as planned
+            if may_be_one_place(executable.trace.ops[index].where, where, is_sure=is_sure):
                 return index, stand_ins
         return None
 
@@ -203,6 +206,9 @@ class Omissions:
         if not self._acts.may_move(record):
             return False
         started = time.monotonic_ns()
+        other = executable.variable_at(record.address)
+        if other is not None:  # a write that fails is to find it where it was
+            self._acts.await_all(r for r in other.residencies if r.transfer is not None and r.moved is record)
         if record.state is State.LOADING:
             self._acts.arrive(record)
         if record.state is State.RESIDENT:
@@ -214,7 +220,8 @@ class Omissions:
         elif is_due:
             self._acts.start_load(residency)
             self._acts.arrive(record)
-        record.written()  # nobody notes the first write to what is born here
+        if is_due:
+            record.written()  # who was to note the first write may have been left out
         self._manager.note_stall(started)
         return self._executor.active is executable
 

@@ -32,8 +32,9 @@ _MOST_FAMILIES = 8
 
 
 def may_belong(observed: Observed) -> bool:
-    """Whether a step may belong to any union: it has no collectives, and no op that ran in parts."""
-    return not any(observed.flights) and all(apart is None for apart in observed.sliced)
+    """Whether a step may belong to any union: it has ops, but no collectives, and none that ran in parts."""
+    is_whole = not any(observed.flights) and all(apart is None for apart in observed.sliced)
+    return is_whole and bool(observed.funcs)
 
 
 class StepUnion:
@@ -140,7 +141,7 @@ class StepUnion:
         for index, variable in sorted(walk.roles.items()):
             if variable.is_new:
                 self.variables.append(variable)
-                variable.is_new = False
+                variable.is_new, variable.serial = False, None  # it is noted like those of others
             self._note_start(observed, index, variable, older_than)
             variable.end_serial = observed.end_serials[index]
         self._link(observed, walk.roles)
@@ -171,8 +172,10 @@ class StepUnion:
         serial = observed.start_serials[index]
         if serial is None:
             return
-        lives_on = variable.death is None
-        variable.is_persistent = lives_on and (serial == variable.serial or serial < older_than)
+        variable.is_replaced |= variable.serial not in (None, serial)
+        # What was born in the step before, and lives on, is an optimizer's state.
+        is_older = serial == variable.serial or serial < older_than or observed.origins[index] is not None
+        variable.is_persistent = variable.death is None and is_older and not variable.is_replaced
         variable.serial, variable.rank = serial, observed.start_ranks[index]
 
     def _link(self, observed: Observed, roles: Mapping[int, UnionVariable]) -> None:

@@ -27,6 +27,7 @@ class UnionVariable:
         death: The last place at which it was freed in any of the steps: an op and where there; the op is None for what
             is freed before the first one. None: it lives on.
         is_persistent: Known to be the same storage in every step.
+        is_replaced: It was another storage in another step.
         serial: Of what exists at the start: the storage's, as last seen.
         heir: What it is when the next step starts.
         is_new: Of the step that is just being added.
@@ -40,6 +41,7 @@ class UnionVariable:
     is_born: bool = False
     death: tuple[UnionOp | None, FreePhase] | None = None
     is_persistent: bool = False
+    is_replaced: bool = False
     serial: int | None = None
     rank: int | None = None
     end_serial: int | None = None

@@ -18,6 +18,8 @@ _log = logging.getLogger(__name__)
 class UnionPlans:
     """Lets recorded steps join unions, whose plans `Sequences` keeps as it does those of any sequence.
 
+    These are steps that were like no other, and those that come where another one was expected.
+
     Args:
         sequences: Learns the steps that are like others.
         is_on: Whether there are unions at all.
@@ -37,10 +39,10 @@ class UnionPlans:
         key = self._join(recording, older_than, machine) if self._unions.has_any(is_segment=is_segment) else None
         if key is not None:
             return key
+        is_unforeseen = self._sequences.active_key is not None  # another one was expected
         key = self._sequences.note(recording, machine)
-        if self._sequences.is_new(key):
+        if is_unforeseen or self._sequences.is_new(key):
             return self._join(recording, older_than, machine) or key
-        self._unions.repeated()
         return key
 
     def _join(self, recording: RecordedStep, older_than: int, machine: Callable[[], Machine]) -> str | None:
@@ -70,6 +72,7 @@ class UnionPlans:
 
     def note_played(self, executable: ExecutablePlan) -> None:
         """Note that a plan was replayed to its end. It may have been given up then."""
+        self._unions.note_period()
         key = self._sequences.key_of_plan(executable)
         if key is not None and self._unions.note_played(key, executable.omitted):
             self._sequences.give_up(key)

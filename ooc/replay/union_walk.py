@@ -326,6 +326,7 @@ class UnionWalk:
             evictable=traced.evictable,
             birth=birth,
             is_born=birth is not None,
+            serial=self._observed.start_serials[other],
         )
 
     # -- carrying it out

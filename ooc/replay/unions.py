@@ -11,8 +11,9 @@ from ooc.tracing.recorder import RecordedStep
 
 _NUM_FIRST = 2
 """The first steps of any program have ops that never come again: the model is made, then the optimizer's state."""
-_NUM_UNLIKE = 3
-"""After so many recordings in a row of which none was like an earlier one, they are taken for parts of one step."""
+_NUM_UNLIKE, _WINDOW = 3, 5
+"""If so many of the latest were unlike earlier ones, or not what was expected, they are taken for parts of one step.
+Sooner than for a sign that steps are to be cut into segments (`ooc.replay.segmentation`)."""
 _MOST_UNIONS = 4
 _MOST_MISSES = 16
 """Where recordings do not go together, so many at most are passed before it is tried again."""
@@ -40,8 +41,8 @@ class Unions:
 
     def __init__(self) -> None:
         self._unions: dict[str, StepUnion] = {}  # the one that grew last at the end
-        self._unlike: deque[tuple[RecordedStep, int, bool]] = deque(maxlen=_NUM_UNLIKE)
-        self._num_seen = self._num_made = 0
+        self._unlike: deque[tuple[RecordedStep, int, bool, int]] = deque(maxlen=_NUM_UNLIKE)
+        self._num_seen = self._num_made = self._num_periods = 0
         self._older_than = -1
         self._num_misses = self._num_to_pass = 0
         self._played: dict[str, _Played] = {}
@@ -54,7 +55,14 @@ class Unions:
         older_than = self._older_than
         self._older_than = max((v.serial for v in recording.start.values()), default=-1) + 1
         self._num_seen += 1
+        self.note_period()
         return older_than
+
+    def note_period(self) -> None:
+        """Note that a step, or a segment, has ended."""
+        self._num_periods += 1
+        while self._unlike and self._num_periods - self._unlike[0][3] >= _WINDOW:
+            self._unlike.popleft()
 
     def of(self, key: str) -> StepUnion | None:
         """The union of this key."""
@@ -63,10 +71,6 @@ class Unions:
     def has_any(self, *, is_segment: bool) -> bool:
         """Whether there are unions of segments, or of whole steps."""
         return any(union.is_of_segments == is_segment for union in self._unions.values())
-
-    def repeated(self) -> None:
-        """A step was like an earlier one: what came before it is no sign of steps that are all different."""
-        self._unlike.clear()
 
     def join(self, recording: RecordedStep, older_than: int, *, is_segment: bool) -> tuple[str, StepUnion] | None:
         """Add a step that was like no other to the union that it belongs to, or begin one. Its key, and the union.
@@ -102,8 +106,8 @@ class Unions:
         return None
 
     def _begun(self, recording: RecordedStep, older_than: int, is_segment: bool) -> tuple[str, StepUnion] | None:
-        self._unlike.append((recording, older_than, is_segment))
-        alike = [(each, older) for each, older, was_segment in self._unlike if was_segment == is_segment]
+        self._unlike.append((recording, older_than, is_segment, self._num_periods))
+        alike = [(each, older) for each, older, was_segment, _ in self._unlike if was_segment == is_segment]
         if len(alike) < _NUM_UNLIKE:
             return None
         self._num_made += 1

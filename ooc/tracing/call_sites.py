@@ -44,12 +44,13 @@ _OTHER, _USERS, _CALL, _BACKWARD = range(4)
 _OF_BACKWARD = "backward"
 
 
-def may_be_one_place(one: str, other: str) -> bool:
-    """Whether two texts of `CallSites` may tell of one op's place.
+def may_be_one_place(one: str, other: str, *, is_sure: bool = False) -> bool:
+    """Whether two texts of `CallSites` may tell of one op's place; with `is_sure`, both forward or backward will do.
 
     Of which forward op an op is the backward one is not known after ops that a plan has replayed.
     """
-    return one == other or (one.startswith(_OF_BACKWARD) and other.startswith(_OF_BACKWARD))
+    are_backward = one.startswith(_OF_BACKWARD), other.startswith(_OF_BACKWARD)
+    return one == other or all(are_backward) or (is_sure and not any(are_backward))
 
 
 class CallSites:

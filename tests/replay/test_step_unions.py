@@ -1,0 +1,200 @@
+"""Steps with some of a model's layers each make a union that has all layers, in their order, and each step in it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from ooc.replay.step_unions import StepUnion, may_belong
+from ooc.replay.unions import Unions
+from ooc.tracing.observed import Observed, StartVariable
+from ooc.tracing.recorded_ops import OpRecord
+from ooc.tracing.recorder import RecordedStep, StepRecorder
+from scheduler.budget import smallest_num_chunks
+from scheduler.plan import Machine
+from scheduler.planning import make_plan
+from vmm.table import between_ops, inside_op
+from vmm.torch_cpu import ALLOC, Event
+
+NUM_LAYERS = 8
+NBYTES = 1 << 16
+FREE = ALLOC + 1
+
+
+class Recorded:
+    """A step of a residual network that has these layers: forward, backward and an update, parameter by parameter."""
+
+    def __init__(self, layers: Sequence[int], *, state: int = 0, is_lifted: bool = False) -> None:
+        self.ops: list[OpRecord] = []
+        self.events: list[Event] = []
+        self.next = 10_000 + 1000 * state
+        self.start = {
+            100 + layer: StartVariable(nbytes=NBYTES, serial=layer, seen=True, kind="", label="", origin=None)
+            for layer in range(NUM_LAYERS)
+        }
+        x = self.op("make", [], births=1)[0]
+        inputs = {}
+        for layer in layers:
+            (y,) = self.op("linear", [x, 100 + layer], births=1, where=f"layer {layer}")
+            inputs[layer], x = (x, y), y
+        (g,) = self.op("loss", [x], births=1)
+        gradients = {}
+        for layer in reversed(layers):
+            before, after = inputs[layer]
+            g_before, weight = self.op("linear_backward", [g, before, 100 + layer], births=2, where="backward")
+            self.free(after, g)
+            gradients[layer], g = weight, g_before
+        self.free(g, inputs[layers[0]][0])
+        for layer in layers:
+            self.op("update", [100 + layer, gradients[layer]], written=[100 + layer], where="optimizer")
+            self.free(gradients[layer])
+        if is_lifted:
+            self.op("measure", [100], births=0)
+
+    def op(
+        self, name: str, operands: list[int], *, births: int = 0, written: Sequence[int] = (), where: str = ""
+    ) -> list[int]:
+        made = list(range(self.next, self.next + births))
+        self.next += births
+        place = inside_op(len(self.ops))
+        self.events += [
+            Event(address=address, nbytes=NBYTES, kind=ALLOC, ordinal=n, position=place)
+            for n, address in enumerate(made, 1)
+        ]
+        self.ops.append(
+            OpRecord(func=name, where=where, occurrences=operands, written=written, results=made, duration_ns=1000)
+        )
+        return made
+
+    def free(self, *addresses: int) -> None:
+        position = between_ops(len(self.ops))
+        self.events += [
+            Event(address=address, nbytes=0, kind=FREE, ordinal=0, position=position) for address in addresses
+        ]
+
+    def recording(self) -> RecordedStep:
+        recorder = StepRecorder({})
+        recorder.extend(self.ops)
+        recorder.events = self.events
+        return RecordedStep(
+            recorder=recorder, start=self.start, end_serials={a: v.serial for a, v in self.start.items()}
+        )
+
+    def observed(self) -> Observed:
+        return self.recording().build()
+
+
+def united(subsets: Sequence[Sequence[int]]) -> StepUnion:
+    """The union of all; those that have too little in common with it at first join it later."""
+    union = StepUnion(Recorded(subsets[0]).observed(), "union", older_than=NUM_LAYERS)
+    left = list(enumerate(subsets))[1:]
+    while left:
+        waiting = []
+        for number, layers in left:
+            observed = Recorded(layers, state=number).observed()
+            walk = union.walk(observed)
+            if walk is None:
+                waiting.append((number, layers))
+            else:
+                union.add(observed, older_than=NUM_LAYERS, walk=walk)
+        assert len(waiting) < len(left), waiting
+        left = waiting
+    return union
+
+
+def layers_in_order(union: StepUnion, name: str) -> list[int]:
+    observed = union.observed
+    serials = observed.start_serials
+    found = []
+    for func, used in zip(observed.funcs, observed.occurrences, strict=True):
+        if func == name:
+            found += [serial for v in used if (serial := serials[v]) is not None]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_step_is_in_the_union_of_all(seed: int) -> None:
+    r = random.Random(seed)
+    subsets = [sorted(r.sample(range(NUM_LAYERS), r.randint(4, 7))) for _ in range(24)]
+    union = united(subsets)
+    full = Recorded(range(NUM_LAYERS)).observed()
+    assert union.num_ops <= 1.5 * len(full.funcs)
+    for layers in subsets:
+        walk = union.walk(Recorded(layers, state=99).observed())
+        assert walk is not None
+        assert walk.num_new <= 2, (layers, walk)  # what was changed since may have another order
+
+
+def test_layers_come_in_their_order() -> None:
+    """No two of the first steps' layers are in one step: what is older is used first, and last in the backward pass."""
+    union = united([[0, 2, 4, 7], [0, 1, 3, 7], [0, 5, 6, 7]])
+    assert layers_in_order(union, "linear") == list(range(NUM_LAYERS))
+    assert layers_in_order(union, "linear_backward") == list(reversed(range(NUM_LAYERS)))
+    assert layers_in_order(union, "update") == list(range(NUM_LAYERS))
+
+
+def test_each_layer_takes_what_the_one_before_it_makes() -> None:
+    """In the union as in a step that leaves nothing out, though no step had all of them."""
+    union = united([[0, 1, 3, 4], [0, 2, 3, 4], [0, 1, 2, 4], [0, 1, 2, 3]])
+    observed = union.observed
+    made: int | None = None
+    for index, (func, used) in enumerate(zip(observed.funcs, observed.occurrences, strict=True)):
+        if func == "linear":
+            assert made is None or used[0] == made
+            (made,) = (use.variable for use in observed.trace.ops[index].uses if not use.reads)
+        elif func == "loss":
+            assert used[0] == made
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_lifetime_is_shorter_than_in_any_step(seed: int) -> None:
+    r = random.Random(seed)
+    subsets = [sorted({0, *r.sample(range(1, NUM_LAYERS), r.randint(3, 6))}) for _ in range(10)]
+    union = united(subsets)
+    trace = union.observed.trace
+    for layers in subsets:
+        observed = Recorded(layers, state=77).observed()
+        walk = union.walk(observed)
+        assert walk is not None
+        for index, variable in walk.roles.items():
+            _, stop = trace.lifetime(union.variables.index(variable))
+            used = [i for i, occurrences in enumerate(observed.occurrences) if index in occurrences]
+            if used:
+                assert stop > trace.ops[walk.found[used[-1]].place].start_tick
+
+
+def test_a_union_can_be_planned_for_less_than_it_needs() -> None:
+    union = united([[0, 1, 3, 4, 6], [0, 2, 3, 5, 7], [1, 2, 4, 5, 6, 7]])
+    trace = union.envelope(NBYTES).trace
+    machine = Machine(chunk_nbytes=NBYTES, num_chunks=1, load_bytes_per_s=1e9, evict_bytes_per_s=1e9)
+    least = smallest_num_chunks(trace, machine)
+    num_chunks = max(least + 2, trace.peak_nbytes() // NBYTES // 2)
+    machine = Machine(chunk_nbytes=NBYTES, num_chunks=num_chunks, load_bytes_per_s=1e9, evict_bytes_per_s=1e9)
+    assert trace.peak_nbytes() > num_chunks * NBYTES
+    assert make_plan(trace, machine).predicted["loaded_nbytes"] > 0
+
+
+def test_what_has_nothing_in_common_is_not_united() -> None:
+    union = united([[0, 1, 2, 3]])
+    other = Recorded([0, 1, 2, 3])
+    for op in other.ops:
+        op.func = f"other {op.func}"
+    assert union.walk(other.observed()) is None
+    assert not may_belong(StepRecorder({}).build({}))
+
+
+def test_unions_begin_when_steps_are_unlike() -> None:
+    unions, keys = Unions(), []
+    for number, layers in enumerate(itertools.islice(itertools.combinations(range(NUM_LAYERS), 5), 8)):
+        recording = Recorded(layers, state=number).recording()
+        older_than = unions.note(recording)
+        found = unions.join(recording, older_than, is_segment=False)
+        keys.append(found[0] if found is not None else None)
+    assert keys[:4] == [None] * 4
+    assert len(set(keys[4:])) == 1
+    assert keys[4] is not None
+    assert unions.give_up(keys[4])
+    assert not unions.has_any(is_segment=False)

@@ -1,0 +1,30 @@
+"""Random programs no two of whose steps are alike, in core and under a session, equal to the last bit.
+
+`python -m tests.session.program_runs --runner tests.session.program_unions:run_seed --seed 0 --count 300` runs more.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.session.program_runs import Tally, run_many
+
+NUM_PROGRAMS = 20
+RUNNER = "tests.session.program_unions:run_seed"
+
+
+def _check(tally: Tally, count: int) -> None:
+    report = "\n".join(f"seed {seed}: {failure}" for seed, failure in list(tally.failures.items())[:5])
+    assert not tally.failures, f"{len(tally.failures)} of {tally.num_run} programs failed\n{report}"
+    assert tally.num_run == count
+    assert tally.modes["omissions"] > 2 * count, tally.modes  # comparing is worth something only where ops are left out
+    assert tally.modes["stand-ins"] > count, tally.modes
+
+
+def test_random_programs_of_unlike_steps() -> None:
+    _check(run_many(range(NUM_PROGRAMS), runner=RUNNER), NUM_PROGRAMS)
+
+
+@pytest.mark.slow
+def test_many_more_random_programs_of_unlike_steps() -> None:
+    _check(run_many(range(100_000, 102_000), runner=RUNNER), 2000)

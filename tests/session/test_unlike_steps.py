@@ -1,0 +1,212 @@
+"""Steps none of which is like another: they are planned as a union, and what does not come is left out.
+
+Each in core and under a session with debug checks, compared to the last bit; and how much of it was planned.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ooc.replay.bindings import Bindings
+from ooc.replay.executor import Executor
+from ooc.replay.omissions import Omissions
+from ooc.replay.union_plans import UnionPlans
+from ooc.replay.unions import Unions
+from ooc.tracing.recorder import RecordedStep, StepRecorder
+from tests.session.program_unions import eager_unions
+from tests.session.test_segments import batch, digest, model, planned_share, run
+
+NUM_STEPS = 28
+SCRIPT = Callable[[nn.Module, torch.optim.Optimizer, int, random.Random], Tensor]
+
+
+def skipped(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: random.Random) -> Tensor:
+    """Each layer but the first is left out in two steps of five."""
+    x = batch(seed)
+    assert isinstance(net, nn.Sequential)
+    for index in range(0, len(net), 2):
+        if index == 0 or choose.random() < 0.6:
+            x = net[index + 1](net[index](x)) + x * 0.5
+    return x.square().mean()
+
+
+def deeper(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: random.Random) -> Tensor:
+    """The first layers only, as many as it likes: early exits."""
+    assert isinstance(net, nn.Sequential)
+    return net[: 2 * choose.randint(1, len(net) // 2)](batch(seed)).square().mean()
+
+
+def recurrent(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: random.Random) -> Tensor:
+    """The same layers again and again, for another length in each step."""
+    x, losses = batch(seed, 96), []
+    for _ in range(choose.randint(2, 6)):
+        x = net(x)
+        losses.append(x.square().mean())
+    return torch.stack(losses).sum()
+
+
+def routed(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: random.Random) -> Tensor:
+    """Two of the layers, which ones nobody knows: a mixture of experts."""
+    assert isinstance(net, nn.Sequential)
+    x = batch(seed)
+    result = x * 0.5
+    for index in sorted(choose.sample(range(len(net) // 2), 2)):
+        result = result + torch.tanh(net[2 * index](x)) * choose.random()
+    return result.square().mean()
+
+
+def train(script: SCRIPT, *, num_steps: int = NUM_STEPS, num_layers: int = 6) -> Callable[[], list[Any]]:
+    def program() -> list[Any]:
+        net, choose = model(num_layers=num_layers), random.Random(1)
+        optimizer = torch.optim.Adam(net.parameters())
+        losses = []
+        for index in range(num_steps):
+            optimizer.zero_grad()
+            loss = script(net, optimizer, index, choose)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses + digest(net)
+
+    return program
+
+
+@pytest.mark.parametrize(("script", "least"), [(skipped, 0.95), (deeper, 0.95), (recurrent, 0.85), (routed, 0.3)])
+def test_steps_none_of_which_is_like_another(script: SCRIPT, least: float) -> None:
+    rows = run(train(script), budget="1792KiB")
+    assert planned_share(rows[NUM_STEPS // 2 :]) > least, [row.why for row in rows]
+    assert sum(row.evicted_nbytes for row in rows[NUM_STEPS // 2 :]) > 0
+
+
+def test_what_stands_in_is_what_the_step_uses() -> None:
+    """With the copy left out, a layer reads what was in the chunks of its input before: the bits differ."""
+    with eager_unions() as found:
+        run(train(skipped), budget="1792KiB")
+    assert found["omissions"] > NUM_STEPS
+    assert found["stand-ins"] > NUM_STEPS
+    copied = Omissions._relocate
+
+    def forgotten(self: Omissions, record: Any, runs: Any) -> None:
+        record.relocated(runs)
+        self._manager.space.map(record.reservation, record.runs)
+
+    Omissions._relocate = forgotten  # type: ignore[method-assign]
+    try:
+        with pytest.raises(AssertionError), eager_unions():
+            run(train(skipped), budget="1792KiB")
+    finally:
+        Omissions._relocate = copied  # type: ignore[method-assign]
+
+
+def test_a_step_that_is_left_after_omissions_is_recorded_as_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the recording says of the ops that were played is what recording them on demand would have said."""
+    recorded: list[list[tuple[str, list[int]]]] = []
+    num_replayed: list[int] = []
+    finish = StepRecorder.finish
+
+    def noted(self: StepRecorder, end_records: Any) -> RecordedStep:
+        found = finish(self, end_records)
+        observed = found.build()
+        num_replayed.append(self.num_replayed)
+        recorded.append(
+            [
+                (str(func), [observed.trace.variables[v].nbytes for v in used])
+                for func, used in zip(observed.funcs, observed.occurrences, strict=True)
+                if used
+            ]
+        )
+        return found
+
+    monkeypatch.setattr(StepRecorder, "finish", noted)
+    program = train(skipped, num_steps=40)
+    with monkeypatch.context() as patch, eager_unions():
+        patch.setattr(UnionPlans, "note", lambda _, recording, __: f"{recording.signature}")
+        run(program, budget="1792KiB")
+    on_demand = list(recorded)
+    recorded.clear()
+    num_replayed.clear()
+    stand_in, choose = Omissions._stand_in, random.Random(0)
+
+    def leaving(self: Omissions, *arguments: Any) -> bool:
+        is_next = stand_in(self, *arguments)
+        active = self._executor.active
+        if is_next and active is not None and len(active.omitted) > 10 and choose.random() < 0.1:
+            self._executor.bail_out("a test")  # type: ignore[attr-defined]
+            return False
+        return is_next
+
+    monkeypatch.setattr(Omissions, "_stand_in", leaving)
+    with eager_unions():
+        run(program, budget="1792KiB")
+    assert sum(number > 20 for number in num_replayed) > 2, num_replayed
+    for found in recorded:
+        assert found in on_demand
+
+
+def test_bytes_written_where_the_first_write_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in counts as written: its store's copy may be of before."""
+    written: list[bool] = []
+    stand_in = Bindings.stand_in
+
+    def noted(self: Bindings, executable: Any, variable: Any, record: Any) -> None:
+        stand_in(self, executable, variable, record)
+        written.append(record.stored)
+
+    monkeypatch.setattr(Bindings, "stand_in", noted)
+
+    def in_place(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: random.Random) -> Tensor:
+        assert isinstance(net, nn.Sequential)
+        x = net[0](batch(seed))
+        for index in range(2, len(net), 2):
+            if choose.random() < 0.6:
+                x = net[index](torch.tanh(x))
+            if choose.random() < 0.5:
+                x.mul_(0.5)
+        return x.square().mean()
+
+    with eager_unions():
+        run(train(in_place), budget="1792KiB")
+    assert written
+
+
+def test_equal_steps_leave_their_union(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once steps are alike they are planned as such: a plan for exactly them moves less."""
+    given_up: list[str] = []
+    give_up = Unions.give_up
+    monkeypatch.setattr(Unions, "give_up", lambda self, key: given_up.append(key) or give_up(self, key))
+    entered: list[bool] = []
+    enter = Executor.enter
+    monkeypatch.setattr(Executor, "enter", lambda self, *a, **k: entered.append(a[0].may_omit) or enter(self, *a, **k))
+
+    def settling(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int, choose: random.Random) -> Tensor:
+        if seed < 10:
+            return skipped(net, optimizer, seed, choose)
+        loss: Tensor = net(batch(seed)).square().mean()
+        return loss
+
+    rows = run(train(settling, num_steps=36), budget="1792KiB")
+    assert given_up
+    assert True in entered
+    assert not entered[-1]
+    assert planned_share(rows[-6:]) == 1
+
+
+def test_a_step_that_ends_early() -> None:
+    """An exception in the middle of a step; the next step is whole again."""
+
+    def failing(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: random.Random) -> Tensor:
+        try:
+            if seed % 5 == 4:
+                skipped(net, _, seed, choose)
+                raise ValueError(seed)
+        except ValueError:
+            pass
+        return skipped(net, _, seed, choose)
+
+    run(train(failing), budget="1792KiB")
