@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
+from ooc.errors import StoreFailed
 from ooc.memory.record import Runs, State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.acts import ResidencyActs
@@ -44,6 +46,7 @@ class Omitting(Protocol):
     def before(self, index: int, bear: Callable[[Sequence[ExecutableResidency]], bool] | None = None) -> bool: ...
     def after(self, index: int) -> None: ...
     def check_deaths(self, executable: ExecutablePlan, tick: int) -> bool: ...
+    def bail_out(self, reason: str) -> None: ...
 
 
 class Omissions:
@@ -86,7 +89,8 @@ class Omissions:
         index, stand_ins = found
         if index == cursor and not stand_ins:
             return False  # it is the next one, and native code has found it to be another all the same
-        return self._omit(executable, cursor, index, stand_ins) and self._stand_in(executable, index, stand_ins)
+        with self._leaving_on_error(executable):
+            return self._omit(executable, cursor, index, stand_ins) and self._stand_in(executable, index, stand_ins)
 
     def omit_rest(self) -> bool:
         """At the step's end, leave out what has not come. True if the plan is complete now."""
@@ -95,7 +99,19 @@ class Omissions:
             return False
         if cursor - len(executable.omitted) < _LEAST_PLAYED * executable.num_ops:
             return False
-        return self._omit(executable, cursor, executable.num_ops, {})
+        with self._leaving_on_error(executable):
+            return self._omit(executable, cursor, executable.num_ops, {})
+
+    @contextmanager
+    def _leaving_on_error(self, executable: ExecutablePlan) -> Iterator[None]:
+        """Whatever is raised half way, a failed transfer or a refused mapping, leaves the plan: some of it is done."""
+        try:
+            yield
+        except BaseException:
+            if self._executor.active is executable:
+                with suppress(StoreFailed):
+                    self._executor.bail_out("leaving out ops has failed")
+            raise
 
     # -- which op it is
 
@@ -149,9 +165,11 @@ class Omissions:
             record = other.record if other is not None and other.is_born else None
             if record is None:
                 return None
-        elif not record.seen or record.pins or record.is_workspace:
+        elif not record.seen or record.is_workspace:
             return None
-        if not variable.has_room(record.nbytes) or record.exports or self._manager.flights.holds(record):
+        if not variable.has_room(record.nbytes) or record.pins or record.exports:
+            return None
+        if self._manager.flights.holds(record):
             return None
         return record
 

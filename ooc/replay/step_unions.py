@@ -140,6 +140,7 @@ class StepUnion:
         self._ops = walk.carry_out(self._tail)
         for index, variable in sorted(walk.roles.items()):
             if variable.is_new:
+                variable.index = len(self.variables)
                 self.variables.append(variable)
                 variable.is_new, variable.serial = False, None  # it is noted like those of others
             self._note_start(observed, index, variable, older_than)
@@ -223,7 +224,6 @@ class StepUnion:
         return replace(found, may_omit=True)
 
     def _as_observed(self) -> Observed:
-        index_of = {variable: index for index, variable in enumerate(self.variables)}
         deaths: dict[tuple[int, FreePhase], list[UnionVariable]] = {}
         for variable in self.variables:
             if variable.death is not None:
@@ -250,8 +250,8 @@ class StepUnion:
             tick += 1
             pass_by(op.inside, births)
             pass_by(deaths.get((op.place, FreePhase.INSIDE), []), dies)
-            uses = [Use(variable=index_of[v], reads=True, writes=v in op.written) for v in dict.fromkeys(op.operands)]
-            uses += [Use(variable=index_of[v], reads=False, writes=True) for v in op.inside if v not in op.operands]
+            uses = [Use(variable=v.index, reads=True, writes=v in op.written) for v in dict.fromkeys(op.operands)]
+            uses += [Use(variable=v.index, reads=False, writes=True) for v in op.inside if v not in op.operands]
             made.append(
                 Op(
                     name=op.name,
@@ -267,7 +267,7 @@ class StepUnion:
                 nbytes=v.nbytes,
                 birth_tick=births.get(v),
                 death_tick=dies.get(v),
-                becomes=self._becomes(v, index_of),
+                becomes=self._becomes(v),
                 evictable=v.evictable,
                 kind=v.kind,
                 label=v.label,
@@ -277,7 +277,7 @@ class StepUnion:
         return Observed(
             trace=Trace(ops=tuple(made), variables=variables, num_ticks=tick + 1, cyclic=True),
             funcs=tuple(op.func for op in self._ops),
-            occurrences=tuple(tuple(index_of[v] for v in op.operands) for op in self._ops),
+            occurrences=tuple(tuple(v.index for v in op.operands) for op in self._ops),
             start_serials=tuple(v.serial if not v.is_born else None for v in self.variables),
             start_ranks=tuple(v.rank if not v.is_born else None for v in self.variables),
             end_serials=tuple(v.end_serial for v in self.variables),
@@ -301,10 +301,10 @@ class StepUnion:
         return tuple(places.get(variable) for variable in self.variables)
 
     @staticmethod
-    def _becomes(variable: UnionVariable, index_of: Mapping[UnionVariable, int]) -> int | None:
+    def _becomes(variable: UnionVariable) -> int | None:
         if variable.death is not None:
             return None
         if not variable.is_born:
-            return index_of[variable] if variable.is_persistent else None
+            return variable.index if variable.is_persistent else None
         heir = variable.heir
-        return index_of[heir] if heir is not None and heir.death is not None and variable.evictable else None
+        return heir.index if heir is not None and heir.death is not None and variable.evictable else None

@@ -31,6 +31,7 @@ class UnionVariable:
         serial: Of what exists at the start: the storage's, as last seen.
         heir: What it is when the next step starts.
         is_new: Of the step that is just being added.
+        index: Among the union's variables; it never changes.
     """
 
     nbytes: int
@@ -47,6 +48,7 @@ class UnionVariable:
     end_serial: int | None = None
     heir: UnionVariable | None = None
     is_new: bool = True
+    index: int = -1
 
     def __repr__(self) -> str:
         return f"<UnionVariable of {self.nbytes} bytes, {self.label or self.kind}>"

@@ -90,8 +90,6 @@ class UnionPlans:
         if union is None:
             return
         for record in records.values():
-            if record.birthplace is None or (variable := union.born_at(record.birthplace)) is None:
-                continue
-            index = union.variables.index(variable)
-            if index < len(executable.variables):
-                record.birthplace = executable.variables[index].origin
+            variable = union.born_at(record.birthplace) if record.birthplace is not None else None
+            if variable is not None and variable.index < len(executable.variables):
+                record.birthplace = executable.variables[variable.index].origin

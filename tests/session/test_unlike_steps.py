@@ -5,6 +5,7 @@ Each in core and under a session with debug checks, compared to the last bit; an
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ooc
+from ooc.errors import StoreFailed
 from ooc.replay.bindings import Bindings
 from ooc.replay.executor import Executor
 from ooc.replay.omissions import Omissions
@@ -21,6 +24,7 @@ from ooc.replay.unions import Unions
 from ooc.tracing.recorder import RecordedStep, StepRecorder
 from tests.session.program_unions import eager_unions
 from tests.session.test_segments import batch, digest, model, planned_share, run
+from vmm.driver import MemoryFault
 
 NUM_STEPS = 28
 SCRIPT = Callable[[nn.Module, torch.optim.Optimizer, int, random.Random], Tensor]
@@ -210,3 +214,51 @@ def test_a_step_that_ends_early() -> None:
         return skipped(net, _, seed, choose)
 
     run(train(failing), budget="1792KiB")
+
+
+@pytest.mark.parametrize("fault", [MemoryFault("a test"), StoreFailed("a test", errno=5)], ids=str)
+def test_what_fails_while_ops_are_left_out_loses_nothing(fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op raises, the step is given up, and the next ones go on with the right bytes."""
+    stand_in, num_calls = Bindings.stand_in, itertools.count()
+
+    def failing(self: Bindings, *arguments: Any) -> None:
+        stand_in(self, *arguments)
+        if may_fail and next(num_calls) % 7 == 3:
+            raise fault
+
+    def program(left_out: set[int] | None) -> list[Any]:
+        net = model(num_layers=6)
+        optimizer = torch.optim.Adam(net.parameters())
+        losses = []
+        for index in range(30):
+            if left_out is not None and index in left_out:
+                continue
+            optimizer.zero_grad()
+            may_fail.append(True)
+            try:
+                loss = skipped(net, optimizer, index, random.Random(index))
+                loss.backward()
+            except type(fault):
+                failed.add(index)
+                continue
+            finally:
+                may_fail.clear()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses + digest(net)
+
+    failed: set[int] = set()
+    may_fail: list[bool] = []
+    monkeypatch.setattr(Bindings, "stand_in", failing)
+    torch.manual_seed(0)
+    with (
+        eager_unions(),
+        ooc.Session(
+            "1792KiB", debug=True, plan_cache=False, step_boundary="optimizer", chunk_nbytes="64KiB",
+            threshold_nbytes="16KiB",
+        ),
+    ):  # fmt: skip
+        found = program(None)
+    torch.manual_seed(0)
+    assert failed
+    assert found == program(failed)
