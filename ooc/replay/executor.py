@@ -395,7 +395,8 @@ class Executor:
     def absorb_events(self) -> None:
         """Append the allocator's log to this period's, and free those of its variables that the manager has."""
         for address in self._allocator.drain_to(self.events):
-            if address in self._manager.records:
+            # Alive again: two variables of a plan may share a reservation, and the second one be the manager's by now.
+            if address in self._manager.records and not self._allocator.is_alive(address):
                 self._manager.free(address)
 
     # -- bailout

@@ -26,6 +26,7 @@ from ooc.replay.bindings import Bindings
 from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
+from ooc.replay.union_walk import are_one_to_one
 from ooc.tracing.call_sites import may_be_one_place
 from scheduler.plan import Loaded
 from vmm.table import AllocatorTable
@@ -141,6 +142,8 @@ class Omissions:
         expected = executable.occurrences[index]
         if len(expected) != len(addresses):
             return {} if _is_part(executable, expected, addresses) else None
+        if not are_one_to_one(expected, addresses):
+            return None  # one storage cannot be two variables
         found: dict[PlanVariable, VariableRecord] = {}
         for number, address in zip(expected, addresses, strict=True):
             is_alive = bool(executable.variable_alive[number])
@@ -153,7 +156,7 @@ class Omissions:
             if executable.residency_at(variable, index) is None:
                 return None
             found[variable] = record
-        return found if len({id(record) for record in found.values()}) == len(found) else None
+        return found
 
     def _stand_in_at(self, executable: ExecutablePlan, address: int, variable: PlanVariable) -> VariableRecord | None:
         """The record at an address, if it may be this variable, which is not alive."""

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 class UnionPlans:
     """Lets recorded steps join unions, whose plans `Sequences` keeps as it does those of any sequence.
 
-    These are steps that were like no other, and those that come where another one was expected.
+    These are steps whose ops were like no others', and those that come where another one was expected.
 
     Args:
         sequences: Learns the steps that are like others.
@@ -40,8 +40,9 @@ class UnionPlans:
         if key is not None:
             return key
         is_unforeseen = self._sequences.active_key is not None  # another one was expected
+        is_unlike = self._sequences.key_of(recording.signature) is None
         key = self._sequences.note(recording, machine)
-        if is_unforeseen or self._sequences.is_new(key):
+        if is_unforeseen or (is_unlike and self._sequences.is_new(key)):
             return self._join(recording, older_than, machine) or key
         return key
 

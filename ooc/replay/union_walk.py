@@ -12,7 +12,7 @@ follows agrees.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,6 +200,8 @@ class UnionWalk:
         occurrences = self._observed.occurrences[index]
         if len(occurrences) != len(op.operands):
             return self._compare_lists(index, op)
+        if not are_one_to_one(op.operands, occurrences):
+            return None
         num_exact, roles = 0, dict[int, UnionVariable]()
         operands = []
         is_changed = False
@@ -401,6 +403,11 @@ class UnionWalk:
             ops.append(op)
             at, run, number = op.place + 1, [], number + 1
         return ops + _in_order(self._ops[at:], run, before[number], after[number])
+
+
+def are_one_to_one(ours: Sequence[Hashable], theirs: Sequence[Hashable]) -> bool:
+    """Whether in two rows of operands those are equal in one that are equal in the other."""
+    return len(set(zip(ours, theirs, strict=True))) == len(set(ours)) == len(set(theirs))
 
 
 def _longest_ascent(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

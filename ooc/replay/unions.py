@@ -12,8 +12,9 @@ from ooc.tracing.recorder import RecordedStep
 _NUM_FIRST = 2
 """The first steps of any program have ops that never come again: the model is made, then the optimizer's state."""
 _NUM_UNLIKE, _WINDOW = 3, 5
-"""If so many of the latest were unlike earlier ones, or not what was expected, they are taken for parts of one step.
-Sooner than for a sign that steps are to be cut into segments (`ooc.replay.segmentation`)."""
+"""If so many of the latest were unlike earlier ones, or not what was expected, they are taken for parts of one step;
+so many kinds, that is, by their ops. Sooner than for a sign that steps are to be cut into segments
+(`ooc.replay.segmentation`)."""
 _MOST_UNIONS = 4
 _MOST_MISSES = 16
 """Where recordings do not go together, so many at most are passed before it is tried again."""
@@ -106,6 +107,8 @@ class Unions:
         return None
 
     def _begun(self, recording: RecordedStep, older_than: int, is_segment: bool) -> tuple[str, StepUnion] | None:
+        for known in [each for each in self._unlike if each[0].signature == recording.signature]:
+            self._unlike.remove(known)  # of one kind, the latest
         self._unlike.append((recording, older_than, is_segment, self._num_periods))
         alike = [(each, older) for each, older, was_segment, _ in self._unlike if was_segment == is_segment]
         if len(alike) < _NUM_UNLIKE:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ooc
 import ooc.dispatch.mode
 from ooc.errors import BudgetTooSmall
+from ooc.replay import unions
 from tests.dispatch.seen_ops import Seen
 
 WIDTH = 128
@@ -215,6 +216,7 @@ def test_a_kind_that_python_has_tried_is_known_on_torchs_stack(
 ) -> None:
     """So no op needs Python in the end but those that run in parts, and those that raise."""
     seen: list[str] = []
+    monkeypatch.setattr(unions, "_NUM_UNLIKE", 99)  # they are to run on demand
     with opened(recompute=True) as session:
         runner = session.engine.runner
         run = runner._run

@@ -245,6 +245,7 @@ def test_what_fails_while_ops_are_left_out_loses_nothing(fault: Exception, monke
                 may_fail.clear()
             optimizer.step()
             losses.append(loss.item())
+        optimizer.zero_grad()
         return losses + digest(net)
 
     failed: set[int] = set()
