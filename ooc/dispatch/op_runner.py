@@ -353,7 +353,12 @@ class OpRunner:
             return False
         with self._lock:
             addresses = self._dispatcher.occurrences(args, kwargs)
-            return self._executor.realignment.adapt(func, addresses, self._call_sites.of_this_op)
+            return self._executor.realignment.adapt(
+                func,
+                addresses,
+                self._call_sites.of_this_op,
+                lambda: self._dispatcher.operands(*ops.written_values(func, args, kwargs)),
+            )
 
     def _run_on_demand(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:

@@ -471,27 +471,30 @@ class Bindings:
         spare, other = variable.record, executable.variable_at(record.address)
         if variable.successor is not None and variable.successor.record is spare:
             spare = None  # it goes on serving that
-        executable.note_address(variable, self._allocator.state.op_index)
-        if other is None:
-            self._manager.forget(record)
-        else:
+        fresh: VariableRecord | None = None
+        if other is not None:
+            may_have = spare is not None and other.successor is None and spans(self._manager, spare, other)
+            fresh, spare = (spare, None) if may_have else (self._manager.new_record(other.nbytes), spare)
             executable.note_address(other, self._allocator.state.op_index)
             executable.variable_alive[other.index] = 0
             if other.successor is not None and other.successor.record is record:
                 other.successor.record = None
-            other.record = None
-            if spare is not None and other.successor is None and spans(self._manager, spare, other):
-                other.record, spare = spare, None
-            else:
-                self.give_new_record(other)
-                self.map_first(other)
-            assert other.record is not None
-            executable.variable_address[other.index] = other.record.address
+            other.record = fresh
+            assert fresh is not None
+            if other.evictable:
+                fresh.note_seen()
+            executable.variable_address[other.index] = fresh.address
+        else:
+            self._manager.forget(record)
+        executable.note_address(variable, self._allocator.state.op_index)
+        variable.record = record
+        self.set_alive(executable, variable, record)
+        # What may fail comes last: all records have their places.
+        if other is not None:
+            self.map_first(other)
         if spare is not None:
             self._manager.settle(spare)
             self._manager.dispose(spare)
-        variable.record = record
-        self.set_alive(executable, variable, record)
 
     def expel(self, executable: ExecutablePlan, variable: PlanVariable) -> None:
         """Evict a record that outlived its plan variable; from here on it is managed on demand."""

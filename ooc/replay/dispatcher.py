@@ -53,6 +53,9 @@ class Dispatcher(Protocol):
     def start(self, index: int) -> None:
         """Op `index` is next."""
 
+    def vouch(self) -> bool:
+        """Let the next planned op be played though it changes operands, and some may be missing. Is that news?"""
+
     def prepare_demand(self, *arguments: Any) -> None:
         """Say what ops on demand need (`ooc.dispatch.op_runner`)."""
 

@@ -23,6 +23,7 @@ from ooc.replay.planned_parts import PlannedParts
 from ooc.replay.planned_reruns import PlannedRerun, PlannedReruns, PlannedTrials
 from ooc.replay.takeovers import Takeovers
 from ooc.tracing.observed import Observed
+from ooc.tracing.op_semantics import changes_arguments
 from ooc.tracing.recording import MOST_HEAD_OPS
 from ooc.units import format_nbytes
 from scheduler.plan import (
@@ -54,7 +55,7 @@ PLAN_OP_DTYPE = np.dtype(
 )
 """numpy layout of `PlanOp` in native/dispatch.cpp."""
 
-_BEFORE, _AFTER, _INTERCEPT, _HEAD, _GRADIENTS, _TOUCHES = 1, 2, 4, 8, 16, 32
+_BEFORE, _AFTER, _INTERCEPT, _HEAD, _GRADIENTS, _TOUCHES, _CHANGES, _HIDDEN = 1, 2, 4, 8, 16, 32, 64, 128
 
 
 class Before:
@@ -325,6 +326,7 @@ class ExecutablePlan:
                 | (_INTERCEPT if self.funcs[index] in intercepts else 0)
                 | (_HEAD if index <= self.num_idle else 0)
                 | (_GRADIENTS if self.grad_mode else 0)
+                | self._change_flags(index)
                 | (_TOUCHES if index == self.num_idle and self.occurrences[index] and not self.is_elastic else 0)
             )
             self._ops[index] = (first_use, len(uses), first_alloc, len(allocs), flags, 0)
@@ -344,7 +346,17 @@ class ExecutablePlan:
             num_variables=len(self.variables),
         )
 
+    def _change_flags(self, index: int) -> int:
+        if any(use.reads and use.writes for use in self.trace.ops[index].uses):
+            return _CHANGES
+        return _HIDDEN if self.occurrences[index] and changes_arguments(self.funcs[index]) else 0
+
     # -- replaying it
+
+    def changed_by(self, op: int) -> set[int]:
+        """Addresses of operands that op `op` is planned to change."""
+        uses = self.trace.ops[op].uses
+        return {int(self.variable_address[use.variable]) for use in uses if use.reads and use.writes}
 
     def persistent_is_missing(self) -> bool:
         """Whether a variable that lives across steps was freed in this one."""

@@ -183,6 +183,9 @@ class Omissions:
 
         def bear(births: Sequence[ExecutableResidency]) -> bool:
             for residency in births:
+                if any(executable.variable_alive[variable] for variable in residency.dead):
+                    self._executor.bail_out("a variable was freed later than planned")
+                    return False
                 record = stand_ins.get(residency.variable)
                 if record is None:
                     self._acts.await_all(residency.waits)  # the next residency of these chunks looks no further back
@@ -234,7 +237,7 @@ class Omissions:
             self._acts.arrive(record)
         if record.state is State.RESIDENT:
             self._make_way(executable, residency, record, is_due=is_due)
-        self._acts.await_all(residency.waits)
+        self._acts.await_all((*residency.waits, residency))  # one that was freed may be on its way in still
         self._bindings.stand_in(executable, residency.variable, record)
         if record.state is State.RESIDENT:
             self._relocate(record, residency.runs)

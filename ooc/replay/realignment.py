@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from ooc.memory.record import State, VariableRecord
@@ -59,19 +59,39 @@ class Realignment:
     def __repr__(self) -> str:
         return f"<Realignment of {self._executor!r}>"
 
-    def adapt(self, func: Any, addresses: Sequence[int], place: Callable[[], str]) -> bool:
+    def adapt(
+        self, func: Any, addresses: Sequence[int], place: Callable[[], str], changed: Callable[[], Iterable[int]]
+    ) -> bool:
         """Let the op that is about to run, whose operands have these addresses, be the next one of the plan, if it may.
 
-        `place` tells where in the program it comes from. False: it is not, or the step has left the plan.
+        `place` tells where in the program it comes from, `changed` the addresses that it changes. False: it is not, or
+        the step has left the plan.
         """
         executable, cursor = self._executor.active, self._dispatcher.cursor
         if executable is None or cursor >= executable.num_ops:
             return False
+        if executable.funcs[cursor] is func and self._vouch_for(executable, cursor, addresses, changed()):
+            return True
         if self._omissions.omit_to(func, addresses, place):
             return True
         if self._executor.active is None:
             return False
         return self._rebind(addresses) if executable.funcs[cursor] is func else self._skip_to(func)
+
+    def _vouch_for(
+        self, executable: ExecutablePlan, index: int, addresses: Sequence[int], changed: Iterable[int]
+    ) -> bool:
+        """Note what an op changes that has not all operands of the next planned one. Whether it may be that now."""
+        planned = iter([int(executable.variable_address[variable]) for variable in executable.occurrences[index]])
+        if not addresses or not all(address in planned for address in addresses):
+            return False
+        unplanned = set(changed).difference(executable.changed_by(index))
+        if unplanned and executable.reruns.by_op:
+            return False  # ops may run again from what it was before
+        for address in unplanned:
+            if (record := executable.record_at(address)) is not None:
+                record.written()
+        return self._dispatcher.vouch()
 
     def omit_rest(self) -> bool:
         """At the step's end: leave out the ops of the plan that have not come. True if it is complete now."""

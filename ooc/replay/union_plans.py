@@ -60,29 +60,34 @@ class UnionPlans:
         if found is None:
             return None
         key, union = found
-        has_left = sequences.active_key == key and not union.num_latest_new and sequences.covers(key)
-        if has_left and self._unions.note_left(key):
-            sequences.give_up(key)
-            return None
-        sequences.note_union(key, union, recording, machine)
-        if key in sequences.unplannable:
-            self._unions.give_up(key)
-            sequences.give_up(key)
-            return None
-        return key
+        has_news = union.num_latest_new > 0
+        if sequences.active_key == key and (has_news or sequences.covers(key)):
+            self._unions.note_left(key, has_news=has_news)
+        if self._unions.of(key) is not None:
+            sequences.note_union(key, union, recording, machine)
+            if key in sequences.unplannable:
+                self._unions.give_up(key)
+        self._give_up_forgotten()
+        return key if self._unions.of(key) is not None else None
+
+    def _give_up_forgotten(self) -> None:
+        while self._unions.forgotten:
+            self._sequences.give_up(self._unions.forgotten.pop())
 
     def note_played(self, executable: ExecutablePlan) -> None:
         """Note that a plan was replayed to its end. It may have been given up then."""
         self._unions.note_period()
         key = self._sequences.key_of_plan(executable)
-        if key is not None and self._unions.note_played(key, executable.omitted):
-            self._sequences.give_up(key)
+        if key is not None:
+            self._unions.note_played(key, executable.omitted)
+            self._give_up_forgotten()
 
     def note_refused(self, executable: ExecutablePlan) -> None:
         """Note that a plan waits for variables that will not come back."""
         key = self._sequences.key_of_plan(executable)
         if key is not None:
             self._unions.give_up(key)
+            self._give_up_forgotten()
 
     def prepare(self, executable: ExecutablePlan, records: Mapping[int, VariableRecord]) -> None:
         """Name the places of birth of what is alive as a plan does that is about to be entered, so that it finds it."""

@@ -24,8 +24,10 @@ _MOST_LEFT = 4
 """So often in a row its plan may be left before its end, then the union is given up; its steps have no order."""
 _MOST_ALIKE = 8
 """So often in a row its steps leave out the same ops, then they are alike, and are to be planned as such."""
-_REST = 32
-"""Recordings to pass after a union was given up."""
+_MOST_GROWN = 8
+"""So often in a row steps may have something new, then the union is given up: layers in another order each time."""
+_REST, _LONGEST_REST = 32, 1024
+"""Recordings to pass after a union was given up; each time twice as many."""
 
 
 @dataclass(slots=True)
@@ -33,12 +35,17 @@ class _Played:
     """What came of a union's plan of late."""
 
     num_left: int = 0
+    num_grown: int = 0
     num_alike: int = 0
     omitted: tuple[int, ...] = ()
 
 
 class Unions:
-    """Keeps unions of the steps that were not like any other; steps and segments apart."""
+    """Keeps unions of the steps that were not like any other; steps and segments apart.
+
+    Attributes:
+        forgotten: Those that are kept no more; for whoever has plans for them to empty.
+    """
 
     def __init__(self) -> None:
         self._unions: dict[str, StepUnion] = {}  # the one that grew last at the end
@@ -47,6 +54,8 @@ class Unions:
         self._older_than = -1
         self._num_misses = self._num_to_pass = 0
         self._played: dict[str, _Played] = {}
+        self._rest = _REST
+        self.forgotten: list[str] = []
 
     def __repr__(self) -> str:
         return f"<Unions: {list(self._unions.values())}>"
@@ -129,32 +138,40 @@ class Unions:
         key = f"union {self._num_made} of steps"
         self._unions[key] = union
         for old in list(self._unions)[:-_MOST_UNIONS]:
-            del self._unions[old]
+            self._forget(old)
         return key, union
 
-    def note_left(self, key: str) -> bool:
-        """Note that a step has left the plan of a union. Whether the union was given up for it."""
+    def note_left(self, key: str, *, has_news: bool) -> bool:
+        """Note that a step has left a union's plan, with something new or not. Whether the union was given up."""
         if key not in self._unions:
             return False
         played = self._played.setdefault(key, _Played())
-        played.num_left += 1
-        return played.num_left > _MOST_LEFT and self.give_up(key)
+        if has_news:
+            played.num_grown += 1
+        else:
+            played.num_left += 1
+        return (played.num_left > _MOST_LEFT or played.num_grown > _MOST_GROWN) and self.give_up(key)
 
     def note_played(self, key: str, omitted: Sequence[int]) -> bool:
         """Note that a step has played the plan of a union to its end. Whether the union was given up."""
         if key not in self._unions:
             return False
         played, latest = self._played.setdefault(key, _Played()), tuple(omitted)
-        played.num_left = 0
+        played.num_left = played.num_grown = 0
         played.num_alike = played.num_alike + 1 if played.omitted == latest else 0
         played.omitted = latest
         return played.num_alike >= _MOST_ALIKE and self.give_up(key)
 
     def give_up(self, key: str) -> bool:
         """Forget a union, and begin no other for some time. Whether there was one."""
-        if self._unions.pop(key, None) is None:
+        if key not in self._unions:
             return False
-        self._played.pop(key, None)
+        self._forget(key)
         self._unlike.clear()
-        self._num_to_pass = _REST
+        self._num_to_pass, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
         return True
+
+    def _forget(self, key: str) -> None:
+        del self._unions[key]
+        self._played.pop(key, None)
+        self.forgotten.append(key)

@@ -58,6 +58,15 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...] | None:
     )
 
 
+@functools.cache
+def changes_arguments(func: Any) -> bool:
+    """Whether an op's schema marks an argument as changed; what it hides (`_HIDDEN_WRITES`) does not count."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return False
+    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
+
+
 def written_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The argument values that the op writes."""
     if func.namespace == REGION_NAMESPACE:

@@ -48,9 +48,11 @@ def evaluate(net: nn.Module, num_batches: int, length: int = 160) -> float:
     return total
 
 
-def digest(*nets: nn.Module) -> list[float]:
+def digest(*nets: nn.Module) -> list[int]:
+    """A number for each parameter and gradient, which any other bit changes."""
     tensors = [t for net in nets for p in net.parameters() for t in (p.detach(), p.grad) if t is not None]
-    return [float(t.double().sum()) for t in tensors] + [float(t.double().abs().max()) for t in tensors]
+    bits = [t.contiguous().view(torch.int32).flatten().to(torch.int64) for t in tensors]
+    return [int((each * torch.arange(1, 2 * each.numel(), 2)).sum()) for each in bits]
 
 
 def run(program: Program, *, budget: str = BUDGET) -> list[Any]:

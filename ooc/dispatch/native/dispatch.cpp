@@ -244,6 +244,7 @@ PyObject* dispatcher_start(PyObject* object, PyObject* number) {
     return nullptr;
   }
   self->cursor = static_cast<uint32_t>(cursor);
+  self->vouched_for = 0;
   if (self->acts != nullptr) self->acts->start(self->cursor);
   self->state->owner_thread.store(self->this_thread(), std::memory_order_relaxed);
   self->planned = 1;
@@ -311,6 +312,12 @@ PyObject* dispatcher_watch(PyObject* object, PyObject* positional) {
   PyObject* awaited = func == Py_None ? nullptr : Py_NewRef(func);
   Py_XSETREF(self->awaited_func, awaited);
   Py_RETURN_NONE;
+}
+
+// vouch() -> whether it is news: the next planned op may be played with fewer operands than planned, though it changes some.
+PyObject* dispatcher_vouch(PyObject* object, PyObject*) {
+  auto* self = reinterpret_cast<Dispatcher*>(object);
+  return PyBool_FromLong(std::exchange(self->vouched_for, self->cursor + 1) != self->cursor + 1);
 }
 
 PyObject* dispatcher_leave(PyObject* object, PyObject*) {
@@ -463,6 +470,7 @@ PyMethodDef dispatcher_methods[] = {
     {"demand", dispatcher_demand, METH_O, "Log ops on demand here from now on; None: leave each to Python."},
     {"at_head", dispatcher_at_head, METH_O, "Which ops on demand Python sees because something may begin with them."},
     {"watch", dispatcher_watch, METH_VARARGS, "Leave ops on demand in another grad mode to Python."},
+    {"vouch", dispatcher_vouch, METH_NOARGS, "The next planned op may have fewer operands, though it changes some."},
     {"leave", dispatcher_leave, METH_NOARGS, "Stop comparing ops with the plan."},
     {"enter_section", dispatcher_enter, METH_NOARGS, "From now on nothing of the program's comes in between."},
     {"exit_section", dispatcher_exit, METH_NOARGS, "The section ends; what has waited comes at the next bytecode."},

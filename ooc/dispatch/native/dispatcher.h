@@ -23,7 +23,10 @@ namespace {
 
 // kHead: nothing before this op has touched a variable, and this op is to run in the grad mode that kGradients says.
 // kTouches: it is the first that touches one, and does so in each step.
-enum Flags : uint32_t { kBefore = 1, kAfter = 2, kIntercept = 4, kHead = 8, kGradients = 16, kTouches = 32 };
+// kChanges: it changes operands that it names; kHidden: what it changes was below the threshold, and others were not.
+enum Flags : uint32_t {
+  kBefore = 1, kAfter = 2, kIntercept = 4, kHead = 8, kGradients = 16, kTouches = 32, kChanges = 64, kHidden = 128
+};
 
 // One op of the plan; laid out by ooc/replay/executable_plan.py as a numpy record.
 struct PlanOp {
@@ -71,6 +74,7 @@ struct Dispatcher {
   int64_t* op_stop_ns;
   uint32_t num_ops;
   uint32_t cursor;
+  uint32_t vouched_for;  // one past the planned op of which Python has noted what it really changes; 0: none
   int planned;
   // Critical sections; only the session's thread, holding the GIL, changes these.
   uint64_t session_thread;

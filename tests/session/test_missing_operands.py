@@ -1,0 +1,70 @@
+"""An op that changes operands is not taken for the planned one with fewer of them: what it changes is noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ooc
+from tests.session.test_segments import SIZE, digest
+
+NUM_STEPS = 30
+CHANGED_AT = 20
+Change = Callable[[Tensor, Tensor, Tensor, bool], None]
+
+
+def added(h: Tensor, y: Tensor, small: Tensor, is_other: bool) -> None:
+    """`h.add_(y)` is planned, `y.add_(small)` comes: y is the one operand that both have."""
+    if is_other:
+        y.add_(small)
+    else:
+        h.add_(y)
+
+
+def copied(_: Tensor, y: Tensor, small: Tensor, is_other: bool) -> None:
+    """Out of y into what is too small to be seen is planned; the other way round comes."""
+    if is_other:
+        y[:1].copy_(small)
+    else:
+        small[:].copy_(y[0])
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("change", [added, copied])
+def test_what_an_op_changes_that_has_not_all_operands(change: Change, debug: bool) -> None:
+    def program() -> list[Any]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*[nn.Linear(SIZE, SIZE) for _ in range(8)])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+        small, losses = torch.full((SIZE,), 0.25), []
+        for index in range(NUM_STEPS):
+            optimizer.zero_grad()
+            x = net[0](torch.randn(320, SIZE, generator=torch.Generator().manual_seed(index)))
+            for number in range(1, len(net)):
+                y = net[number](x)
+                with torch.no_grad():
+                    h = x * 2.0
+                    change(h, y, small, index >= CHANGED_AT and number == 3)
+                x = y
+            loss = x.square().mean() + h.mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses + digest(net)
+
+    expected = program()
+    with ooc.Session(
+        "2560KiB",
+        debug=debug,
+        plan_cache=False,
+        step_boundary="optimizer",
+        chunk_nbytes="64KiB",
+        threshold_nbytes="16KiB",
+    ) as session:
+        found = program()
+    assert found == expected
+    assert any(row.mode == "planned" for row in session.steps.rows)
