@@ -214,7 +214,7 @@ class Shape:
                 continue
             index = born.get(origin)
             if index is not None and self.observed.trace.variables[index].death_tick is None:
-                self._becomes[index] = ours
+                self._becomes = {a: b for a, b in self._becomes.items() if b != ours} | {index: ours}  # the latest
 
     def fits(self, envelope: Envelope, observed: Observed, alignment: Alignment) -> bool:
         """Whether a plan for the envelope, of this shape, could have played the observed step."""

@@ -83,8 +83,9 @@ class Realignment:
     ) -> bool:
         """Note what an op changes that has not all operands of the next planned one. Whether it may be that now."""
         planned = iter([int(executable.variable_address[variable]) for variable in executable.occurrences[index]])
-        if not addresses or not all(address in planned for address in addresses):
-            return False
+        known = [address for address in addresses if executable.record_at(address) is not None]
+        if not addresses or not all(address in planned for address in known):
+            return False  # of those that it does not know, only what was allocated beside it will be let pass
         unplanned = set(changed).difference(executable.changed_by(index))
         if unplanned and executable.reruns.by_op:
             return False  # ops may run again from what it was before

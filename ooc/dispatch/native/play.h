@@ -10,7 +10,7 @@ namespace {
 // expects and that is not in the arena (it fell below the threshold this time) is harmless, and so is a stranger: one
 // that was allocated beside the plan in this step, and stays where it is. But the plan's first op that touches a variable
 // is not the same op on small tensors: that may come any number of times before it. Nor is an op that changes operands
-// surely the same with fewer of them: `h.add_(y)` would be taken for `y.add_(small)`, and nobody would note that y has
+// surely the same with some of them: `h.add_(y)` would be taken for `y.add_(small)`, and nobody would note that y has
 // changed. Python looks at what such an op really changes (`Realignment.vouch_for`).
 class Expected {
  public:
@@ -20,11 +20,12 @@ class Expected {
   // Whether it is the op, as far as that can be told by operands, once all of them were compared.
   bool is_met() const {
     const bool is_whole = !has_skipped_ && next_ == stop_;
-    const bool is_sure = (flags_ & kHidden) == 0 && (is_whole || (flags_ & kChanges) == 0);
+    const bool is_sure = !has_any_ || ((flags_ & kHidden) == 0 && (is_whole || (flags_ & kChanges) == 0));
     return is_met_ && (is_sure || self_->vouched_for == self_->cursor + 1);
   }
 
   bool operator()(uint64_t address) {
+    has_any_ = true;
     uint32_t next = next_;
     while (next < stop_ && self_->variable_address[self_->uses[next]] != address) ++next;
     if (next == stop_) return is_met_ = self_->acts != nullptr && self_->acts->meets_stranger(address);
@@ -36,7 +37,7 @@ class Expected {
  private:
   const Dispatcher* self_;
   uint32_t next_, stop_, flags_;
-  bool has_skipped_ = false;
+  bool has_any_ = false, has_skipped_ = false;
   bool is_met_;
 };
 
