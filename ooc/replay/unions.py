@@ -18,8 +18,6 @@ so many kinds, that is, by their ops. Sooner than for a sign that steps are to b
 _MOST_UNIONS = 4
 _MOST_MISSES = 16
 """Where recordings do not go together, so many at most are passed before it is tried again."""
-
-
 _MOST_LEFT = 4
 """So often in a row its plan may be left before its end, then the union is given up; its steps have no order."""
 _MOST_ALIKE = 8

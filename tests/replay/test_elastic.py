@@ -280,7 +280,7 @@ def test_a_shape_keeps_its_variables_when_one_of_them_falls_below_the_threshold(
 
 
 def what_is_left_over(step: Step, lengths: list[int]) -> list[Any]:
-    """Each step's product takes the place of the last one's: both exist for a while, so they have two places in turn."""
+    """Each product takes the place of the last one: both exist for a while, so they have two places in turn."""
     weight, out = torch.ones(160, 160), torch.zeros(0)
     for _ in lengths:
         with step():
