@@ -25,6 +25,8 @@ GRANULE_NBYTES: Final = 1 << 16
 """Arena addresses of variables are multiples of this; the smallest chunk."""
 
 _DRAIN_CAPACITY = 4096
+_NOWHERE = (1 << 32) - 1
+"""No step position: `counted_position` while nothing is counted."""
 
 PLANNED_ALLOC_DTYPE: Final = np.dtype(
     [("capacity", "u8"), ("variable", "u4"), ("dead_start", "u4"), ("dead_stop", "u4"), ("ordinal", "u4")]
@@ -172,6 +174,7 @@ class AllocatorState(ctypes.Structure):
         rerun_next: int
         rerun_stop: int
         num_rerun_alive: int
+        counted_position: int
         num_counted: int
 
     @property
@@ -183,6 +186,11 @@ class AllocatorState(ctypes.Structure):
     def op_index(self) -> int:
         """The op that is running, or between ops the one that comes next."""
         return self.position // 2
+
+    def restart(self) -> None:
+        """A period begins: op 0 comes next, and allocations are counted anew."""
+        self.set_between(0)
+        self.counted_position = _NOWHERE
 
     def set_between(self, index: int) -> None:
         """Op `index` comes next."""
@@ -275,7 +283,7 @@ class AllocatorTable:
         self.state.cold_allocate = ctypes.cast(self._cold, ctypes.c_void_p).value
         self.state.plan = None
         self.state.owner_thread = self._library.vmm_allocator_this_thread()
-        self.state.set_between(0)
+        self.state.restart()
         self.state.session_open = 1
         self.state.mode = MODE_DEMAND
 

@@ -186,7 +186,7 @@ class OpRunner:
         self.trials.begin_step()
         self.recording.begin(self._manager.records)
         self._manager.foresight.begin(self._manager.num_serials, time.monotonic_ns())
-        self._allocator.state.set_between(0)
+        self._allocator.state.restart()
         self.absorb(at_start=True)
 
     def _position(self) -> int:
@@ -466,7 +466,7 @@ class OpRunner:
             _log.warning("no step ended in %d ops: they are not planned (is there an optimizer?)", MAX_PERIOD_OPS)
         self.recording.begin(self._manager.records, is_cut=True)
         self._manager.foresight.begin(None)
-        self._allocator.state.set_between(0)
+        self._allocator.state.restart()
 
     def _note_failed_op(self, func: Any) -> None:
         if self.recording.recorder is not None:

@@ -183,7 +183,7 @@ class Executor:
             if variable.record is not None and executable.variable_alive[variable.index]
         ]
         self._start_foreign = dict(self._manager.records)
-        self._allocator.state.set_between(0)
+        self._allocator.state.restart()
         self._dispatcher.start(0)
 
     def is_complete(self) -> bool:
