@@ -52,12 +52,14 @@ class Envelope:
         standing: Variables that exist throughout and are other storages each time: in the optimizer's part of a step,
             the gradients. They are taken to be where the segment before left them.
         may_omit: Whether steps may leave out ops of it (`ooc.replay.step_unions`).
+        union: The union of steps, if it is one, as it was when this was made: it may have grown since.
     """
 
     trace: Trace
     elastic: frozenset[int]
     standing: frozenset[int] = frozenset()
     may_omit: bool = False
+    union: Observed | None = None
 
     @classmethod
     def of(cls, executable: ExecutablePlan, trace: Trace) -> Envelope:
@@ -75,6 +77,11 @@ class Envelope:
             (ours.birth_tick, ours.death_tick) == (theirs.birth_tick, theirs.death_tick)
             for ours, theirs in zip(self.trace.variables, trace.variables, strict=True)
         )
+
+    def has_room(self, index: int, nbytes: int) -> bool:
+        """Whether a variable may have this size."""
+        held = self.trace.variables[index].nbytes
+        return nbytes == held or (index in self.elastic and nbytes < held)
 
 
 class Plannable(Protocol):
@@ -221,7 +228,7 @@ class Shape:
         if not envelope.is_of(self.observed.trace):  # the shape has grown since: other indices
             return False
         return not self.has_new(alignment, observed) and all(
-            _has_room(envelope, ours, observed.trace.variables[theirs].nbytes) for theirs, ours in alignment.items()
+            envelope.has_room(ours, observed.trace.variables[theirs].nbytes) for theirs, ours in alignment.items()
         )
 
     def envelope(self, chunk_nbytes: int, *, headroom: float = HEADROOM, is_segment: bool = False) -> Envelope:
@@ -376,11 +383,6 @@ def _alike(observed: Observed) -> list[list[int]]:
         if num_repetitions > 1 and rest == 0:
             groups += [found[start::num_apart] for start in range(num_apart)]
     return groups
-
-
-def _has_room(envelope: Envelope, index: int, nbytes: int) -> bool:
-    held = envelope.trace.variables[index].nbytes
-    return nbytes == held or (index in envelope.elastic and nbytes < held)
 
 
 def align(first: Observed, second: Observed) -> Alignment | None:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ooc.memory.record import VariableRecord
+from ooc.replay.doubts import Doubts
 from ooc.replay.op_timings import Between, OpTimings
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
 from ooc.replay.planned_border import planned_border
@@ -96,6 +97,7 @@ class ExecutablePlan:
         leaves_room: Whether it was made for less memory than there is, for such room, and is to go when that was used.
         num_without_room: Trials that found no room.
         omitted: Ops that the present step has left out so far, in order.
+        doubts: Those that it is going to leave out.
         readdressed: Of variables whose addresses have changed in this step: since which op, and what it was before.
         grad_mode: Whether gradients were enabled when its first op ran.
         num_idle: Ops at its head that touch no variable. Python sees these and the next one
@@ -330,6 +332,7 @@ class ExecutablePlan:
                 | (_TOUCHES if index == self.num_idle and self.occurrences[index] and not self.is_elastic else 0)
             )
             self._ops[index] = (first_use, len(uses), first_alloc, len(allocs), flags, 0)
+        self.doubts = Doubts(self.observed, self._ops["flags"], may_omit=self.may_omit)
         self._uses = np.array(uses or [0], dtype=np.uint32)
         self._allocs = np.array(allocs or [(0, 0, 0, 0, 0)], dtype=PLANNED_ALLOC_DTYPE)
         self._must_be_dead = np.array(must_be_dead or [0], dtype=np.uint32)

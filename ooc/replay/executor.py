@@ -176,6 +176,7 @@ class Executor:
         self.bailout_reason = ""
         self._next_death = 0
         executable.omitted.clear()
+        executable.doubts.clear()
         executable.readdressed.clear()
         self._start_successors = [
             (variable, variable.record)

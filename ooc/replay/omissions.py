@@ -26,6 +26,7 @@ from ooc.replay.bindings import Bindings
 from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
+from ooc.replay.present_sizes import note_present_nbytes, spans
 from ooc.replay.union_walk import are_one_to_one
 from ooc.tracing.call_sites import may_be_one_place
 from scheduler.plan import Loaded
@@ -88,10 +89,13 @@ class Omissions:
         if found is None:
             return False
         index, stand_ins = found
-        if index == cursor and not stand_ins:
+        if index == cursor and not stand_ins and index not in executable.doubts:
             return False  # it is the next one, and native code has found it to be another all the same
         with self._leaving_on_error(executable):
-            return self._omit(executable, cursor, index, stand_ins) and self._stand_in(executable, index, stand_ins)
+            if not (self._omit(executable, cursor, index, stand_ins) and self._stand_in(executable, index, stand_ins)):
+                return False
+        executable.doubts.trust(index)
+        return True
 
     def omit_rest(self) -> bool:
         """At the step's end, leave out what has not come. True if the plan is complete now."""
@@ -128,7 +132,8 @@ class Omissions:
         places = executable.places_of(func)
         start = bisect_left(places, cursor)
         where: str | None = None
-        for index in places[start : start + _MOST_CANDIDATES]:
+        candidates = places[start : start + _MOST_CANDIDATES]
+        for index in sorted(candidates, key=executable.doubts.__contains__):  # those without doubts first
             stand_ins = self._compare(executable, index, addresses)
             if stand_ins is None or (not addresses and executable.is_bystander(index)):
                 continue
@@ -166,12 +171,17 @@ class Omissions:
         if record is None:
             other = executable.variable_at(address)
             record = other.record if other is not None and other.is_born else None
-            if record is None:
+            if record is None or other is None:
                 return None
+            nbytes = int(executable.variable_nbytes[other.index]) if other.is_elastic else record.nbytes
         elif not record.seen or record.is_workspace:
             return None
-        if not variable.has_room(record.nbytes) or record.pins or record.exports:
+        else:
+            nbytes = record.nbytes
+        if not variable.has_room(nbytes) or record.pins or record.exports:
             return None
+        if executable.is_elastic and not spans(self._manager, record, variable):
+            return None  # its addresses are to have room for any size in the next step, and no more
         if self._manager.flights.holds(record):
             return None
         return record
@@ -186,7 +196,7 @@ class Omissions:
                 if any(executable.variable_alive[variable] for variable in residency.dead):
                     self._executor.bail_out("a variable was freed later than planned")
                     return False
-                record = stand_ins.get(residency.variable)
+                record = stand_ins.get(residency.variable) or self._left_over(executable, residency.variable)
                 if record is None:
                     self._acts.await_all(residency.waits)  # the next residency of these chunks looks no further back
                 elif not self._move_in(executable, residency, record, is_due=True):
@@ -197,6 +207,7 @@ class Omissions:
             self._allocator.state.set_between(index)
             executable.op_start_ns[index] = executable.op_stop_ns[index] = time.monotonic_ns()
             executable.omitted.append(index)
+            executable.doubts.note_omitted(index)
             if executable.before[index] is not None and not self._executor.before(index, bear):
                 return False
             if executable.after[index] is not None:
@@ -206,6 +217,22 @@ class Omissions:
         self._allocator.state.set_between(stop)
         self._dispatcher.start(stop)
         return True
+
+    def _left_over(self, executable: ExecutablePlan, variable: PlanVariable) -> VariableRecord | None:
+        """What is in place of a variable that an op would make which is left out: what nothing after that op would use.
+
+        Where a sum's one addend was not made, the other one is the sum.
+        """
+        op = self._allocator.state.op_index
+        stop = executable.trace.op_starts[op + 1] if op + 1 < executable.num_ops else executable.trace.num_ticks
+        for number in executable.occurrences[op]:
+            other = executable.variables[number]
+            death = executable.trace.variables[number].death_tick
+            if executable.variable_alive[number] and other.is_born and death is not None and death < stop:
+                record = self._stand_in_at(executable, int(executable.variable_address[number]), variable)
+                if record is not None:
+                    return record
+        return None
 
     def _stand_in(self, executable: ExecutablePlan, index: int, stand_ins: StandIns) -> bool:
         """Let what stands in and is not there yet be where op `index` finds it. False: the step has left the plan."""
@@ -229,15 +256,21 @@ class Omissions:
         """
         if not self._acts.may_move(record):
             return False
+        if executable.is_elastic and not spans(self._manager, record, residency.variable):
+            self._executor.bail_out("what stands in for a variable that was not made has outlived its role")
+            return False
         started = time.monotonic_ns()
         other = executable.variable_at(record.address)
-        if other is not None:  # a write that fails is to find it where it was
+        if other is not None:
+            note_present_nbytes(executable, other)
+            # A write that fails is to find it where it was.
             self._acts.await_all(r for r in other.residencies if r.transfer is not None and r.moved is record)
         if record.state is State.LOADING:
             self._acts.arrive(record)
         if record.state is State.RESIDENT:
-            self._make_way(executable, residency, record, is_due=is_due)
+            self._make_way(residency, record, is_managed=other is None, is_due=is_due)
         self._acts.await_all((*residency.waits, residency))  # one that was freed may be on its way in still
+        executable.variable_nbytes[residency.variable.index] = record.nbytes
         self._bindings.stand_in(executable, residency.variable, record)
         if record.state is State.RESIDENT:
             self._relocate(record, residency.runs)
@@ -250,14 +283,17 @@ class Omissions:
         return self._executor.active is executable
 
     def _make_way(
-        self, executable: ExecutablePlan, residency: ExecutableResidency, record: VariableRecord, *, is_due: bool
+        self, residency: ExecutableResidency, record: VariableRecord, *, is_managed: bool, is_due: bool
     ) -> None:
-        """Evict what cannot be copied within memory."""
-        variable = executable.variable_at(record.address)
-        if variable is None:
+        """Evict what cannot be copied within memory. Its addresses stay as they are."""
+        if is_managed:
             self._manager.evict([record])
         elif not is_due or not set(_chunks(record.runs)).isdisjoint(_chunks(residency.runs)):
-            self._bindings.expel(executable, variable)
+            if not record.stored:
+                self._manager.start_write(record, self._manager.segments(record.runs, record.nbytes))
+            self._manager.settle(record)
+            record.released()
+            self._manager.guards.hide(record)
 
     def _relocate(self, record: VariableRecord, runs: Runs) -> None:
         """Copy a record's bytes to these chunks, none of which it has."""

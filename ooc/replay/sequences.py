@@ -173,9 +173,9 @@ class Sequences:
             self._plan_shape(key, union, machine())
 
     def covers(self, key: str) -> bool:
-        """Whether a sequence has a plan for all that is known of it."""
-        shape, envelope = self._known(key), self._envelopes.get(key)
-        return shape is not None and envelope is not None and envelope.is_of(shape.observed.trace)
+        """Whether a union has a plan for all that is known of it."""
+        union, envelope = self._united.get(key), self._envelopes.get(key)
+        return union is not None and envelope is not None and union.fits(envelope)
 
     def give_up(self, key: str) -> None:
         """Forget a union, and its plan."""

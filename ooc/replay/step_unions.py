@@ -25,8 +25,8 @@ _MOST_OF_OTHER_SIZES = 0.02
 _MOST_GROWTH = 3.0
 """A union is at most so many times as long as the longest step in it: beyond that, its steps have no common order."""
 _MOST_OPS = 1 << 15
-_MOST_VERSIONS = 4
-"""A plan that was made beside training may be for one of the latest so many: it is better than none."""
+_MOST_VERSIONS = 32
+"""A plan that was made beside training may be for one of the latest so many, and what was born in it is known."""
 _MOST_FAMILIES = 8
 """Recordings whose places of birth are remembered: what was born in them may still be alive."""
 
@@ -47,15 +47,25 @@ class StepUnion:
         name: Tells it from others.
         older_than: See `add`.
         is_of_segments: Of parts of steps.
+        is_elastic: Of steps that differ in sizes, too: a variable is the same one at whatever size.
 
     Attributes:
         num_seen: Steps that were added.
         num_latest_new: Ops that the latest one had and the union had not.
     """
 
-    def __init__(self, observed: Observed, name: str, *, older_than: int = -1, is_of_segments: bool = False) -> None:
+    def __init__(
+        self,
+        observed: Observed,
+        name: str,
+        *,
+        older_than: int = -1,
+        is_of_segments: bool = False,
+        is_elastic: bool = False,
+    ) -> None:
         self._name = name
         self.is_of_segments = is_of_segments
+        self._may_vary = is_elastic
         self._ops: list[UnionOp] = []
         self._tail = UnionOp(func=None, name="", where="", duration_ns=0)
         self.variables: list[UnionVariable] = []
@@ -63,13 +73,13 @@ class StepUnion:
         self.num_seen = self.num_latest_new = self._version = self._longest = 0
         self._origins: deque[dict[Origin, UnionVariable]] = deque(maxlen=_MOST_FAMILIES)
         self._observed: Observed | None = None
-        self._versions: deque[Observed] = deque(maxlen=_MOST_VERSIONS)
+        self._versions: dict[str, dict[Origin, UnionVariable]] = {}  # by family, the latest at the end
         self.add(observed, older_than=older_than)
 
     @property
     def is_elastic(self) -> bool:
-        """Sizes do not differ."""
-        return False
+        """Whether some variable's size differs from one step to another."""
+        return bool(self._varying())
 
     def __repr__(self) -> str:
         return f"<StepUnion of {self.num_seen} steps: {len(self._ops)} ops, {len(self.variables)} variables>"
@@ -86,7 +96,8 @@ class StepUnion:
         if not may_belong(observed) or observed.grad_mode != self._grad_mode:
             return None
         starting = [v for v in self.variables if not v.is_born]
-        walk = UnionWalk(self._ops, observed, self._known(observed, starting), starting)
+        known = self._known(observed, starting)
+        walk = UnionWalk(self._ops, observed, known, starting, is_elastic=self._may_vary)
         if not self._ops:
             return walk
         ours = sum(not op.is_bystander for op in self._ops)
@@ -110,14 +121,19 @@ class StepUnion:
             variable, origin = by_serial.get(serial), observed.origins[index]
             if variable is None and origin is not None and (born := self.born_at(origin)) is not None:
                 variable = born.heir
-            is_it = variable is not None and variable.nbytes == observed.trace.variables[index].nbytes
-            if variable is not None and is_it and variable not in taken:
+            if variable is None or variable in taken:
+                continue
+            may_vary = self._may_vary and variable.may_vary
+            if may_vary or variable.nbytes == observed.trace.variables[index].nbytes:
                 known[index] = variable
                 taken.add(variable)
         return known
 
     def born_at(self, origin: Origin) -> UnionVariable | None:
         """What was born at a place of a step that was added, or of an earlier version of the union."""
+        places = self._versions.get(origin[0])
+        if places is not None:
+            return places.get(origin)
         return next((found[origin] for found in self._origins if origin in found), None)
 
     # -- adding to it
@@ -187,9 +203,12 @@ class StepUnion:
             if observed.start_serials[index] is None or origin is None or variable in heirs:
                 continue
             born = self.born_at(origin)
-            if born is not None and born.heir is None and born.nbytes == variable.nbytes:
+            if born is None or born.heir is not None:
+                continue
+            if born.nbytes == variable.nbytes or (self._may_vary and variable.may_vary):
                 born.heir = variable
                 heirs.add(variable)
+                born.join(variable)
 
     # -- planning it
 
@@ -198,30 +217,50 @@ class StepUnion:
         """The union as if it had been observed: a step that leaves nothing out."""
         if self._observed is None:
             self._observed = self._as_observed()
-            self._versions.appendleft(self._observed)
-            self._origins.appendleft(
-                {
-                    origin: variable
-                    for variable, origin in zip(self.variables, self._observed.origins, strict=True)
-                    if origin is not None
-                }
-            )
+            births = zip(self._observed.origins, self.variables, strict=True)
+            self._versions.pop(self._family, None)
+            self._versions[self._family] = {origin: variable for origin, variable in births if origin is not None}
+            for old in list(self._versions)[:-_MOST_VERSIONS]:
+                del self._versions[old]
         return self._observed
 
     def for_plan(self, envelope: Envelope) -> Observed | None:
-        """The union as it was when an envelope was made of it, with the latest serials; None: it is forgotten."""
-        found = next((each for each in self._versions if envelope.is_of(each.trace)), None)
+        """The union as it was when an envelope was made of it, with the latest serials."""
+        found = envelope.union
         if found is None:
             return None
         pairs = zip(found.start_serials, self.variables, strict=False)
         return replace(found, start_serials=tuple(v.serial if s is not None else None for s, v in pairs))
 
     def envelope(self, chunk_nbytes: int, *, headroom: float = 1.0, is_segment: bool = False) -> Envelope:
-        """The trace to plan for (`Shape.envelope`). Sizes do not differ; no op of it is to run again."""
-        del chunk_nbytes, headroom
-        trace = self.observed.trace
-        found = standing(trace, trace.variables) if is_segment else Envelope(trace=trace, elastic=frozenset())
-        return replace(found, may_omit=True)
+        """The trace to plan for (`Shape.envelope`). No op of it is to run again."""
+        trace, elastic = self.observed.trace, self._varying()
+        sizes = [v.nbytes for v in trace.variables]
+        for index in elastic:
+            sizes[index] = -(-int(sizes[index] * headroom) // chunk_nbytes) * chunk_nbytes
+        variables = tuple(replace(v, nbytes=nbytes) for v, nbytes in zip(trace.variables, sizes, strict=True))
+        trace = replace(trace, variables=variables)
+        found = standing(trace, variables, elastic) if is_segment else Envelope(trace=trace, elastic=elastic)
+        return replace(found, may_omit=True, union=self.observed)
+
+    def _varying(self) -> frozenset[int]:
+        """Variables whose sizes differ, and those that have one size with these in a plan."""
+        if not self._may_vary:
+            return frozenset()
+        varying = {v.index for v in self.variables if v.smallest < v.nbytes and v.may_vary}
+        return frozenset(
+            v.index for v in self.variables if v.may_vary and any(each.index in varying for each in v.group)
+        )
+
+    def fits(self, envelope: Envelope) -> bool:
+        """Whether an envelope has all of the union's ops and variables, room for all sizes seen, and groups of one."""
+        held = envelope.trace.variables
+        return envelope.is_of(self.observed.trace) and all(
+            envelope.has_room(v.index, v.nbytes)
+            and (v.smallest == v.nbytes or v.index in envelope.elastic)
+            and held[v.index].nbytes == held[v.group[0].index].nbytes
+            for v in self.variables
+        )
 
     def _as_observed(self) -> Observed:
         deaths: dict[tuple[int, FreePhase], list[UnionVariable]] = {}
@@ -264,7 +303,7 @@ class StepUnion:
             )
         variables = tuple(
             Variable(
-                nbytes=v.nbytes,
+                nbytes=max(each.nbytes for each in v.group),
                 birth_tick=births.get(v),
                 death_tick=dies.get(v),
                 becomes=self._becomes(v),
@@ -286,6 +325,7 @@ class StepUnion:
             origins=self._birthplaces(),
             grad_mode=self._grad_mode,
             num_alive=self._num_alive,
+            replaceable=frozenset(v.index for v in self.variables if v.is_replaceable),
         )
 
     @property
@@ -297,7 +337,7 @@ class StepUnion:
         for op in (*self._ops, self._tail):
             for position, born in ((between_ops(op.place), op.between), (inside_op(op.place), op.inside)):
                 for number, variable in enumerate(born, 1):
-                    places[variable] = self._family, position, number
+                    places[variable] = self._family, position, variable.ordinal if self._may_vary else number
         return tuple(places.get(variable) for variable in self.variables)
 
     @staticmethod

@@ -23,6 +23,10 @@ class UnionVariable:
     """A variable of a union.
 
     Attributes:
+        nbytes: The largest size seen. Sizes differ only in elastic unions.
+        smallest: The smallest; 0: it was below the threshold, or nobody asked for it, where another step had it.
+        ordinal: Which allocation it was at the place of its birth, from 1 on; 0: nobody knows.
+        group: Those that have one size in a plan, as they stood in for each other, or one becomes the other.
         birth: The op in which it is born, or before which; None: it exists when the step starts.
         death: The last place at which it was freed in any of the steps: an op and where there; the op is None for what
             is freed before the first one. None: it lives on.
@@ -30,6 +34,7 @@ class UnionVariable:
         is_replaced: It was another storage in another step.
         serial: Of what exists at the start: the storage's, as last seen.
         heir: What it is when the next step starts.
+        is_replaceable: Another one has stood in for it, in a step that left out the op that makes it.
         is_new: Of the step that is just being added.
         index: Among the union's variables; it never changes.
     """
@@ -47,8 +52,32 @@ class UnionVariable:
     rank: int | None = None
     end_serial: int | None = None
     heir: UnionVariable | None = None
+    is_replaceable: bool = False
     is_new: bool = True
     index: int = -1
+    smallest: int = 0
+    ordinal: int = 0
+    group: list[UnionVariable] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.smallest = self.nbytes
+        self.group.append(self)
+
+    @property
+    def may_vary(self) -> bool:
+        """Whether it may have another size in another step: it does not live across steps."""
+        return self.is_born or (self.death is not None and not self.is_persistent)
+
+    def note_nbytes(self, nbytes: int) -> None:
+        """Note its size in a step."""
+        self.nbytes, self.smallest = max(self.nbytes, nbytes), min(self.smallest, nbytes)
+
+    def join(self, other: UnionVariable) -> None:
+        """Let two have one size in a plan, and all that have one with them."""
+        if self.group is not other.group:
+            self.group += other.group
+            for each in other.group:
+                each.group = self.group
 
     def __repr__(self) -> str:
         return f"<UnionVariable of {self.nbytes} bytes, {self.label or self.kind}>"
@@ -64,6 +93,7 @@ class UnionOp:
         between: Variables born between the op before and this one, in order.
         inside: Variables born in it, in order.
         place: Which op of the union it is.
+        equal: Operands and what was born in it that had one size, in some step this one.
     """
 
     func: Any
@@ -75,6 +105,7 @@ class UnionOp:
     between: list[UnionVariable] = field(default_factory=list)
     inside: list[UnionVariable] = field(default_factory=list)
     place: int = -1
+    equal: dict[tuple[UnionVariable, UnionVariable], int] = field(default_factory=dict)
 
     @property
     def is_bystander(self) -> bool:

@@ -11,17 +11,23 @@ follows agrees.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ooc.replay.anchors import find_anchors
+from ooc.replay.union_order import age, in_order, latest_known, longest_ascent
 from ooc.replay.union_parts import FreePhase, StepBirths, UnionOp, UnionVariable, later
-from ooc.tracing.call_sites import may_be_one_place
+from ooc.tracing.call_sites import is_of_backward, may_be_one_place
 from ooc.tracing.observed import Observed
 
 _MOST_CANDIDATES = 64
 """So many ops with the same function are compared before an op is taken to be new."""
+_MOST_RATIO = 4.0
+"""So many times as large one may be as another to stand in for it: in a plan, both have the size of the larger one."""
+_LEAST_BETWEEN = 64
+"""So many ops at least between two looks at what is certain from there on."""
 _LOOKAHEAD = 4
 """So many ops after a candidate must be those that come, where its operands do not say enough."""
 
@@ -44,6 +50,7 @@ class UnionWalk:
         observed: The step.
         known: Variables that exist at the step's start, by index, which are known to be these of the union.
         starting: Those of the union that exist at the start.
+        is_elastic: Whether variables are the same though their sizes differ: by place of birth, then, and by use.
 
     Attributes:
         found: For each op of the step, that of the union; a new one where it has none.
@@ -58,8 +65,11 @@ class UnionWalk:
         observed: Observed,
         known: Mapping[int, UnionVariable],
         starting: Sequence[UnionVariable],
+        *,
+        is_elastic: bool = False,
     ) -> None:
         self._ops = ops
+        self._is_elastic = is_elastic
         self._observed = observed
         self._starting = starting
         self._births = StepBirths(observed)
@@ -68,12 +78,15 @@ class UnionWalk:
             self._places.setdefault(op.func, []).append(op.place)
         self._touching = [op.place for op in ops if not op.is_bystander]
         self._coming = [i for i in range(len(observed.funcs)) if self._touches(i)]
+        self._anchor_of, self._anchored = self._find_anchors()
         self.roles: dict[int, UnionVariable] = dict(known)
         self._taken: set[UnionVariable] = set(known.values())
         self.found: list[UnionOp] = []
         self._is_new: list[bool] = []
         self._changed: dict[UnionOp, tuple[UnionVariable, ...]] = {}
         self._added: list[tuple[list[UnionVariable], UnionVariable]] = []
+        self._stood_in: list[tuple[int, UnionOp, UnionVariable, UnionVariable]] = []
+        self._not_born: list[UnionVariable] = []
         self.num_matched = self.num_new = 0
         self._anchors = self._next_anchors()
         self._anchor_places: dict[Any, list[int]] = {}
@@ -102,10 +115,15 @@ class UnionWalk:
     # -- walking
 
     def _walk(self) -> None:
-        place = 0
-        fixed = self._fixed()
-        upcoming = sorted(fixed, reverse=True)
+        place, looked_at = 0, -_LEAST_BETWEEN
+        fixed, upcoming = dict[int, int](), list[int]()
+        was_backward = False
         for index, func in enumerate(self._observed.funcs):
+            is_backward = is_of_backward(self._observed.trace.ops[index].where)
+            if index == 0 or (is_backward != was_backward and index - looked_at >= _LEAST_BETWEEN):
+                fixed, looked_at = self._fixed(index, place), index
+                upcoming = sorted(fixed, reverse=True)
+            was_backward = is_backward
             while upcoming and upcoming[-1] <= index:
                 upcoming.pop()
             stop = fixed[upcoming[-1]] if upcoming else len(self._ops)
@@ -124,24 +142,28 @@ class UnionWalk:
             self.found.append(op)
             self._is_new.append(match is None)
 
-    def _fixed(self) -> dict[int, int]:
-        """Ops of the step that are certainly these of the union: no other one has such an operand at such a place."""
+    def _fixed(self, start: int, place: int) -> dict[int, int]:
+        """Ops of the step that are certainly these of the union: no other one has such operands at such places.
+
+        From an op of the step on, and from one of the union on. What a step has saved going forward tells which op is
+        which going back.
+        """
         ours: dict[Any, list[int]] = {}
         theirs: dict[Any, list[int]] = {}
-        for op in self._ops:
-            used = tuple(None if v.is_born else v for v in op.operands)
+        for op in self._ops[place:]:
+            used = tuple(v if v.birth is None or v.birth.place < place else None for v in op.operands)
             if any(used):
                 ours.setdefault((op.func, used), []).append(op.place)
-        for index, func in enumerate(self._observed.funcs):
+        for index in range(start, len(self._observed.funcs)):
             known = tuple(map(self.roles.get, self._observed.occurrences[index]))
             if any(known):
-                theirs.setdefault((func, known), []).append(index)
+                theirs.setdefault((self._observed.funcs[index], known), []).append(index)
         pairs = sorted(
             (found[0], places[0])
             for token, found in theirs.items()
             if len(found) == 1 and len(places := ours.get(token, [])) == 1
         )
-        return dict(_longest_ascent(pairs))
+        return dict(longest_ascent(pairs))
 
     def _next_anchors(self) -> list[int | None]:
         """For each op of the step the first anchor from it on."""
@@ -153,6 +175,20 @@ class UnionWalk:
             anchor = index if not throughout.isdisjoint(self._observed.occurrences[index]) else anchor
             found.append(anchor)
         return found[::-1]
+
+    def _find_anchors(self) -> tuple[list[int | None], dict[tuple[Any, UnionVariable], list[int]]]:
+        """For each op of the step the variable that tells which turn of a loop it is of; and the union's, by theirs."""
+        born = {v: op for op, there in enumerate(self._births.between) for v in there}
+        born |= {v: op for op, there in enumerate(self._births.inside) for v in there}
+        births = {v: op.place for op in self._ops for v in (*op.between, *op.inside)}
+        ours = find_anchors([op.operands for op in self._ops], [op.where for op in self._ops], births)
+        anchored: dict[tuple[Any, UnionVariable], list[int]] = {}
+        for op, anchor in zip(self._ops, ours, strict=True):
+            if anchor is not None:
+                anchored.setdefault((op.func, anchor), []).append(op.place)
+        places = [op.where for op in self._observed.trace.ops]
+        found = find_anchors(self._observed.occurrences, places, born)
+        return found, anchored
 
     def _belongs_to_new(self, index: int, place: int) -> bool:
         """Whether an op of the step comes before an anchor that the union does not have, from here on."""
@@ -172,6 +208,12 @@ class UnionWalk:
         places = self._places.get(func, ())
         if self._belongs_to_new(index, place):
             return None
+        anchor = self._anchor_of[index]
+        role = self.roles.get(anchor) if anchor is not None else None
+        if role is not None and role.birth is not None and role.birth.place < 0:
+            return None  # of a turn that the union does not have
+        if role is not None and (anchored := self._anchored.get((func, role))):
+            places = anchored
         start = bisect_left(places, place)
         first_touching = bisect_left(self._touching, place)
         for candidate in places[start : start + _MOST_CANDIDATES]:
@@ -207,7 +249,7 @@ class UnionWalk:
         is_changed = False
         for variable, other in zip(op.operands, occurrences, strict=True):
             role = roles.get(other) or self._role_in(index, other, op, variable)
-            if role is None or role.nbytes != variable.nbytes:
+            if role is None or not self._are_alike(role, variable):
                 return None
             if role is variable:
                 num_exact += self.roles.get(other) is variable
@@ -231,13 +273,26 @@ class UnionWalk:
         role = self.roles.get(other)
         if role is not None:
             return role
-        nbytes = self._observed.trace.variables[other].nbytes
-        if nbytes != variable.nbytes or variable in self._taken:
+        if not self._has_size(variable, other) or variable in self._taken:
             return None
         if other in self._births.between[index]:
             return variable if variable in op.between else None
         is_start = self._observed.start_serials[other] is not None
         return variable if is_start and not variable.is_born and not variable.is_persistent else None
+
+    def _has_size(self, variable: UnionVariable, other: int) -> bool:
+        """Whether a variable of the step has a size that one of the union may have."""
+        is_same = self._observed.trace.variables[other].nbytes == variable.nbytes
+        return is_same or (self._is_elastic and variable.may_vary)
+
+    def _are_alike(self, one: UnionVariable, other: UnionVariable) -> bool:
+        """Whether one of the two may be where the other one is, as far as sizes tell."""
+        if one is other or one.nbytes == other.nbytes:
+            return True
+        if not (self._is_elastic and one.may_vary and other.may_vary):
+            return False
+        sizes = [each.nbytes for each in (*one.group, *other.group)]
+        return max(sizes) <= _MOST_RATIO * min(sizes)
 
     def _may_stand_in(self, variable: UnionVariable, role: UnionVariable, op: UnionOp) -> bool:
         """Whether another variable may be where this one is: the step has not made it."""
@@ -278,6 +333,7 @@ class UnionWalk:
             if before is not variable:
                 if before is not None:
                     self._taken.discard(before)
+                    self._stood_in.append((other, op, before, variable))
                 self.roles[other] = variable
                 self._taken.add(variable)
         self._pair(self._births.between[index], op.between, op)
@@ -288,12 +344,13 @@ class UnionWalk:
     def _pair(self, born: Sequence[int], there: list[UnionVariable], op: UnionOp) -> None:
         """What the step has born at a place, with what the union has there: of one size, in order."""
         at = 0
+        found = set[UnionVariable]()
         for other in born:
             if other in self.roles:
                 at = max(at, there.index(self.roles[other]) + 1) if self.roles[other] in there else at
+                found.add(self.roles[other])
                 continue
-            nbytes = self._observed.trace.variables[other].nbytes
-            same = next((i for i in range(at, len(there)) if there[i].nbytes == nbytes), None)
+            same = next((i for i in range(at, len(there)) if self._is_born_as(there[i], other)), None)
             if same is None:
                 variable = self._new_variable(other, op)
                 self._added.append((there, variable))
@@ -301,6 +358,18 @@ class UnionWalk:
                 variable, at = there[same], same + 1
             self.roles[other] = variable
             self._taken.add(variable)
+            found.add(variable)
+        self._not_born += [variable for variable in there if variable not in found]
+
+    def _is_born_as(self, variable: UnionVariable, other: int) -> bool:
+        """Whether what the step has born is what the union has born there: the allocation of this number, or size."""
+        if not self._is_elastic or not variable.ordinal or not (ordinal := self._ordinal(other)):
+            return self._observed.trace.variables[other].nbytes == variable.nbytes
+        return ordinal == variable.ordinal
+
+    def _ordinal(self, other: int) -> int:
+        origin = self._observed.origins[other]
+        return origin[2] if origin is not None else 0
 
     def _new_op(self, index: int, func: Any) -> UnionOp:
         traced = self._observed.trace.ops[index]
@@ -329,6 +398,7 @@ class UnionWalk:
             birth=birth,
             is_born=birth is not None,
             serial=self._observed.start_serials[other],
+            ordinal=self._ordinal(other) if birth is not None else 0,
         )
 
     # -- carrying it out
@@ -339,7 +409,7 @@ class UnionWalk:
         for place, op in enumerate((*ops, tail)):
             op.place = place
         for there, variable in self._added:
-            there.append(variable)
+            self._insert(there, variable)
         for op, operands in self._changed.items():
             op.operands = operands
             op.written = {v for v in op.written if v in operands}
@@ -357,14 +427,46 @@ class UnionWalk:
             death = self._births.death(other, self.found)
             variable.death = death if variable.is_new else later(variable.death, death)
             variable.evictable = variable.evictable and traced_variable.evictable
+            variable.note_nbytes(traced_variable.nbytes)
+        self._note_stand_ins()
         self._outlive_uses(ops)
         return ops
+
+    def _note_stand_ins(self) -> None:
+        for other, op, before, variable in self._stood_in:
+            before.note_nbytes(self._observed.trace.variables[other].nbytes)
+            before.death = later(before.death, (op, FreePhase.AFTER))  # until then it is kept
+            variable.is_replaceable = True
+            if self._is_elastic:
+                before.join(variable)
+        if self._is_elastic:
+            self._note_sizes()
+
+    def _note_sizes(self) -> None:
+        """What was not born has size 0; what always has an operand's size has it in a plan, too: one may stand in."""
+        variables = self._observed.trace.variables
+        for variable in self._not_born:
+            variable.smallest = 0
+        for index, op in enumerate(self.found):
+            for born in self._births.inside[index]:
+                nbytes = variables[born].nbytes
+                for used in set(self._observed.occurrences[index]):
+                    pair = self.roles[used], self.roles[born]
+                    if variables[used].nbytes == nbytes and op.equal.setdefault(pair, nbytes) != nbytes:
+                        pair[0].join(pair[1])
 
     def _pair_last(self, tail: UnionOp) -> None:
         born = self._births.between[len(self.found)]
         num_added = len(self._added)
         self._pair(born, tail.between, tail)
         for there, variable in self._added[num_added:]:
+            self._insert(there, variable)
+
+    def _insert(self, there: list[UnionVariable], variable: UnionVariable) -> None:
+        """Among what is born at a place; in an elastic union, by the numbers of the allocations."""
+        if self._is_elastic:
+            there.insert(bisect_right([each.ordinal for each in there], variable.ordinal), variable)
+        else:
             there.append(variable)
 
     def _pair_rest(self) -> None:
@@ -392,17 +494,17 @@ class UnionWalk:
         ops: list[UnionOp] = []
         at, run = 0, list[UnionOp]()
         common = [op for op, is_new in zip(self.found, self._is_new, strict=True) if not is_new]
-        ages = [_age(op) for op in common]
-        before, after = _latest_known(ages), _latest_known(ages[::-1])[::-1]
+        ages = [age(op) for op in common]
+        before, after = latest_known(ages), latest_known(ages[::-1])[::-1]
         number = 0
         for op, is_new in zip(self.found, self._is_new, strict=True):
             if is_new:
                 run.append(op)
                 continue
-            ops += _in_order(self._ops[at : op.place], run, before[number], after[number])
+            ops += in_order(self._ops[at : op.place], run, before[number], after[number])
             ops.append(op)
             at, run, number = op.place + 1, [], number + 1
-        return ops + _in_order(self._ops[at:], run, before[number], after[number])
+        return ops + in_order(self._ops[at:], run, before[number], after[number])
 
 
 def are_one_to_one(ours: Sequence[Hashable], theirs: Sequence[Hashable]) -> bool:
@@ -410,74 +512,7 @@ def are_one_to_one(ours: Sequence[Hashable], theirs: Sequence[Hashable]) -> bool
     return len(set(zip(ours, theirs, strict=True))) == len(set(ours)) == len(set(theirs))
 
 
-def _longest_ascent(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Of pairs whose first numbers ascend, as many as can be had so that the second ones do, too."""
-    ends: list[int] = []  # by length: the pair that ends the best ascent so far
-    lasts: list[int] = []
-    before: list[int] = []
-    for number, (_, last) in enumerate(pairs):
-        length = bisect_left(lasts, last)
-        before.append(ends[length - 1] if length else -1)
-        lasts[length : length + 1] = [last]
-        ends[length : length + 1] = [number]
-    found = []
-    number = ends[-1] if ends else -1
-    while number >= 0:
-        found.append(pairs[number])
-        number = before[number]
-    return found[::-1]
-
-
 def _is_born_later(one: UnionVariable, other: UnionVariable) -> bool:
     assert one.birth is not None
     assert other.birth is not None
     return one.birth.place > other.birth.place
-
-
-def _in_order(
-    ours: Sequence[UnionOp], theirs: Sequence[UnionOp], before: int | None, after: int | None
-) -> list[UnionOp]:
-    """Two runs of ops that come between the same two, of which no step has shown which comes first.
-
-    Those that use what was made first, where what is older is used first in what is around them: layers are mostly made
-    in the order in which they run, and run backward in the other one.
-    """
-    if not ours or not theirs:
-        return [*ours, *theirs]
-    is_backward = before is not None and after is not None and before > after
-    sign = -1 if is_backward else 1
-    one, other = _ages(ours), _ages(theirs)
-    found: list[UnionOp] = []
-    i = j = 0
-    while i < len(ours) and j < len(theirs):
-        if sign * one[i] <= sign * other[j]:
-            found.append(ours[i])
-            i += 1
-        else:
-            found.append(theirs[j])
-            j += 1
-    return [*found, *ours[i:], *theirs[j:]]
-
-
-def _age(op: UnionOp) -> int | None:
-    """The serial of the oldest storage among an op's operands that exist when the step starts."""
-    return min((v.serial for v in op.operands if not v.is_born and v.serial is not None), default=None)
-
-
-def _latest_known(ages: Sequence[int | None]) -> list[int | None]:
-    """Before each of them, and after the last, the last one that is known."""
-    found: list[int | None] = [None]
-    for age in ages:
-        found.append(found[-1] if age is None else age)
-    return found
-
-
-def _ages(ops: Sequence[UnionOp]) -> list[int]:
-    """For each op of a run its age, or that of the last one before it that has one; of the first ones, the next's."""
-    ages = [_age(op) for op in ops]
-    present = next((age for age in ages if age is not None), 0)
-    found = []
-    for age in ages:
-        present = age if age is not None else present
-        found.append(present)
-    return found

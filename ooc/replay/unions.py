@@ -41,11 +41,15 @@ class _Played:
 class Unions:
     """Keeps unions of the steps that were not like any other; steps and segments apart.
 
+    Args:
+        may_vary: Whether steps that differ in sizes, too, may be one.
+
     Attributes:
         forgotten: Those that are kept no more; for whoever has plans for them to empty.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_vary: bool = True) -> None:
+        self._may_vary = may_vary
         self._unions: dict[str, StepUnion] = {}  # the one that grew last at the end
         self._unlike: deque[tuple[RecordedStep, int, bool, int]] = deque(maxlen=_NUM_UNLIKE)
         self._num_seen = self._num_made = self._num_periods = 0
@@ -124,12 +128,10 @@ class Unions:
         latest, older_than = alike[-1]
         if not may_belong(latest.build()):
             return None
-        union = StepUnion(latest.build(), f"union {self._num_made}", older_than=older_than, is_of_segments=is_segment)
-        for each, older in alike[:-1]:
-            observed = each.build()
-            if (walk := union.walk(observed)) is not None:
-                union.add(observed, older_than=older, walk=walk)
-        if union.num_seen < 2:
+        union = self._union_of(alike, is_segment=is_segment, is_elastic=False)
+        if union is None and self._may_vary:
+            union = self._union_of(alike, is_segment=is_segment, is_elastic=True)
+        if union is None:
             return None
         union.note_latest(latest.build(), older_than)
         self._unlike.clear()
@@ -138,6 +140,19 @@ class Unions:
         for old in list(self._unions)[:-_MOST_UNIONS]:
             self._forget(old)
         return key, union
+
+    def _union_of(
+        self, steps: Sequence[tuple[RecordedStep, int]], *, is_segment: bool, is_elastic: bool
+    ) -> StepUnion | None:
+        """Of the last of these steps, and of others that have much in common with it. None: there is none."""
+        latest, older_than = steps[-1]
+        name = f"union {self._num_made}"
+        union = StepUnion(latest.build(), name, older_than=older_than, is_of_segments=is_segment, is_elastic=is_elastic)
+        for each, older in steps[:-1]:
+            observed = each.build()
+            if (walk := union.walk(observed)) is not None:
+                union.add(observed, older_than=older, walk=walk)
+        return union if union.num_seen >= 2 else None
 
     def note_left(self, key: str, *, has_news: bool) -> bool:
         """Note that a step has left a union's plan, with something new or not. Whether the union was given up."""

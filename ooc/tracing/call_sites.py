@@ -44,12 +44,17 @@ _OTHER, _USERS, _CALL, _BACKWARD = range(4)
 _OF_BACKWARD = "backward"
 
 
+def is_of_backward(place: str) -> bool:
+    """Whether a text of `CallSites` tells of what autograd does."""
+    return place.startswith(_OF_BACKWARD)
+
+
 def may_be_one_place(one: str, other: str, *, is_sure: bool = False) -> bool:
     """Whether two texts of `CallSites` may tell of one op's place; with `is_sure`, both forward or backward will do.
 
     Of which forward op an op is the backward one is not known after ops that a plan has replayed.
     """
-    are_backward = one.startswith(_OF_BACKWARD), other.startswith(_OF_BACKWARD)
+    are_backward = is_of_backward(one), is_of_backward(other)
     return one == other or all(are_backward) or (is_sure and not any(are_backward))
 
 

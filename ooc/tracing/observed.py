@@ -40,6 +40,7 @@ class Observed:
         origins: Per variable, where it was born (`VariableRecord.origin`); None where that is not known.
         grad_mode: Whether gradients were enabled when its first op ran.
         num_alive: Variables that existed at the step's start, used or not.
+        replaceable: Of a union of steps: variables for which others stand in where they were not made.
         known: What follows from the rest, once it was asked for; no part of what equals what.
     """
 
@@ -55,6 +56,7 @@ class Observed:
     origins: tuple[Origin | None, ...] = ()
     grad_mode: bool = True
     num_alive: int = 0
+    replaceable: frozenset[int] = frozenset()
     known: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
 

@@ -21,7 +21,7 @@ class Expected {
   bool is_met() const {
     const bool is_whole = !has_skipped_ && next_ == stop_;
     const bool is_sure = !has_any_ || ((flags_ & kHidden) == 0 && (is_whole || (flags_ & kChanges) == 0));
-    return is_met_ && (is_sure || self_->vouched_for == self_->cursor + 1);
+    return is_met_ && (flags_ & kDoubted) == 0 && (is_sure || self_->vouched_for == self_->cursor + 1);
   }
 
   bool operator()(uint64_t address) {

@@ -1,0 +1,55 @@
+"""Which repetition of a loop an op belongs to, where its operands do not say: anchors.
+
+Going back through a loop, the first ops of each turn use what all turns share: a parameter, the gradients of all
+outputs. What tells the turns apart comes a few ops later: an activation that one turn alone has saved. That is the
+*anchor* of these ops. If a step has left out the op that makes it, it will leave them out, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
+
+from ooc.tracing.call_sites import is_of_backward
+
+_MOST_USES = 8
+"""A variable with more uses is of no one turn."""
+_REACH = 32
+"""So many ops that touch variables, at most, come before an anchor's use."""
+
+V = TypeVar("V", bound=Hashable)
+
+
+def find_anchors(operands: Sequence[Sequence[V]], places: Sequence[str], births: Mapping[V, int]) -> list[V | None]:
+    """For each op of a backward pass its anchor: a variable that was made going forward, and that a next op uses.
+
+    Args:
+        operands: Per op.
+        places: Per op, where in the program it comes from (`CallSites`).
+        births: The op in which, or before which, a variable is born; of those that are.
+
+    Returns:
+        None for an op that uses what few ops use, and so needs no anchor, for one that touches nothing, for one that
+        has none, and for those of forward passes.
+    """
+    num_uses = Counter(v for used in operands for v in set(used))
+    are_backward = [is_of_backward(place) for place in places]
+    found: list[V | None] = [None] * len(operands)
+    waiting: list[tuple[int, int]] = []  # ops without an anchor so far, and how many that touch variables came before
+    num_touching = 0
+    for index, used in enumerate(operands):
+        if not used or not are_backward[index]:
+            continue
+        num_touching += 1
+        private = [v for v in used if v in births and num_uses[v] <= _MOST_USES]
+        if not private:
+            waiting.append((index, num_touching))
+            continue
+        saved = [v for v in private if births[v] < len(operands) and not are_backward[births[v]]]
+        waiting, earlier = [], waiting
+        for op, number in earlier:
+            found[op] = next((v for v in saved if births[v] < op), None)
+            if found[op] is None and num_touching - number < _REACH:
+                waiting.append((op, number))
+    return found

@@ -1,0 +1,68 @@
+"""Ops of a plan that the present step is going to leave out, for it has left out what they belong to.
+
+A step that has skipped a turn of a loop going forward skips it going back. There the first op of each turn may look
+like that of any other (`ooc.replay.anchors`): without doubts the step's op would be taken for the skipped turn's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ooc.replay.anchors import find_anchors
+from ooc.replay.union_parts import StepBirths
+from ooc.tracing.observed import Observed
+
+_DOUBTED = np.uint32(256)
+"""`kDoubted` of native/dispatcher.h: not the next op, whatever its operands."""
+
+
+class Doubts:
+    """Of a plan that may be played with ops left out; of another plan there are none.
+
+    Args:
+        observed: What the plan is for.
+        flags: The ops' flags, for native code; it sets and clears one of them.
+        may_omit: Whether ops may be left out.
+    """
+
+    def __init__(self, observed: Observed, flags: npt.NDArray[Any], *, may_omit: bool) -> None:
+        self._flags = flags
+        self._doubted: set[int] = set()
+        self._anchored: dict[int, list[int]] = {}  # by the op that makes their anchor, or before which it is born
+        if may_omit:
+            self._find(observed)
+
+    def __repr__(self) -> str:
+        return f"<Doubts: {len(self._doubted)} ops>"
+
+    def __contains__(self, op: int) -> bool:
+        return op in self._doubted
+
+    def _find(self, observed: Observed) -> None:
+        births = StepBirths(observed)
+        born = {v: op for op, there in enumerate(births.between) for v in there}
+        born |= {v: op for op, there in enumerate(births.inside) for v in there}
+        anchors = find_anchors(observed.occurrences, [op.where for op in observed.trace.ops], born)
+        for op, anchor in enumerate(anchors):
+            if anchor is not None and anchor not in observed.replaceable:
+                self._anchored.setdefault(born[anchor], []).append(op)
+
+    def note_omitted(self, op: int) -> None:
+        """An op was left out."""
+        for other in self._anchored.get(op, ()):
+            self._doubted.add(other)
+            self._flags[other] |= _DOUBTED
+
+    def trust(self, op: int) -> None:
+        """This op comes, all the same."""
+        self._doubted.discard(op)
+        self._flags[op] &= ~_DOUBTED
+
+    def clear(self) -> None:
+        """Another step begins."""
+        for op in self._doubted:
+            self._flags[op] &= ~_DOUBTED
+        self._doubted.clear()
