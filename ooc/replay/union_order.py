@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from ooc.replay.union_parts import UnionOp
+from ooc.replay.union_parts import UnionOp, UnionVariable
+from ooc.tracing.call_sites import is_of_backward
 
 
 def longest_ascent(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -26,19 +27,68 @@ def longest_ascent(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found[::-1]
 
 
+class Forward:
+    """Where, among the ops that came so far, what a backward pass uses was made, or was used going forward.
+
+    Args:
+        ops: They may become more; `note` looks at those that have come since.
+    """
+
+    def __init__(self, ops: Sequence[UnionOp]) -> None:
+        self._ops = ops
+        self._num_seen = 0
+        self._places: dict[UnionOp, int] = {}
+        self._uses: dict[UnionVariable, int | None] = {}  # None: several ops have used it
+
+    def __repr__(self) -> str:
+        return f"<Forward: {len(self._places)} ops>"
+
+    def note(self) -> None:
+        """Look at the ops that have come."""
+        for place in range(self._num_seen, len(self._ops)):
+            op = self._ops[place]
+            if is_of_backward(op.where):
+                continue
+            self._places[op] = place
+            for variable in op.operands:
+                if not variable.is_born:
+                    self._uses[variable] = place if variable not in self._uses else None
+        self._num_seen = len(self._ops)
+
+    def place(self, op: UnionOp) -> int | None:
+        """Of an op of a backward pass: the latest place that one of its operands tells of."""
+        if not is_of_backward(op.where):
+            return None
+        births = (self._places.get(v.birth) for v in op.operands if v.birth is not None)
+        uses = (self._uses.get(v) for v in op.operands)
+        return max((place for place in (*births, *uses) if place is not None), default=None)
+
+
 def in_order(
-    ours: Sequence[UnionOp], theirs: Sequence[UnionOp], before: int | None, after: int | None
+    ours: Sequence[UnionOp],
+    theirs: Sequence[UnionOp],
+    before: int | None,
+    after: int | None,
+    forward: Forward,
 ) -> list[UnionOp]:
     """Two runs of ops that come between the same two, of which no step has shown which comes first.
 
-    Those that use what was made first, where what is older is used first in what is around them: layers are mostly made
-    in the order in which they run, and run backward in the other one.
+    Going back, those that use what was made last, as `forward` tells. Going forward, those that use the oldest storages
+    first, where what is older is used first in what is around them: layers are mostly made in the order in which they
+    run, and run backward in the other one.
     """
     if not ours or not theirs:
         return [*ours, *theirs]
+    saved = [_forward_places(run, forward) for run in (ours, theirs)]
+    if all(saved):
+        return _merged(ours, theirs, *saved, sign=-1)
     is_backward = before is not None and after is not None and before > after
-    sign = -1 if is_backward else 1
-    one, other = _ages(ours), _ages(theirs)
+    return _merged(ours, theirs, _ages(ours), _ages(theirs), sign=-1 if is_backward else 1)
+
+
+def _merged(
+    ours: Sequence[UnionOp], theirs: Sequence[UnionOp], one: Sequence[int], other: Sequence[int], *, sign: int
+) -> list[UnionOp]:
     found: list[UnionOp] = []
     i = j = 0
     while i < len(ours) and j < len(theirs):
@@ -49,6 +99,22 @@ def in_order(
             found.append(theirs[j])
             j += 1
     return [*found, *ours[i:], *theirs[j:]]
+
+
+def _forward_places(run: Sequence[UnionOp], forward: Forward) -> list[int]:
+    """For each op of a run what `Forward.place` tells; of an op of which it tells nothing, the next one's.
+
+    Empty: it tells nothing of any.
+    """
+    found = [forward.place(op) for op in run]
+    present = next((each for each in reversed(found) if each is not None), None)
+    if present is None:
+        return []
+    filled = []
+    for each in reversed(found):
+        present = each if each is not None else present
+        filled.append(present)
+    return filled[::-1]
 
 
 def age(op: UnionOp) -> int | None:

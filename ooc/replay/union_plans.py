@@ -59,6 +59,7 @@ class UnionPlans:
             self._is_on = False
             return None
         if found is None:
+            self._give_up_forgotten()
             return None
         key, union = found
         has_news = union.num_latest_new > 0

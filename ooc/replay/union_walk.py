@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ooc.replay.anchors import find_anchors
-from ooc.replay.union_order import age, in_order, latest_known, longest_ascent
+from ooc.replay.union_order import Forward, age, in_order, latest_known, longest_ascent
 from ooc.replay.union_parts import FreePhase, StepBirths, UnionOp, UnionVariable, later
 from ooc.tracing.call_sites import is_of_backward, may_be_one_place
 from ooc.tracing.observed import Observed
@@ -34,11 +34,21 @@ _LOOKAHEAD = 4
 
 @dataclass(slots=True)
 class _Match:
-    """What it takes to let an op of the step be one of the union."""
+    """What it takes to let an op of the step be one of the union.
+
+    Attributes:
+        operands: The union's op has these from then on.
+        is_exact: Each of the step's operands is known to be what the union's op has.
+        is_certain: Besides, one of them was made in the step.
+        has_stand_ins: One of them is known to be something else so far.
+        roles: What the step's operands are from then on.
+    """
 
     op: UnionOp
     operands: tuple[UnionVariable, ...]
     is_exact: bool
+    is_certain: bool = False
+    has_stand_ins: bool = False
     roles: dict[int, UnionVariable] = field(default_factory=dict)
 
 
@@ -90,10 +100,12 @@ class UnionWalk:
         self.num_matched = self.num_new = 0
         self._anchors = self._next_anchors()
         self._anchor_places: dict[Any, list[int]] = {}
+        self._anchor_tokens: list[tuple[int, Any]] = []
         for op in ops:
             used = tuple(v if v.is_persistent else None for v in op.operands)
             if any(not v.is_born and v.death is None for v in op.operands):
                 self._anchor_places.setdefault((op.func, used), []).append(op.place)
+                self._anchor_tokens.append((op.place, (op.func, used)))
         self._walk()
 
     def __repr__(self) -> str:
@@ -195,9 +207,20 @@ class UnionWalk:
         anchor = self._anchors[index]
         if anchor is None or anchor == index:
             return False
-        known = tuple(map(self._persistent_role, self._observed.occurrences[anchor]))
-        places = self._anchor_places.get((self._observed.funcs[anchor], known), ())
+        places = self._anchor_places.get(self._token(anchor), ())
         return bisect_left(places, place) == len(places)
+
+    def _token(self, index: int) -> tuple[Any, tuple[UnionVariable | None, ...]]:
+        """What an op calls, and with which of what exists throughout."""
+        return self._observed.funcs[index], tuple(map(self._persistent_role, self._observed.occurrences[index]))
+
+    def _has_same_anchor(self, index: int, place: int) -> bool:
+        """Whether after an op of the step and after one of the union the same parameters are used first."""
+        anchor = self._anchors[index]
+        number = bisect_left(self._anchor_tokens, place, key=lambda each: each[0])
+        if anchor is None or number == len(self._anchor_tokens):
+            return True
+        return bool(self._token(anchor) == self._anchor_tokens[number][1])
 
     def _persistent_role(self, other: int) -> UnionVariable | None:
         role = self.roles.get(other)
@@ -206,8 +229,7 @@ class UnionWalk:
     def _find(self, index: int, func: Any, place: int, stop: int) -> _Match | None:
         """The next op of the union, from one on and before another, that an op of the step may be."""
         places = self._places.get(func, ())
-        if self._belongs_to_new(index, place):
-            return None
+        is_of_new = self._belongs_to_new(index, place)
         anchor = self._anchor_of[index]
         role = self.roles.get(anchor) if anchor is not None else None
         if role is not None and role.birth is not None and role.birth.place < 0:
@@ -222,7 +244,9 @@ class UnionWalk:
             if not may_be_one_place(self._ops[candidate].where, self._observed.trace.ops[index].where):
                 continue
             match = self._compare(index, self._ops[candidate])
-            if match is None:
+            if match is None or (is_of_new and not match.is_certain):
+                continue
+            if match.has_stand_ins and not self._has_same_anchor(index, candidate):
                 continue
             is_jump = first_touching < len(self._touching) and self._touching[first_touching] < candidate
             if not is_jump or match.is_exact or self._agrees(index, candidate):
@@ -266,7 +290,9 @@ class UnionWalk:
         if is_changed and not num_exact:
             return None
         is_exact = num_exact == len(occurrences) > 0
-        return _Match(op, tuple(operands), is_exact, roles)
+        has_stand_ins = any(self.roles.get(other) not in (None, role) for other, role in roles.items())
+        is_certain = is_exact and any(variable.is_born for variable in op.operands)
+        return _Match(op, tuple(operands), is_exact, is_certain, has_stand_ins, roles)
 
     def _role_in(self, index: int, other: int, op: UnionOp, variable: UnionVariable) -> UnionVariable | None:
         """What a variable of the step is so far; what is not known yet may be the one that is there."""
@@ -350,7 +376,8 @@ class UnionWalk:
                 at = max(at, there.index(self.roles[other]) + 1) if self.roles[other] in there else at
                 found.add(self.roles[other])
                 continue
-            same = next((i for i in range(at, len(there)) if self._is_born_as(there[i], other)), None)
+            is_only = self._is_elastic and len(born) == len(there) == 1
+            same = next((i for i in range(at, len(there)) if is_only or self._is_born_as(there[i], other)), None)
             if same is None:
                 variable = self._new_variable(other, op)
                 self._added.append((there, variable))
@@ -493,6 +520,7 @@ class UnionWalk:
         """The union's ops, and the step's new ones among them."""
         ops: list[UnionOp] = []
         at, run = 0, list[UnionOp]()
+        forward = Forward(ops)
         common = [op for op, is_new in zip(self.found, self._is_new, strict=True) if not is_new]
         ages = [age(op) for op in common]
         before, after = latest_known(ages), latest_known(ages[::-1])[::-1]
@@ -501,10 +529,11 @@ class UnionWalk:
             if is_new:
                 run.append(op)
                 continue
-            ops += in_order(self._ops[at : op.place], run, before[number], after[number])
+            ops += in_order(self._ops[at : op.place], run, before[number], after[number], forward)
             ops.append(op)
+            forward.note()
             at, run, number = op.place + 1, [], number + 1
-        return ops + in_order(self._ops[at:], run, before[number], after[number])
+        return ops + in_order(self._ops[at:], run, before[number], after[number], forward)
 
 
 def are_one_to_one(ours: Sequence[Hashable], theirs: Sequence[Hashable]) -> bool:

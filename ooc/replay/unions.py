@@ -24,6 +24,10 @@ _MOST_ALIKE = 8
 """So often in a row its steps leave out the same ops, then they are alike, and are to be planned as such."""
 _MOST_GROWN = 8
 """So often in a row steps may have something new, then the union is given up: layers in another order each time."""
+_MUCH_NEW = 0.01
+"""Of a union's ops: a step with more that are new lets it grow much."""
+_MOST_MUCH_GROWN = 8
+"""So often in a row it may grow much, then it is given up: its steps have no order, and comparing them takes long."""
 _REST, _LONGEST_REST = 32, 1024
 """Recordings to pass after a union was given up; each time twice as many."""
 
@@ -34,6 +38,7 @@ class _Played:
 
     num_left: int = 0
     num_grown: int = 0
+    num_much_grown: int = 0
     num_alike: int = 0
     omitted: tuple[int, ...] = ()
 
@@ -114,8 +119,14 @@ class Unions:
             if walk is not None:
                 union.add(observed, older_than=older_than, walk=walk)
                 self._unions[key] = self._unions.pop(key)
-                return key, union
+                return None if self._grows_without_end(key, union) else (key, union)
         return None
+
+    def _grows_without_end(self, key: str, union: StepUnion) -> bool:
+        played = self._played.setdefault(key, _Played())
+        is_much = union.num_latest_new > _MUCH_NEW * union.num_ops
+        played.num_much_grown = played.num_much_grown + 1 if is_much else 0
+        return played.num_much_grown >= _MOST_MUCH_GROWN and self.give_up(key)
 
     def _begun(self, recording: RecordedStep, older_than: int, is_segment: bool) -> tuple[str, StepUnion] | None:
         for known in [each for each in self._unlike if each[0].signature == recording.signature]:
@@ -170,7 +181,7 @@ class Unions:
         if key not in self._unions:
             return False
         played, latest = self._played.setdefault(key, _Played()), tuple(omitted)
-        played.num_left = played.num_grown = 0
+        played.num_left = played.num_grown = played.num_much_grown = 0
         played.num_alike = played.num_alike + 1 if played.omitted == latest else 0
         played.omitted = latest
         return played.num_alike >= _MOST_ALIKE and self.give_up(key)

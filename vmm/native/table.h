@@ -126,7 +126,10 @@ uint32_t find_planned(const PlanTables* plan, uint64_t nbytes, uint16_t ordinal)
   for (uint32_t i = g_state.window_next; i < g_state.window_stop; ++i) {
     if (plan->allocs[i].capacity == nbytes) return i;
   }
-  if (plan->is_elastic) return g_state.window_stop;
+  if (plan->is_elastic) {  // the op's only one may have another number, where the op allocates for itself
+    const bool is_only = g_state.window_stop - g_state.window_next == 1;
+    return is_only && plan->allocs[g_state.window_next].capacity >= nbytes ? g_state.window_next : g_state.window_stop;
+  }
   // Another size than planned (data-dependent): the next entry that is large enough will do.
   for (uint32_t i = g_state.window_next; i < g_state.window_stop; ++i) {
     if (plan->allocs[i].capacity >= nbytes) return i;
