@@ -15,8 +15,10 @@ from random import Random
 from typing import Any
 
 from ooc.replay import unions
+from ooc.replay.elastic import Envelope
 from ooc.replay.omissions import Omissions
 from ooc.replay.segmentation import Segmentation
+from ooc.replay.step_unions import StepUnion
 from tests.session.program_segments import varied
 from tests.session.programs import Program, generate, run_in_core, run_in_session
 
@@ -29,6 +31,12 @@ def eager_unions() -> Iterator[Counter[str]]:
     found: Counter[str] = Counter()
     omit, note = Omissions._omit, Segmentation.note_whole
     limits = unions._NUM_FIRST, unions._NUM_UNLIKE
+    plan = StepUnion.envelope
+
+    def noted(self: StepUnion, *arguments: Any, **options: Any) -> Envelope:
+        envelope = plan(self, *arguments, **options)
+        found["elastic envelopes"] += bool(envelope.elastic)
+        return envelope
 
     def counted(self: Omissions, *arguments: Any) -> bool:
         found["omissions"] += 1
@@ -38,6 +46,7 @@ def eager_unions() -> Iterator[Counter[str]]:
     def ignore(_: Segmentation, *, is_new: bool) -> None:
         del is_new
 
+    StepUnion.envelope = noted  # type: ignore[method-assign]
     Omissions._omit = counted  # type: ignore[method-assign, assignment]
     Segmentation.note_whole = ignore  # type: ignore[method-assign]
     unions._NUM_FIRST, unions._NUM_UNLIKE = 0, 2
@@ -45,11 +54,15 @@ def eager_unions() -> Iterator[Counter[str]]:
         yield found
     finally:
         Omissions._omit, Segmentation.note_whole = omit, note  # type: ignore[method-assign]
+        StepUnion.envelope = plan  # type: ignore[method-assign]
         unions._NUM_FIRST, unions._NUM_UNLIKE = limits
 
 
-def with_unlike_steps(seed: int) -> Program:
-    """The program of this seed, with variations in its bodies, and more steps, some of them cut short."""
+def with_unlike_steps(seed: int, *, may_vary: bool) -> Program:
+    """The program of this seed, with variations in its bodies, and more steps, some of them cut short.
+
+    With `may_vary`, results have other sizes in each step, too.
+    """
     program, random = generate(seed), Random(seed)
     steps = list(program.steps)
     while len(steps) < _MOST_STEPS:
@@ -59,12 +72,13 @@ def with_unlike_steps(seed: int) -> Program:
         if random.random() < 0.1:
             stop = random.randrange(len(program.bodies[steps[index].body]) + 1)
             steps[index] = replace(steps[index], stop=stop, raises=random.random() < 0.5)
-    return replace(program, steps=tuple(steps), lengths=())
+    lengths = tuple(random.choice((10, 40)) if random.random() < 0.2 else random.randint(60, 130) for _ in steps)
+    return replace(program, steps=tuple(steps), lengths=lengths if may_vary else ())
 
 
 def run_seed(seed: int) -> dict[str, Any]:
     """As `program_runs.run_seed`."""
-    program = with_unlike_steps(seed)
+    program = with_unlike_steps(seed, may_vary=seed % 2 == 1)
     expected = run_in_core(program)
     with eager_unions() as found:
         outcome = run_in_session(program, expected)
