@@ -1,4 +1,4 @@
-"""Which repetition of a loop an op belongs to, where its operands do not say: anchors.
+"""Which turn of a loop an op belongs to, where its operands do not say: anchors.
 
 Going back through a loop, the first ops of each turn use what all turns share: a parameter, the gradients of all
 outputs. What tells the turns apart comes a few ops later: an activation that one turn alone has saved. That is the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ooc.tracing.call_sites import is_of_backward
 
@@ -21,17 +21,26 @@ _REACH = 32
 V = TypeVar("V", bound=Hashable)
 
 
-def find_anchors(operands: Sequence[Sequence[V]], places: Sequence[str], births: Mapping[V, int]) -> list[V | None]:
+def repeated(funcs: Sequence[Any], operands: Sequence[Sequence[V]]) -> set[tuple[Any, tuple[V, ...]]]:
+    """What is called with the same operands more than once: the same in each turn."""
+    counts = Counter((func, tuple(used)) for func, used in zip(funcs, operands, strict=True) if used)
+    return {call for call, count in counts.items() if count > 1}
+
+
+def find_anchors(
+    funcs: Sequence[Any], operands: Sequence[Sequence[V]], places: Sequence[str], births: Mapping[V, int]
+) -> list[V | None]:
     """For each op of a backward pass its anchor: a variable that was made going forward, and that a next op uses.
 
     Args:
+        funcs: Per op, what it calls.
         operands: Per op.
         places: Per op, where in the program it comes from (`CallSites`).
         births: The op in which, or before which, a variable is born; of those that are.
 
     Returns:
         None for an op that uses what few ops use, and so needs no anchor, for one that touches nothing, for one that
-        has none, and for those of forward passes.
+        has none, for one that comes several times in a turn, and for those of forward passes.
     """
     num_uses = Counter(v for used in operands for v in set(used))
     are_backward = [is_of_backward(place) for place in places]
@@ -52,4 +61,6 @@ def find_anchors(operands: Sequence[Sequence[V]], places: Sequence[str], births:
             found[op] = next((v for v in saved if births[v] < op), None)
             if found[op] is None and num_touching - number < _REACH:
                 waiting.append((op, number))
-    return found
+    calls = [(func, tuple(used), v) for func, used, v in zip(funcs, operands, found, strict=True)]
+    counts = Counter(calls)  # all outputs of a loop are taken apart before its last turn: that is of no turn
+    return [v if counts[call] == 1 else None for v, call in zip(found, calls, strict=True)]

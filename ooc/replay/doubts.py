@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ooc.replay.anchors import find_anchors
+from ooc.replay.anchors import find_anchors, repeated
 from ooc.replay.union_parts import StepBirths
 from ooc.tracing.observed import Observed
 
@@ -45,9 +45,13 @@ class Doubts:
         births = StepBirths(observed)
         born = {v: op for op, there in enumerate(births.between) for v in there}
         born |= {v: op for op, there in enumerate(births.inside) for v in there}
-        anchors = find_anchors(observed.occurrences, [op.where for op in observed.trace.ops], born)
+        places = [op.where for op in observed.trace.ops]
+        anchors = find_anchors(observed.funcs, observed.occurrences, places, born)
+        turns = repeated(observed.funcs, observed.occurrences)
         for op, anchor in enumerate(anchors):
-            if anchor is not None and anchor not in observed.replaceable:
+            if anchor is None or anchor in observed.replaceable:
+                continue
+            if (observed.funcs[op], observed.occurrences[op]) in turns:
                 self._anchored.setdefault(born[anchor], []).append(op)
 
     def note_omitted(self, op: int) -> None:

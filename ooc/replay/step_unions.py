@@ -97,7 +97,7 @@ class StepUnion:
             return None
         starting = [v for v in self.variables if not v.is_born]
         known = self._known(observed, starting)
-        walk = UnionWalk(self._ops, observed, known, starting, is_elastic=self._may_vary)
+        walk = UnionWalk(self._ops, observed, known, starting, is_elastic=self._may_vary, step=self.num_seen)
         if not self._ops:
             return walk
         ours = sum(not op.is_bystander for op in self._ops)
@@ -247,19 +247,34 @@ class StepUnion:
         """Variables whose sizes differ, and those that have one size with these in a plan."""
         if not self._may_vary:
             return frozenset()
-        varying = {v.index for v in self.variables if v.smallest < v.nbytes and v.may_vary}
-        return frozenset(
-            v.index for v in self.variables if v.may_vary and any(each.index in varying for each in v.group)
-        )
+        return frozenset(v.index for v, (_, varies) in zip(self.variables, self._sizes(), strict=True) if varies)
+
+    def _sizes(self) -> list[tuple[int, bool]]:
+        """For each variable the largest size of those that have one with it in a plan, and whether that differs.
+
+        What one step alone had is taken to be as large as what had its size in that step.
+        """
+        groups: dict[int, tuple[int, bool]] = {}
+        for v in self.variables:
+            if id(v.group) not in groups:
+                varies = any(each.smallest < each.nbytes and each.may_vary for each in v.group)
+                groups[id(v.group)] = max(each.nbytes for each in v.group), varies
+        found = dict(groups)
+        for v in self.variables:
+            if v.twin is not None and v.num_seen == 1:
+                nbytes, varies = found[id(v.group)]
+                more, differs = groups[id(v.twin.group)]
+                found[id(v.group)] = (max(nbytes, more), True) if differs else (nbytes, varies)
+        return [(nbytes, varies and v.may_vary) for v in self.variables for nbytes, varies in (found[id(v.group)],)]
 
     def fits(self, envelope: Envelope) -> bool:
         """Whether an envelope has all of the union's ops and variables, room for all sizes seen, and groups of one."""
         held = envelope.trace.variables
         return envelope.is_of(self.observed.trace) and all(
-            envelope.has_room(v.index, v.nbytes)
-            and (v.smallest == v.nbytes or v.index in envelope.elastic)
+            envelope.has_room(v.index, nbytes)
+            and (not varies or v.index in envelope.elastic)
             and held[v.index].nbytes == held[v.group[0].index].nbytes
-            for v in self.variables
+            for v, (nbytes, varies) in zip(self.variables, self._sizes(), strict=True)
         )
 
     def _as_observed(self) -> Observed:
@@ -268,6 +283,7 @@ class StepUnion:
             if variable.death is not None:
                 op, phase = variable.death
                 deaths.setdefault((op.place if op is not None else -1, phase), []).append(variable)
+        sizes = self._sizes()
         births: dict[UnionVariable, int] = {}
         dies: dict[UnionVariable, int] = {}
         made: list[Op] = []
@@ -303,7 +319,7 @@ class StepUnion:
             )
         variables = tuple(
             Variable(
-                nbytes=max(each.nbytes for each in v.group),
+                nbytes=sizes[v.index][0],
                 birth_tick=births.get(v),
                 death_tick=dies.get(v),
                 becomes=self._becomes(v),
@@ -311,7 +327,7 @@ class StepUnion:
                 kind=v.kind,
                 label=v.label,
             )
-            for v in self.variables
+            for v, (nbytes, varies) in zip(self.variables, self._sizes(), strict=True)
         )
         return Observed(
             trace=Trace(ops=tuple(made), variables=variables, num_ticks=tick + 1, cyclic=True),

@@ -10,6 +10,11 @@ from typing import Any
 
 from ooc.tracing.observed import Observed
 
+_MOST_RATIO = 4.0
+"""So many times as large one variable may be as another to stand in for it: in a plan, both have the larger size."""
+_MOST_SIZES = 8
+"""So many steps' sizes are remembered."""
+
 
 class FreePhase(IntEnum):
     """Where a free comes, relative to an op."""
@@ -27,6 +32,9 @@ class UnionVariable:
         smallest: The smallest; 0: it was below the threshold, or nobody asked for it, where another step had it.
         ordinal: Which allocation it was at the place of its birth, from 1 on; 0: nobody knows.
         group: Those that have one size in a plan, as they stood in for each other, or one becomes the other.
+        num_seen: Steps that had it.
+        sizes: In the latest steps that had it, by the number of the step.
+        twin: Where one step alone had it: another one that had its size in that step, and is known better.
         birth: The op in which it is born, or before which; None: it exists when the step starts.
         death: The last place at which it was freed in any of the steps: an op and where there; the op is None for what
             is freed before the first one. None: it lives on.
@@ -58,6 +66,9 @@ class UnionVariable:
     smallest: int = 0
     ordinal: int = 0
     group: list[UnionVariable] = field(default_factory=list)
+    num_seen: int = 0
+    sizes: dict[int, int] = field(default_factory=dict)
+    twin: UnionVariable | None = None
 
     def __post_init__(self) -> None:
         self.smallest = self.nbytes
@@ -68,9 +79,23 @@ class UnionVariable:
         """Whether it may have another size in another step: it does not live across steps."""
         return self.is_born or (self.death is not None and not self.is_persistent)
 
-    def note_nbytes(self, nbytes: int) -> None:
+    @property
+    def is_constant(self) -> bool:
+        """Whether it had one size, in more than one step."""
+        return len(self.sizes) > 1 and self.smallest == self.nbytes
+
+    def may_have(self, nbytes: int) -> bool:
+        """Whether it may have this size in another step."""
+        sizes = nbytes, *(each.nbytes for each in self.group)
+        may_vary = self.may_vary and not self.is_constant and max(sizes) <= _MOST_RATIO * min(sizes)
+        return nbytes == self.nbytes or may_vary
+
+    def note_nbytes(self, nbytes: int, step: int) -> None:
         """Note its size in a step."""
         self.nbytes, self.smallest = max(self.nbytes, nbytes), min(self.smallest, nbytes)
+        self.sizes[step] = nbytes
+        if len(self.sizes) > _MOST_SIZES:
+            del self.sizes[next(iter(self.sizes))]
 
     def join(self, other: UnionVariable) -> None:
         """Let two have one size in a plan, and all that have one with them."""

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ooc.replay.anchors import find_anchors
+from ooc.replay.anchors import find_anchors, repeated
 from ooc.replay.union_order import Forward, age, in_order, latest_known, longest_ascent
 from ooc.replay.union_parts import FreePhase, StepBirths, UnionOp, UnionVariable, later
 from ooc.tracing.call_sites import is_of_backward, may_be_one_place
@@ -24,8 +24,6 @@ from ooc.tracing.observed import Observed
 
 _MOST_CANDIDATES = 64
 """So many ops with the same function are compared before an op is taken to be new."""
-_MOST_RATIO = 4.0
-"""So many times as large one may be as another to stand in for it: in a plan, both have the size of the larger one."""
 _LEAST_BETWEEN = 64
 """So many ops at least between two looks at what is certain from there on."""
 _LOOKAHEAD = 4
@@ -61,6 +59,7 @@ class UnionWalk:
         known: Variables that exist at the step's start, by index, which are known to be these of the union.
         starting: Those of the union that exist at the start.
         is_elastic: Whether variables are the same though their sizes differ: by place of birth, then, and by use.
+        step: A number of its own.
 
     Attributes:
         found: For each op of the step, that of the union; a new one where it has none.
@@ -77,8 +76,10 @@ class UnionWalk:
         starting: Sequence[UnionVariable],
         *,
         is_elastic: bool = False,
+        step: int = 0,
     ) -> None:
         self._ops = ops
+        self._step = step
         self._is_elastic = is_elastic
         self._observed = observed
         self._starting = starting
@@ -89,8 +90,16 @@ class UnionWalk:
         self._touching = [op.place for op in ops if not op.is_bystander]
         self._coming = [i for i in range(len(observed.funcs)) if self._touches(i)]
         self._anchor_of, self._anchored = self._find_anchors()
-        self.roles: dict[int, UnionVariable] = dict(known)
-        self._taken: set[UnionVariable] = set(known.values())
+        self._their_turns = repeated(observed.funcs, observed.occurrences)
+        self._our_turns: set[tuple[Any, tuple[UnionVariable | None, ...]]] = set()
+        self._our_turns |= repeated([op.func for op in ops], [op.operands for op in ops])
+        self._sizes_now: dict[tuple[int, int], set[int]] = {}  # by an earlier step, and a size in it
+        self.roles: dict[int, UnionVariable] = {}
+        self._taken: set[UnionVariable] = set()
+        for other, variable in known.items():
+            self._note_role(other, variable)
+        self._replaced: dict[UnionVariable, UnionVariable] = {}  # by what comes where another one came before
+        self._goes_on = False  # whether the latest op was one of the union's
         self.found: list[UnionOp] = []
         self._is_new: list[bool] = []
         self._changed: dict[UnionOp, tuple[UnionVariable, ...]] = {}
@@ -104,8 +113,9 @@ class UnionWalk:
         for op in ops:
             used = tuple(v if v.is_persistent else None for v in op.operands)
             if any(not v.is_born and v.death is None for v in op.operands):
-                self._anchor_places.setdefault((op.func, used), []).append(op.place)
-                self._anchor_tokens.append((op.place, (op.func, used)))
+                token = op.func, used
+                self._anchor_places.setdefault(token, []).append(op.place)
+                self._anchor_tokens.append((op.place, token))
         self._walk()
 
     def __repr__(self) -> str:
@@ -153,6 +163,8 @@ class UnionWalk:
                 self.num_matched += self._touches(index)
             self.found.append(op)
             self._is_new.append(match is None)
+            if self._touches(index):
+                self._goes_on = match is not None
 
     def _fixed(self, start: int, place: int) -> dict[int, int]:
         """Ops of the step that are certainly these of the union: no other one has such operands at such places.
@@ -193,14 +205,21 @@ class UnionWalk:
         born = {v: op for op, there in enumerate(self._births.between) for v in there}
         born |= {v: op for op, there in enumerate(self._births.inside) for v in there}
         births = {v: op.place for op in self._ops for v in (*op.between, *op.inside)}
-        ours = find_anchors([op.operands for op in self._ops], [op.where for op in self._ops], births)
+        ours = find_anchors(
+            [op.func for op in self._ops], [op.operands for op in self._ops], [op.where for op in self._ops], births
+        )
         anchored: dict[tuple[Any, UnionVariable], list[int]] = {}
         for op, anchor in zip(self._ops, ours, strict=True):
             if anchor is not None:
                 anchored.setdefault((op.func, anchor), []).append(op.place)
         places = [op.where for op in self._observed.trace.ops]
-        found = find_anchors(self._observed.occurrences, places, born)
+        found = find_anchors(self._observed.funcs, self._observed.occurrences, places, born)
         return found, anchored
+
+    def _is_of_turn(self, index: int) -> bool:
+        """Whether an op comes with the same operands in each turn of a loop."""
+        func, used = self._observed.funcs[index], self._observed.occurrences[index]
+        return (func, used) in self._their_turns or (func, tuple(map(self.roles.get, used))) in self._our_turns
 
     def _belongs_to_new(self, index: int, place: int) -> bool:
         """Whether an op of the step comes before an anchor that the union does not have, from here on."""
@@ -230,7 +249,7 @@ class UnionWalk:
         """The next op of the union, from one on and before another, that an op of the step may be."""
         places = self._places.get(func, ())
         is_of_new = self._belongs_to_new(index, place)
-        anchor = self._anchor_of[index]
+        anchor = self._anchor_of[index] if self._is_of_turn(index) else None
         role = self.roles.get(anchor) if anchor is not None else None
         if role is not None and role.birth is not None and role.birth.place < 0:
             return None  # of a turn that the union does not have
@@ -244,11 +263,11 @@ class UnionWalk:
             if not may_be_one_place(self._ops[candidate].where, self._observed.trace.ops[index].where):
                 continue
             match = self._compare(index, self._ops[candidate])
-            if match is None or (is_of_new and not match.is_certain):
-                continue
-            if match.has_stand_ins and not self._has_same_anchor(index, candidate):
+            if match is None or (match.has_stand_ins and not self._has_same_anchor(index, candidate)):
                 continue
             is_jump = first_touching < len(self._touching) and self._touching[first_touching] < candidate
+            if is_of_new and (is_jump or not (self._goes_on and match.is_certain)):
+                continue
             if not is_jump or match.is_exact or self._agrees(index, candidate):
                 return match
         return None
@@ -273,7 +292,7 @@ class UnionWalk:
         is_changed = False
         for variable, other in zip(op.operands, occurrences, strict=True):
             role = roles.get(other) or self._role_in(index, other, op, variable)
-            if role is None or not self._are_alike(role, variable):
+            if role is None or not (role is variable or self._has_size(variable, other)):
                 return None
             if role is variable:
                 num_exact += self.roles.get(other) is variable
@@ -283,7 +302,8 @@ class UnionWalk:
                 roles[other] = variable
                 operands.append(variable)
             elif role.is_born and variable.is_born and (role.is_new or _is_born_later(role, variable)):
-                is_changed = True  # in a step that has both, it is this one
+                is_changed = is_changed or self._replaced.get(variable) is not role
+                # In a step that has both, it is this one.
                 operands.append(role)
             else:
                 return None
@@ -307,18 +327,22 @@ class UnionWalk:
         return variable if is_start and not variable.is_born and not variable.is_persistent else None
 
     def _has_size(self, variable: UnionVariable, other: int) -> bool:
-        """Whether a variable of the step has a size that one of the union may have."""
-        is_same = self._observed.trace.variables[other].nbytes == variable.nbytes
-        return is_same or (self._is_elastic and variable.may_vary)
+        """Whether a variable of the step has a size that one of the union may have in this step.
 
-    def _are_alike(self, one: UnionVariable, other: UnionVariable) -> bool:
-        """Whether one of the two may be where the other one is, as far as sizes tell."""
-        if one is other or one.nbytes == other.nbytes:
-            return True
-        if not (self._is_elastic and one.may_vary and other.may_vary):
-            return False
-        sizes = [each.nbytes for each in (*one.group, *other.group)]
-        return max(sizes) <= _MOST_RATIO * min(sizes)
+        What had one size with it in an earlier step has one in this step.
+        """
+        nbytes = self._observed.trace.variables[other].nbytes
+        if not self._is_elastic:
+            return nbytes == variable.nbytes
+        alike = [sizes for size in variable.sizes.items() if (sizes := self._sizes_now.get(size))]
+        return nbytes in set.intersection(*alike) if alike else variable.may_have(nbytes)
+
+    def _note_role(self, other: int, variable: UnionVariable) -> None:
+        self.roles[other] = variable
+        self._taken.add(variable)
+        if self._is_elastic:
+            for size in variable.sizes.items():
+                self._sizes_now.setdefault(size, set()).add(self._observed.trace.variables[other].nbytes)
 
     def _may_stand_in(self, variable: UnionVariable, role: UnionVariable, op: UnionOp) -> bool:
         """Whether another variable may be where this one is: the step has not made it."""
@@ -360,12 +384,13 @@ class UnionWalk:
                 if before is not None:
                     self._taken.discard(before)
                     self._stood_in.append((other, op, before, variable))
-                self.roles[other] = variable
-                self._taken.add(variable)
+                self._note_role(other, variable)
         self._pair(self._births.between[index], op.between, op)
         self._pair(self._births.inside[index], op.inside, op)
         if match.operands != op.operands:
             self._changed[op] = match.operands
+            if len(match.operands) == len(op.operands):
+                self._replaced.update(zip(op.operands, match.operands, strict=True))
 
     def _pair(self, born: Sequence[int], there: list[UnionVariable], op: UnionOp) -> None:
         """What the step has born at a place, with what the union has there: of one size, in order."""
@@ -383,8 +408,7 @@ class UnionWalk:
                 self._added.append((there, variable))
             else:
                 variable, at = there[same], same + 1
-            self.roles[other] = variable
-            self._taken.add(variable)
+            self._note_role(other, variable)
             found.add(variable)
         self._not_born += [variable for variable in there if variable not in found]
 
@@ -454,14 +478,15 @@ class UnionWalk:
             death = self._births.death(other, self.found)
             variable.death = death if variable.is_new else later(variable.death, death)
             variable.evictable = variable.evictable and traced_variable.evictable
-            variable.note_nbytes(traced_variable.nbytes)
+            variable.note_nbytes(traced_variable.nbytes, self._step)
+            variable.num_seen += 1
         self._note_stand_ins()
         self._outlive_uses(ops)
         return ops
 
     def _note_stand_ins(self) -> None:
         for other, op, before, variable in self._stood_in:
-            before.note_nbytes(self._observed.trace.variables[other].nbytes)
+            before.note_nbytes(self._observed.trace.variables[other].nbytes, self._step)
             before.death = later(before.death, (op, FreePhase.AFTER))  # until then it is kept
             variable.is_replaceable = True
             if self._is_elastic:
@@ -474,6 +499,10 @@ class UnionWalk:
         variables = self._observed.trace.variables
         for variable in self._not_born:
             variable.smallest = 0
+        varying = {variables[other].nbytes: v for other, v in self.roles.items() if v.smallest < v.nbytes}
+        for other, variable in self.roles.items():
+            if variable.num_seen == 1:
+                variable.twin = varying.get(variables[other].nbytes)
         for index, op in enumerate(self.found):
             for born in self._births.inside[index]:
                 nbytes = variables[born].nbytes
@@ -504,8 +533,7 @@ class UnionWalk:
             nbytes = self._observed.trace.variables[other].nbytes
             free = (v for v in self._starting if v not in self._taken and not v.is_persistent and v.nbytes == nbytes)
             if (variable := next(free, None)) is not None:
-                self.roles[other] = variable
-                self._taken.add(variable)
+                self._note_role(other, variable)
 
     @staticmethod
     def _outlive_uses(ops: Sequence[UnionOp]) -> None:

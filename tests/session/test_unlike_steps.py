@@ -23,10 +23,11 @@ from ooc.replay.union_plans import UnionPlans
 from ooc.replay.unions import Unions
 from ooc.tracing.recorder import RecordedStep, StepRecorder
 from tests.session.program_unions import eager_unions
-from tests.session.test_segments import batch, digest, model, planned_share, run
+from tests.session.test_segments import SIZE, batch, digest, model, planned_share, run
 from vmm.driver import MemoryFault
 
 NUM_STEPS = 28
+NUM_VARIED = 40
 SCRIPT = Callable[[nn.Module, torch.optim.Optimizer, int, random.Random], Tensor]
 
 
@@ -65,6 +66,56 @@ def routed(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: random.R
     return result.square().mean()
 
 
+def skipped_rows(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: random.Random) -> Tensor:
+    """Layers are left out, and each batch has another length, too."""
+    x = batch(seed, choose.randint(100, 180))
+    assert isinstance(net, nn.Sequential)
+    for index in range(0, len(net), 2):
+        if index == 0 or choose.random() < 0.6:
+            x = net[index + 1](net[index](x)) + x * 0.5
+    return x.square().mean()
+
+
+def decoded(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: random.Random) -> Tensor:
+    """One loop for as long as its sentence is, another for the other one; that looks at all of the first one's states."""
+    assert isinstance(net, nn.Sequential)
+    x, states, outputs = batch(seed, 48), [], []
+    for _ in range(choose.randint(3, 8)):
+        x = net[:2](x)
+        states.append(x)
+    memory = torch.stack(states)
+    keys = net[2](memory)
+    for _ in range(choose.randint(3, 8)):
+        weights = torch.softmax((keys * x).sum(-1, keepdim=True), 0)
+        x = net[4:6](x + (weights * memory).sum(0))
+        outputs.append(x)
+    return net[6:](torch.stack(outputs)).square().mean()
+
+
+def growing(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: random.Random) -> Tensor:
+    """Each turn sees all that came before it: a cache of keys."""
+    assert isinstance(net, nn.Sequential)
+    x, cache, losses = batch(seed, choose.randint(20, 40)), torch.zeros(0, SIZE), []
+    for _ in range(choose.randint(3, 8)):
+        cache = torch.cat([cache, net[0](x)])
+        x = torch.tanh(net[2:](torch.softmax(x @ cache.T, 1) @ cache))
+        losses.append(x.square().mean())
+    return torch.stack(losses).sum()
+
+
+def experts(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: random.Random) -> Tensor:
+    """Each row goes to one of the layers, so that these see other numbers of rows each time; one of them may see none."""
+    assert isinstance(net, nn.Sequential)
+    x, num_experts = batch(seed, 320), len(net) // 2
+    open_ones = choose.sample(range(num_experts), choose.randint(2, num_experts))
+    chosen = x[:, : len(open_ones)].argmax(1)
+    result = x * 0.5
+    for number, index in enumerate(open_ones):
+        rows = (chosen == number).nonzero()[:, 0]
+        result = result.index_add(0, rows, torch.tanh(net[2 * index](x[rows])))
+    return result.square().mean()
+
+
 def train(script: SCRIPT, *, num_steps: int = NUM_STEPS, num_layers: int = 6) -> Callable[[], list[Any]]:
     def program() -> list[Any]:
         net, choose = model(num_layers=num_layers), random.Random(1)
@@ -86,6 +137,14 @@ def test_steps_none_of_which_is_like_another(script: SCRIPT, least: float) -> No
     rows = run(train(script), budget="1792KiB")
     assert planned_share(rows[NUM_STEPS // 2 :]) > least, [row.why for row in rows]
     assert sum(row.evicted_nbytes for row in rows[NUM_STEPS // 2 :]) > 0
+
+
+@pytest.mark.parametrize(("script", "least"), [(skipped_rows, 0.5), (decoded, 0.9), (growing, 0.3), (experts, -1.0)])
+def test_steps_that_differ_in_sizes_too(script: SCRIPT, least: float) -> None:
+    """Bits, above all: of experts that are chosen anew in each step, hardly anything is planned."""
+    rows = run(train(script, num_steps=NUM_VARIED), budget="2MiB")
+    assert planned_share(rows[NUM_VARIED // 2 :]) > least, [row.why for row in rows]
+    assert sum(row.evicted_nbytes for row in rows[NUM_VARIED // 2 :]) > 0
 
 
 def test_what_stands_in_is_what_the_step_uses() -> None:
