@@ -1,7 +1,7 @@
 """Ops of a plan that the present step is going to leave out, for it has left out what they belong to.
 
 A step that has skipped a turn of a loop going forward skips it going back. There the first op of each turn may look
-like that of any other (`ooc.replay.anchors`): without doubts the step's op would be taken for the skipped turn's.
+like that of any other (`ooc.replay.turns`): without doubts the step's op would be taken for the skipped turn's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ooc.replay.anchors import find_anchors, repeated
+from ooc.replay.turns import repeated, turn_variables
 from ooc.replay.union_parts import StepBirths
 from ooc.tracing.observed import Observed
 
@@ -31,7 +31,7 @@ class Doubts:
     def __init__(self, observed: Observed, flags: npt.NDArray[Any], *, may_omit: bool) -> None:
         self._flags = flags
         self._doubted: set[int] = set()
-        self._anchored: dict[int, list[int]] = {}  # by the op that makes their anchor, or before which it is born
+        self._of_turn: dict[int, list[int]] = {}  # by the op that makes their turn variable, or before which it is born
         if may_omit:
             self._find(observed)
 
@@ -46,17 +46,17 @@ class Doubts:
         born = {v: op for op, there in enumerate(births.between) for v in there}
         born |= {v: op for op, there in enumerate(births.inside) for v in there}
         places = [op.where for op in observed.trace.ops]
-        anchors = find_anchors(observed.funcs, observed.occurrences, places, born)
+        variables = turn_variables(observed.funcs, observed.occurrences, places, born)
         turns = repeated(observed.funcs, observed.occurrences)
-        for op, anchor in enumerate(anchors):
-            if anchor is None or anchor in observed.replaceable:
+        for op, variable in enumerate(variables):
+            if variable is None or variable in observed.replaceable:
                 continue
             if (observed.funcs[op], observed.occurrences[op]) in turns:
-                self._anchored.setdefault(born[anchor], []).append(op)
+                self._of_turn.setdefault(born[variable], []).append(op)
 
     def note_omitted(self, op: int) -> None:
         """An op was left out."""
-        for other in self._anchored.get(op, ()):
+        for other in self._of_turn.get(op, ()):
             self._doubted.add(other)
             self._flags[other] |= _DOUBTED
 

@@ -16,9 +16,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ooc.replay.anchors import find_anchors, repeated
 from ooc.replay.union_order import Forward, age, in_order, latest_known, longest_ascent
 from ooc.replay.union_parts import FreePhase, StepBirths, UnionOp, UnionVariable, later
+from ooc.replay.union_turns import UnionTurns
 from ooc.tracing.call_sites import is_of_backward, may_be_one_place
 from ooc.tracing.observed import Observed
 
@@ -89,10 +89,7 @@ class UnionWalk:
             self._places.setdefault(op.func, []).append(op.place)
         self._touching = [op.place for op in ops if not op.is_bystander]
         self._coming = [i for i in range(len(observed.funcs)) if self._touches(i)]
-        self._anchor_of, self._anchored = self._find_anchors()
-        self._their_turns = repeated(observed.funcs, observed.occurrences)
-        self._our_turns: set[tuple[Any, tuple[UnionVariable | None, ...]]] = set()
-        self._our_turns |= repeated([op.func for op in ops], [op.operands for op in ops])
+        self._turns = UnionTurns(ops, observed, self._births)
         self._sizes_now: dict[tuple[int, int], set[int]] = {}  # by an earlier step, and a size in it
         self.roles: dict[int, UnionVariable] = {}
         self._taken: set[UnionVariable] = set()
@@ -200,27 +197,6 @@ class UnionWalk:
             found.append(anchor)
         return found[::-1]
 
-    def _find_anchors(self) -> tuple[list[int | None], dict[tuple[Any, UnionVariable], list[int]]]:
-        """For each op of the step the variable that tells which turn of a loop it is of; and the union's, by theirs."""
-        born = {v: op for op, there in enumerate(self._births.between) for v in there}
-        born |= {v: op for op, there in enumerate(self._births.inside) for v in there}
-        births = {v: op.place for op in self._ops for v in (*op.between, *op.inside)}
-        ours = find_anchors(
-            [op.func for op in self._ops], [op.operands for op in self._ops], [op.where for op in self._ops], births
-        )
-        anchored: dict[tuple[Any, UnionVariable], list[int]] = {}
-        for op, anchor in zip(self._ops, ours, strict=True):
-            if anchor is not None:
-                anchored.setdefault((op.func, anchor), []).append(op.place)
-        places = [op.where for op in self._observed.trace.ops]
-        found = find_anchors(self._observed.funcs, self._observed.occurrences, places, born)
-        return found, anchored
-
-    def _is_of_turn(self, index: int) -> bool:
-        """Whether an op comes with the same operands in each turn of a loop."""
-        func, used = self._observed.funcs[index], self._observed.occurrences[index]
-        return (func, used) in self._their_turns or (func, tuple(map(self.roles.get, used))) in self._our_turns
-
     def _belongs_to_new(self, index: int, place: int) -> bool:
         """Whether an op of the step comes before an anchor that the union does not have, from here on."""
         anchor = self._anchors[index]
@@ -247,14 +223,12 @@ class UnionWalk:
 
     def _find(self, index: int, func: Any, place: int, stop: int) -> _Match | None:
         """The next op of the union, from one on and before another, that an op of the step may be."""
-        places = self._places.get(func, ())
+        places: Sequence[int] = self._places.get(func, ())
         is_of_new = self._belongs_to_new(index, place)
-        anchor = self._anchor_of[index] if self._is_of_turn(index) else None
-        role = self.roles.get(anchor) if anchor is not None else None
+        role = self._turns.role(index, self.roles)
         if role is not None and role.birth is not None and role.birth.place < 0:
             return None  # of a turn that the union does not have
-        if role is not None and (anchored := self._anchored.get((func, role))):
-            places = anchored
+        places = self._turns.places(func, role) or places
         start = bisect_left(places, place)
         first_touching = bisect_left(self._touching, place)
         for candidate in places[start : start + _MOST_CANDIDATES]:

@@ -77,7 +77,7 @@ def skipped_rows(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: ra
 
 
 def decoded(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: random.Random) -> Tensor:
-    """One loop for as long as its sentence is, another for the other one; that looks at all of the first one's states."""
+    """One loop for each sentence, as long as that is; the second one looks at all states of the first one."""
     assert isinstance(net, nn.Sequential)
     x, states, outputs = batch(seed, 48), [], []
     for _ in range(choose.randint(3, 8)):
@@ -104,7 +104,7 @@ def growing(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: random.
 
 
 def experts(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: random.Random) -> Tensor:
-    """Each row goes to one of the layers, so that these see other numbers of rows each time; one of them may see none."""
+    """Each row goes to one of the layers, so that these see other numbers of rows each time."""
     assert isinstance(net, nn.Sequential)
     x, num_experts = batch(seed, 320), len(net) // 2
     open_ones = choose.sample(range(num_experts), choose.randint(2, num_experts))

@@ -1,8 +1,8 @@
-"""Which turn of a loop an op belongs to, where its operands do not say: anchors.
+"""Which turn of a loop an op belongs to, where its operands do not say: turn variables.
 
 Going back through a loop, the first ops of each turn use what all turns share: a parameter, the gradients of all
 outputs. What tells the turns apart comes a few ops later: an activation that one turn alone has saved. That is the
-*anchor* of these ops. If a step has left out the op that makes it, it will leave them out, too.
+*turn variable* of these ops. If a step has left out the op that makes it, it will leave them out, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ooc.tracing.call_sites import is_of_backward
 _MOST_USES = 8
 """A variable with more uses is of no one turn."""
 _REACH = 32
-"""So many ops that touch variables, at most, come before an anchor's use."""
+"""So many ops that touch variables, at most, come before a turn variable's use."""
 
 V = TypeVar("V", bound=Hashable)
 
@@ -27,10 +27,10 @@ def repeated(funcs: Sequence[Any], operands: Sequence[Sequence[V]]) -> set[tuple
     return {call for call, count in counts.items() if count > 1}
 
 
-def find_anchors(
+def turn_variables(
     funcs: Sequence[Any], operands: Sequence[Sequence[V]], places: Sequence[str], births: Mapping[V, int]
 ) -> list[V | None]:
-    """For each op of a backward pass its anchor: a variable that was made going forward, and that a next op uses.
+    """For each op of a backward pass its turn variable: one that was made going forward, and that a next op uses.
 
     Args:
         funcs: Per op, what it calls.
@@ -39,13 +39,13 @@ def find_anchors(
         births: The op in which, or before which, a variable is born; of those that are.
 
     Returns:
-        None for an op that uses what few ops use, and so needs no anchor, for one that touches nothing, for one that
+        None for an op that uses what few ops use, and so needs none, for one that touches nothing, for one that
         has none, for one that comes several times in a turn, and for those of forward passes.
     """
     num_uses = Counter(v for used in operands for v in set(used))
     are_backward = [is_of_backward(place) for place in places]
     found: list[V | None] = [None] * len(operands)
-    waiting: list[tuple[int, int]] = []  # ops without an anchor so far, and how many that touch variables came before
+    waiting: list[tuple[int, int]] = []  # ops without one so far, and how many that touch variables came before
     num_touching = 0
     for index, used in enumerate(operands):
         if not used or not are_backward[index]:
