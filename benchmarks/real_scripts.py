@@ -52,6 +52,7 @@ SCRIPTS = (
     Script(name="nanogpt", budget="9MiB"),
     Script(name="skipped_layers", budget="44MiB"),
     Script(name="packed_gru", budget="19MiB"),
+    Script(name="seq2seq", budget="24MiB"),
     Script(name="episodes", budget="9984KiB"),
     Script(name="hf_trainer", budget="12MiB", needs=("transformers", "accelerate")),
     Script(name="hf_resumed", budget="12MiB", needs=("transformers", "accelerate")),
