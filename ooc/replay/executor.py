@@ -13,6 +13,7 @@ that the plan does not use. Ordering rules (DESIGN.md section 10):
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ooc.errors import StoreFailed
 from ooc.memory.no_room import NoRoom
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
@@ -215,7 +217,12 @@ class Executor:
             return False
         if not self._border.cross(executable):
             return False
-        self._bindings.pass_on(executable)
+        try:
+            self._bindings.pass_on(executable)
+        except BaseException:  # a write has failed: what comes next is to find a plan that is whole, or none
+            with contextlib.suppress(StoreFailed):
+                self.bail_out("passing on to the next step has failed", is_over=True)
+            raise
         self.acts.prune()
         if self._trials.installed is not executable.trials:
             self._install(executable)

@@ -26,8 +26,16 @@ def hashes(run: subprocess.CompletedProcess[str]) -> list[str]:
     return sorted(line for line in run.stdout.splitlines() if line.startswith("rank "))
 
 
+def in_core() -> list[str]:
+    """Hashes without ooc. On a busy machine PyTorch itself may abort when its processes end: then once more."""
+    run = torchrun(_SCRIPT)
+    for _ in range(2):
+        run = torchrun(_SCRIPT) if run.returncode else run
+    return hashes(run)
+
+
 def test_each_rank_trains_within_its_own_budget_to_the_same_bits(tmp_path: Path) -> None:
-    expected = hashes(torchrun(_SCRIPT))
+    expected = in_core()
     report = tmp_path / "run.json"
     found = hashes(torchrun("-m", "ooc", "run", "--budget", "2MiB", "--report", str(report), _SCRIPT))
     assert len(expected) == 2
