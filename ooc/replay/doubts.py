@@ -42,9 +42,7 @@ class Doubts:
         return op in self._doubted
 
     def _find(self, observed: Observed) -> None:
-        births = StepBirths(observed)
-        born = {v: op for op, there in enumerate(births.between) for v in there}
-        born |= {v: op for op, there in enumerate(births.inside) for v in there}
+        born = StepBirths(observed).by_variable()
         places = [op.where for op in observed.trace.ops]
         variables = turn_variables(observed.funcs, observed.occurrences, places, born)
         turns = repeated(observed.funcs, observed.occurrences)

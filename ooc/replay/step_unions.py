@@ -283,7 +283,6 @@ class StepUnion:
             if variable.death is not None:
                 op, phase = variable.death
                 deaths.setdefault((op.place if op is not None else -1, phase), []).append(variable)
-        sizes = self._sizes()
         births: dict[UnionVariable, int] = {}
         dies: dict[UnionVariable, int] = {}
         made: list[Op] = []
@@ -319,7 +318,7 @@ class StepUnion:
             )
         variables = tuple(
             Variable(
-                nbytes=sizes[v.index][0],
+                nbytes=nbytes,
                 birth_tick=births.get(v),
                 death_tick=dies.get(v),
                 becomes=self._becomes(v),
@@ -327,7 +326,7 @@ class StepUnion:
                 kind=v.kind,
                 label=v.label,
             )
-            for v, (nbytes, varies) in zip(self.variables, self._sizes(), strict=True)
+            for v, (nbytes, _) in zip(self.variables, self._sizes(), strict=True)
         )
         return Observed(
             trace=Trace(ops=tuple(made), variables=variables, num_ticks=tick + 1, cyclic=True),

@@ -155,6 +155,10 @@ class StepBirths:
             op, is_inside = self._place(tick)
             (self.inside[op] if is_inside else self.between[op + 1]).append(index)
 
+    def by_variable(self) -> dict[int, int]:
+        """Of each variable that is born in the step, the op in which, or before which, that is."""
+        return {v: op for places in (self.between, self.inside) for op, there in enumerate(places) for v in there}
+
     def _place(self, tick: int) -> tuple[int, bool]:
         """The op in which, or after which, this tick comes (-1: before the first); whether in it."""
         op = bisect_right(self._trace.op_starts, tick) - 1

@@ -31,10 +31,8 @@ class UnionTurns:
         self._ours |= repeated(funcs, operands)
         self._observed = observed
         self._theirs = repeated(observed.funcs, observed.occurrences)
-        there = {v: op for op, made in enumerate(births.between) for v in made}
-        there |= {v: op for op, made in enumerate(births.inside) for v in made}
         places = [op.where for op in observed.trace.ops]
-        self._variables = turn_variables(observed.funcs, observed.occurrences, places, there)
+        self._variables = turn_variables(observed.funcs, observed.occurrences, places, births.by_variable())
 
     def __repr__(self) -> str:
         return f"<UnionTurns: {len(self._places)} in the union>"
