@@ -23,12 +23,11 @@ class UnionPlans:
     Args:
         sequences: Learns the steps that are like others.
         is_on: Whether there are unions at all.
-        may_vary: Whether sizes may differ, too.
     """
 
-    def __init__(self, sequences: Sequences, *, is_on: bool = True, may_vary: bool = True) -> None:
+    def __init__(self, sequences: Sequences, *, is_on: bool = True) -> None:
         self._sequences = sequences
-        self._unions = Unions(may_vary=may_vary)
+        self._unions = Unions()
         self._is_on = is_on
 
     def __repr__(self) -> str:

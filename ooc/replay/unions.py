@@ -46,15 +46,11 @@ class _Played:
 class Unions:
     """Keeps unions of the steps that were not like any other; steps and segments apart.
 
-    Args:
-        may_vary: Whether steps that differ in sizes, too, may be one.
-
     Attributes:
         forgotten: Those that are kept no more; for whoever has plans for them to empty.
     """
 
-    def __init__(self, *, may_vary: bool = True) -> None:
-        self._may_vary = may_vary
+    def __init__(self) -> None:
         self._unions: dict[str, StepUnion] = {}  # the one that grew last at the end
         self._unlike: deque[tuple[RecordedStep, int, bool, int]] = deque(maxlen=_NUM_UNLIKE)
         self._num_seen = self._num_made = self._num_periods = 0
@@ -140,7 +136,7 @@ class Unions:
         if not may_belong(latest.build()):
             return None
         union = self._union_of(alike, is_segment=is_segment, is_elastic=False)
-        if union is None and self._may_vary:
+        if union is None:
             union = self._union_of(alike, is_segment=is_segment, is_elastic=True)
         if union is None:
             return None
