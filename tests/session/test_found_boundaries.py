@@ -140,6 +140,7 @@ class _Proxy:
 
 
 def test_looking_for_an_optimizer_runs_no_code_of_others() -> None:
+    gc.collect()  # of an earlier test's optimizer, which would be found
     proxy, parameters = _Proxy(), weights()
     with ooc.Session("1MiB", plan_cache=False, step_boundary="optimizer") as session:
         for index in range(2):
