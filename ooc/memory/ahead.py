@@ -25,7 +25,8 @@ from vmm.store import StoreError
 _MOST_OPS_AHEAD = 64
 """So many ops ahead are looked at."""
 _LOADING_FRACTION = 4
-"""At most a quarter of the pool is on its way in."""
+"""At most a quarter of the pool is on its way in. It is looked for more as soon as that is half of it: to find out what
+comes next, and what goes for it, takes as long for many as for one."""
 _WRITING_FRACTIONS = 4, 64
 """Between a quarter and a sixty-fourth of the pool is written behind: the more, the more often somebody had to wait for
 a write of late. With a quarter at all times, a fifth of what was written was freed, or written anew, before it had to
@@ -128,8 +129,10 @@ class Ahead:
         manager, foresight = self._manager, self._manager.foresight
         if not manager.is_host or self._has_failed or foresight.reference() is None:
             return
-        left = manager.num_chunks // _LOADING_FRACTION
-        left -= sum(manager.chunks_of(record.nbytes) for record in loading.values())
+        most = manager.num_chunks // _LOADING_FRACTION
+        left = most - sum(manager.chunks_of(record.nbytes) for record in loading.values())
+        if 2 * left < most:
+            return
         by_serial = {record.serial: record for record in manager.records.values()}
         victims: Iterator[tuple[VariableRecord, int]] | None = None
         for later, serial in foresight.upcoming(index, _MOST_OPS_AHEAD):

@@ -16,6 +16,10 @@ MOST_FRACTION = 0.15
 """Where things have to move, so much of the time so far, once `FREE_SEQUENCES` were learned. A mixture of experts whose
 sizes lay about the threshold was never alike twice, and learning took half of each step."""
 FREE_SEQUENCES = 64
+FREE_S = 4.0
+"""So long the first sequences may take together, whatever part of the time that is; beyond, `FREE_FRACTION` of it.
+Where LBFGS's history grows, each step has a turn of a loop more, and comparing 9,000 ops took a third of the time."""
+FREE_FRACTION = 0.25
 _CALM_PERIODS = 4
 """Periods in a row that had to move nothing before all is taken to fit: an evaluation may move what steps do not."""
 _LONGEST_PAUSE = 64
@@ -68,8 +72,8 @@ class LearningBudget:
 
     A plan saves waiting for what is moved. Where nothing had to be moved for some periods it only saves a few
     microseconds an op, so learning may take a small part of the time so far. As soon as anything moves for want of
-    room, learning may take a larger part of the time, and any at first: the more, the more of the ops are planned for
-    it. What plans themselves move says nothing: layers skipped at random left a plan in each step, and each time what
+    room, learning may take a larger part of the time, and a yet larger one at first: the more, the more of the ops are
+    planned for it. What plans themselves move says nothing: layers skipped at random left a plan in each step, and each time what
     had outlived it was evicted, at four times the memory that the step needs.
 
     Plans that take longer to enter than they save until they are left are entered less and less often; so are all that
@@ -136,7 +140,9 @@ class LearningBudget:
         """Whether to learn from the period that ends."""
         if self.everything_fits:
             return self._is_within(LEARNING_FRACTION)
-        if not self._is_limited or self._num_learned < FREE_SEQUENCES:
+        if not self._is_limited:
+            return True
+        if self._num_learned < FREE_SEQUENCES and (self._spent_s < FREE_S or self._is_within(FREE_FRACTION)):
             return True
         return self._is_within(max(MOST_FRACTION * min(2 * self._planned_share, 1.0), _LEAST_FRACTION))
 

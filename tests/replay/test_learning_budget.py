@@ -9,7 +9,14 @@ from torch import nn
 import ooc
 from ooc.memory.counters import Counters
 from ooc.replay import unions
-from ooc.replay.learning_budget import FREE_SEQUENCES, LEARNING_FRACTION, MOST_FRACTION, LearningBudget
+from ooc.replay.learning_budget import (
+    FREE_FRACTION,
+    FREE_S,
+    FREE_SEQUENCES,
+    LEARNING_FRACTION,
+    MOST_FRACTION,
+    LearningBudget,
+)
 
 
 class _Clock:
@@ -87,13 +94,25 @@ def test_where_something_moves_an_op_on_a_plan_saves_a_part_of_the_time_that_ops
 
 def test_where_something_moves_learning_takes_its_share_after_so_many_sequences() -> None:
     clock = _Clock()
-    learning = LearningBudget(Counters(), is_limited=True, clock=clock)
+    learning, each_s = LearningBudget(Counters(), is_limited=True, clock=clock), FREE_S / (2 * FREE_SEQUENCES)
     for _ in range(FREE_SEQUENCES):
         assert learning.may_learn()
         with learning.spending():
-            clock.now += 1.0
+            clock.now += each_s
     assert not learning.may_learn()
-    clock.now = FREE_SEQUENCES / MOST_FRACTION
+    clock.now = FREE_SEQUENCES * each_s / MOST_FRACTION
+    assert learning.may_learn()
+
+
+def test_the_first_sequences_take_a_larger_share_and_not_all_the_time() -> None:
+    clock = _Clock()
+    learning = LearningBudget(Counters(), is_limited=True, clock=clock)
+    for _ in range(2):
+        assert learning.may_learn()
+        with learning.spending():
+            clock.now += FREE_S / 2
+    assert not learning.may_learn()
+    clock.now = FREE_S / FREE_FRACTION
     assert learning.may_learn()
 
 
@@ -186,18 +205,21 @@ def test_without_limits_the_clock_decides_nothing() -> None:
     assert learning.may_enter(_Plan())
 
 
-def _train(num_steps: int, shrink_at: int | None, num_learned: int = 0) -> tuple[list[float], list[str]]:
-    """Losses, and why each step was not planned. Where everything fits, nothing at all may be learned."""
+def _train(num_steps: int, shrink_at: int | None, spent_s: float = 0.0) -> tuple[list[float], list[str]]:
+    """Losses, and why each step was not planned. Where everything fits, nothing at all may be learned.
+
+    When the budget shrinks, so many seconds were spent on learning.
+    """
     torch.manual_seed(0)
     with ooc.Session("16MiB", step_boundary="optimizer", plan_cache=False, background_planning=True) as session:
         session.engine.cycle._learning._spent_s = 1e9
-        session.engine.cycle._learning._num_learned = num_learned
         model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.ReLU())))
         optimizer = torch.optim.Adam(model.parameters())
         losses = []
         for index in range(num_steps):
             if index == shrink_at:
                 session.set_budget("2MiB")
+                session.engine.cycle._learning._spent_s = spent_s
             loss = model(torch.full((32, 256), index / 10)).square().mean()
             for _ in range(max(12 - index, 0)):  # the first ones are all different
                 loss = loss * 1.5
@@ -221,7 +243,7 @@ def test_steps_that_fit_are_not_planned_and_those_that_no_longer_do_are() -> Non
 
 def test_steps_that_nobody_may_learn_from_run_on_demand_in_little_memory() -> None:
     roomy, _ = _train(16, None)
-    tight, why = _train(16, 0, num_learned=FREE_SEQUENCES)
+    tight, why = _train(16, 0, spent_s=1e9)
     assert roomy == tight
     assert not any(cause.startswith("planned") for cause in why)
 
