@@ -513,7 +513,7 @@ class ExecutablePlan:
             return []
         changes: dict[int, VariableRecord] = {}
         for index, address in zip(expected, addresses, strict=True):
-            if int(self.variable_address[index]) == address:
+            if self.variable_alive[index] and int(self.variable_address[index]) == address:
                 continue
             variable, record = self.variables[index], records.get(address)
             if record is None or variable.is_born or variable.is_persistent or not variable.has_room(record.nbytes):

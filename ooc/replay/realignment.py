@@ -82,7 +82,8 @@ class Realignment:
         self, executable: ExecutablePlan, index: int, addresses: Sequence[int], changed: Iterable[int]
     ) -> bool:
         """Note what an op changes that has not all operands of the next planned one. Whether it may be that now."""
-        planned = iter([int(executable.variable_address[variable]) for variable in executable.occurrences[index]])
+        alive = [variable for variable in executable.occurrences[index] if executable.variable_alive[variable]]
+        planned = iter([int(executable.variable_address[variable]) for variable in alive])
         known = [address for address in addresses if executable.record_at(address) is not None]
         if not addresses or not all(address in planned for address in known):
             return False  # of those that it does not know, only what was allocated beside it will be let pass

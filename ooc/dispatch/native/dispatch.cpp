@@ -218,6 +218,7 @@ PyObject* dispatcher_install(PyObject* object, PyObject* positional) {
   self->ops = reinterpret_cast<const PlanOp*>(ops);
   self->uses = reinterpret_cast<const uint32_t*>(uses);
   self->variable_address = reinterpret_cast<const uint64_t*>(variable_address);
+  self->variable_alive = reinterpret_cast<const uint8_t*>(alive);
   self->op_start_ns = reinterpret_cast<int64_t*>(start_ns);
   self->op_stop_ns = reinterpret_cast<int64_t*>(stop_ns);
   self->num_ops = num_ops;

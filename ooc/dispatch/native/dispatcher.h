@@ -69,7 +69,8 @@ struct Dispatcher {
   PyObject *funcs, *calls, *buffers;
   const PlanOp* ops;
   const uint32_t* uses;
-  const uint64_t* variable_address;
+  const uint64_t* variable_address;  // what it says of a variable that is not alive is another's, maybe its successor's
+  const uint8_t* variable_alive;
   PyObject* schema_bytes;  // owns `schemas`
   const void* const* schemas;  // of each op that may be played without Python; null: of none
   int64_t* op_start_ns;

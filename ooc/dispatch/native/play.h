@@ -27,7 +27,7 @@ class Expected {
   bool operator()(uint64_t address) {
     has_any_ = true;
     uint32_t next = next_;
-    while (next < stop_ && self_->variable_address[self_->uses[next]] != address) ++next;
+    while (next < stop_ && !is_at(self_->uses[next], address)) ++next;
     if (next == stop_) return is_met_ = self_->acts != nullptr && self_->acts->meets_stranger(address);
     has_skipped_ = has_skipped_ || next != next_;
     next_ = next + 1;
@@ -35,6 +35,10 @@ class Expected {
   }
 
  private:
+  bool is_at(uint32_t variable, uint64_t address) const {
+    return self_->variable_address[variable] == address && self_->variable_alive[variable] != 0;
+  }
+
   const Dispatcher* self_;
   uint32_t next_, stop_, flags_;
   bool has_any_ = false, has_skipped_ = false;
