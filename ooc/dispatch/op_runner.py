@@ -220,7 +220,7 @@ class OpRunner:
             occurrences = self._dispatcher.occurrences(args, kwargs or {})
             record = OpRecord(
                 func=func,
-                where=self._call_sites.of_this_op(),
+                **self._call_sites.place_of_this_op(),
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs or {})),
                 landed=self.collectives.take_landed(index),
@@ -388,7 +388,7 @@ class OpRunner:
                 used_ns += 1
             op = OpRecord(
                 func=func,
-                where=self._call_sites.of_this_op(),
+                **self._call_sites.place_of_this_op(),
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs)),
                 landed=self.collectives.take_landed(recorder.num_ops),

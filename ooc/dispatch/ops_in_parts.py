@@ -335,7 +335,7 @@ class OpsInParts:
             )
         op = OpRecord(
             func=func,
-            where=self._recording.call_sites.of_this_op(),
+            **self._recording.call_sites.place_of_this_op(),
             occurrences=self._dispatcher.occurrences(args, kwargs),
             written=self._dispatcher.operands(*ops.written_values(func, tuple(args), dict(kwargs))),
         )

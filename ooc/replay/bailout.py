@@ -78,7 +78,7 @@ def recorder_so_far(
     address, changes = executable.variable_address.tolist(), list(executable.readdressed)
     durations_ns = (executable.op_stop_ns[:num_ops] - executable.op_start_ns[:num_ops]).tolist()
     variables, ops = executable.variables, []
-    omitted = set(executable.omitted)
+    omitted, nodes, forward = set(executable.omitted), executable.op_nodes.tolist(), executable.observed.forward
     for index in reversed(range(num_ops)):
         while changes and changes[-1][0] > index:  # back to the addresses that the op has seen
             _, variable, before = changes.pop()
@@ -88,6 +88,7 @@ def recorder_so_far(
         op = executable.trace.ops[index]
         launched, is_held, landed = executable.flights[index] or ((), False, ())
         written, births = [], []
+        source = forward[index] if forward else -1
         for use in op.uses:
             if not use.reads:
                 if variables[use.variable].evictable:
@@ -100,6 +101,7 @@ def recorder_so_far(
             OpRecord(
                 func=executable.funcs[index],
                 where=op.where,
+                node=nodes[index] if source < 0 else 0 if source in omitted else -nodes[source],
                 occurrences=[address[r] for r in executable.occurrences[index]],
                 written=written,
                 results=births,

@@ -42,6 +42,9 @@ class Doubts:
         return op in self._doubted
 
     def _find(self, observed: Observed) -> None:
+        for op, forward in enumerate(observed.forward):
+            if forward >= 0 and observed.occurrences[op] and observed.occurrences[forward]:
+                self._of_turn.setdefault(forward, []).append(op)
         born = StepBirths(observed).by_variable()
         places = [op.where for op in observed.trace.ops]
         variables = turn_variables(observed.funcs, observed.occurrences, places, born)
@@ -49,6 +52,8 @@ class Doubts:
         for op, variable in enumerate(variables):
             if variable is None or variable in observed.replaceable:
                 continue
+            if observed.forward and observed.forward[op] >= 0:
+                continue  # that is certain
             if (observed.funcs[op], observed.occurrences[op]) in turns:
                 self._of_turn.setdefault(born[variable], []).append(op)
 

@@ -309,6 +309,7 @@ class ExecutablePlan:
         self.variable_nbytes: npt.NDArray[np.uint64] = np.zeros(num_variables, dtype=np.uint64)
         self.op_start_ns: npt.NDArray[np.int64] = np.zeros(max(self.num_ops, 1), dtype=np.int64)
         self.op_stop_ns: npt.NDArray[np.int64] = np.zeros(max(self.num_ops, 1), dtype=np.int64)
+        self.op_nodes: npt.NDArray[np.int64] = np.zeros(max(self.num_ops, 1), dtype=np.int64)
         self._ops = np.zeros(max(self.num_ops, 1), dtype=PLAN_OP_DTYPE)
         uses: list[int] = []
         allocs: list[tuple[int, int, int, int, int]] = []
@@ -408,6 +409,7 @@ class ExecutablePlan:
             self.variable_address.ctypes.data,
             self.op_start_ns.ctypes.data,
             self.op_stop_ns.ctypes.data,
+            self.op_nodes.ctypes.data,
             self.num_ops,
             (self.before, self.variable_alive.ctypes.data, self._deaths.ctypes.data, self._num_deaths.ctypes.data),
         )
@@ -437,10 +439,11 @@ class ExecutablePlan:
         return all(v.serial == serials.get(v.index) for v in self.variables if v.is_persistent)
 
     def places_of(self, func: Any) -> Sequence[int]:
-        """The ops that call this, in order."""
+        """The ops that call this and are no bystanders, in order."""
         if not self._places:
-            for index, each in enumerate(self.funcs):
-                self._places.setdefault(each, []).append(index)
+            for index in range(self.num_ops):
+                if not self.is_bystander(index):
+                    self._places.setdefault(self.funcs[index], []).append(index)
         return self._places.get(func, ())
 
     def is_born_before(self, variable: PlanVariable, op: int) -> bool:

@@ -135,7 +135,7 @@ class Omissions:
         candidates = places[start : start + _MOST_CANDIDATES]
         for index in sorted(candidates, key=executable.doubts.__contains__):  # those without doubts first
             stand_ins = self._compare(executable, index, addresses)
-            if stand_ins is None or (not addresses and executable.is_bystander(index)):
+            if stand_ins is None:
                 continue
             where = place() if where is None else where
             is_sure = len(stand_ins) < len(set(addresses))  # an operand is as planned

@@ -25,6 +25,8 @@ _MOST_OF_OTHER_SIZES = 0.02
 _MOST_GROWTH = 3.0
 """A union is at most so many times as long as the longest step in it: beyond that, its steps have no common order."""
 _MOST_OPS = 1 << 15
+_MOST_STEP_OPS = 1 << 14
+"""To compare longer steps takes seconds: three layers of GRU over packed sequences, 25,000 ops of 0.5 s."""
 _MOST_VERSIONS = 32
 """A plan that was made beside training may be for one of the latest so many, and what was born in it is known."""
 _MOST_FAMILIES = 8
@@ -32,9 +34,9 @@ _MOST_FAMILIES = 8
 
 
 def may_belong(observed: Observed) -> bool:
-    """Whether a step may belong to any union: it has ops, but no collectives, and none that ran in parts."""
+    """Whether a step may belong to any union: it has ops, not too many, no collectives, and none that ran in parts."""
     is_whole = not any(observed.flights) and all(apart is None for apart in observed.sliced)
-    return is_whole and bool(observed.funcs)
+    return is_whole and 0 < len(observed.funcs) <= _MOST_STEP_OPS
 
 
 class StepUnion:
@@ -341,6 +343,7 @@ class StepUnion:
             grad_mode=self._grad_mode,
             num_alive=self._num_alive,
             replaceable=frozenset(v.index for v in self.variables if v.is_replaceable),
+            forward=tuple(op.forward.place if op.forward is not None else -1 for op in self._ops),
         )
 
     @property

@@ -139,3 +139,28 @@ def _ages(ops: Sequence[UnionOp]) -> list[int]:
         present = each if each is not None else present
         found.append(present)
     return found
+
+
+def interleaved(union: Sequence[UnionOp], found: Sequence[UnionOp], are_new: Sequence[bool]) -> list[UnionOp]:
+    """A union's ops, and a step's new ones among them.
+
+    Args:
+        union: The union's ops, at their places.
+        found: The step's, in order: the union's, and new ones.
+        are_new: Which of the step's are new.
+    """
+    ops: list[UnionOp] = []
+    at, run = 0, list[UnionOp]()
+    forward = Forward(ops)
+    ages = [age(op) for op, is_new in zip(found, are_new, strict=True) if not is_new]
+    before, after = latest_known(ages), latest_known(ages[::-1])[::-1]
+    number = 0
+    for op, is_new in zip(found, are_new, strict=True):
+        if is_new:
+            run.append(op)
+            continue
+        ops += in_order(union[at : op.place], run, before[number], after[number], forward)
+        ops.append(op)
+        forward.note()
+        at, run, number = op.place + 1, [], number + 1
+    return ops + in_order(union[at:], run, before[number], after[number], forward)

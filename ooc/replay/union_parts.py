@@ -119,6 +119,7 @@ class UnionOp:
         inside: Variables born in it, in order.
         place: Which op of the union it is.
         equal: Operands and what was born in it that had one size, in some step this one.
+        forward: Of an op of a backward pass, the one whose gradient it is a part of; None: none, or nobody knows.
     """
 
     func: Any
@@ -131,6 +132,7 @@ class UnionOp:
     inside: list[UnionVariable] = field(default_factory=list)
     place: int = -1
     equal: dict[tuple[UnionVariable, UnionVariable], int] = field(default_factory=dict)
+    forward: UnionOp | None = None
 
     @property
     def is_bystander(self) -> bool:
@@ -180,3 +182,19 @@ def later(
     if one is None or other is None:
         return None
     return max(one, other, key=lambda death: (death[0].place if death[0] is not None else -1, death[1]))
+
+
+def outlive_uses(ops: Sequence[UnionOp]) -> None:
+    """No variable is freed before an op that uses it."""
+    for op in ops:
+        for variable in op.operands:
+            death = variable.death
+            if death is not None and (death[0].place if death[0] is not None else -1) < op.place:
+                variable.death = op, FreePhase.AFTER
+
+
+def is_born_later(one: UnionVariable, other: UnionVariable) -> bool:
+    """Of two that are born in a step, whether the first one is so after the other."""
+    assert one.birth is not None
+    assert other.birth is not None
+    return one.birth.place > other.birth.place

@@ -14,10 +14,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
-from ooc.replay.union_order import Forward, age, in_order, latest_known, longest_ascent
-from ooc.replay.union_parts import FreePhase, StepBirths, UnionOp, UnionVariable, later
+from ooc.replay.union_order import interleaved, longest_ascent
+from ooc.replay.union_parts import FreePhase, StepBirths, UnionOp, UnionVariable, is_born_later, later, outlive_uses
 from ooc.replay.union_turns import UnionTurns
 from ooc.tracing.call_sites import is_of_backward, may_be_one_place
 from ooc.tracing.observed import Observed
@@ -85,8 +86,10 @@ class UnionWalk:
         self._starting = starting
         self._births = StepBirths(observed)
         self._places: dict[Any, list[int]] = {}
+        self._places_of: dict[tuple[Any, UnionOp | None], list[int]] = {}  # of one op's gradient
         for op in ops:
             self._places.setdefault(op.func, []).append(op.place)
+            self._places_of.setdefault((op.func, op.forward), []).append(op.place)
         self._touching = [op.place for op in ops if not op.is_bystander]
         self._coming = [i for i in range(len(observed.funcs)) if self._touches(i)]
         self._turns = UnionTurns(ops, observed, self._births)
@@ -100,6 +103,7 @@ class UnionWalk:
         self.found: list[UnionOp] = []
         self._is_new: list[bool] = []
         self._changed: dict[UnionOp, tuple[UnionVariable, ...]] = {}
+        self._written: list[tuple[UnionOp, list[UnionVariable]]] = []
         self._added: list[tuple[list[UnionVariable], UnionVariable]] = []
         self._stood_in: list[tuple[int, UnionOp, UnionVariable, UnionVariable]] = []
         self._not_born: list[UnionVariable] = []
@@ -147,7 +151,7 @@ class UnionWalk:
                 upcoming.pop()
             stop = fixed[upcoming[-1]] if upcoming else len(self._ops)
             match: _Match | None = None
-            if index in fixed:
+            if index in fixed and self._may_be_of(index, self._ops[fixed[index]]):
                 match = self._compare(index, self._ops[fixed[index]])
             match = match or self._find(index, func, place, stop)
             if match is None:
@@ -223,15 +227,12 @@ class UnionWalk:
 
     def _find(self, index: int, func: Any, place: int, stop: int) -> _Match | None:
         """The next op of the union, from one on and before another, that an op of the step may be."""
-        places: Sequence[int] = self._places.get(func, ())
         is_of_new = self._belongs_to_new(index, place)
         role = self._turns.role(index, self.roles)
         if role is not None and role.birth is not None and role.birth.place < 0:
             return None  # of a turn that the union does not have
-        places = self._turns.places(func, role) or places
-        start = bisect_left(places, place)
         first_touching = bisect_left(self._touching, place)
-        for candidate in places[start : start + _MOST_CANDIDATES]:
+        for candidate in self._candidates(index, func, place, role):
             if candidate >= stop:
                 break
             if not may_be_one_place(self._ops[candidate].where, self._observed.trace.ops[index].where):
@@ -245,6 +246,29 @@ class UnionWalk:
             if not is_jump or match.is_exact or self._agrees(index, candidate):
                 return match
         return None
+
+    def _forward(self, index: int) -> UnionOp | None:
+        """Whose gradient an op of the step is a part of; None: nobody's, or nobody knows."""
+        place = self._observed.forward[index] if self._observed.forward else -1
+        return self.found[place] if place >= 0 else None
+
+    def _may_be_of(self, index: int, op: UnionOp) -> bool:
+        """Whether an op of the step and one of the union may be parts of one op's gradient: of one turn of a loop."""
+        forward = self._forward(index)
+        return forward is None or op.forward is None or op.forward is forward
+
+    def _candidates(self, index: int, func: Any, place: int, role: UnionVariable | None) -> Sequence[int]:
+        """The places of the union, from one on, at which an op of the step may be found."""
+        forward = self._forward(index)
+        tables: tuple[Sequence[int], ...]
+        if forward is not None:  # of another turn's gradient it is no part
+            known, unknown = self._places_of.get((func, forward), ()), self._places_of.get((func, None), ())
+            tables = known, unknown if self._touches(index) else ()
+        else:
+            tables = (self._turns.places(func, role) or self._places.get(func, ()),)
+        starts = [bisect_left(places, place) for places in tables]
+        found = [places[start : start + _MOST_CANDIDATES] for places, start in zip(tables, starts, strict=True)]
+        return found[0] if len(found) == 1 else sorted(chain(*found))
 
     def _agrees(self, index: int, place: int) -> bool:
         """Whether what comes after an op of the step is what comes after one of the union."""
@@ -275,7 +299,7 @@ class UnionWalk:
             elif self._may_stand_in(variable, role, op):
                 roles[other] = variable
                 operands.append(variable)
-            elif role.is_born and variable.is_born and (role.is_new or _is_born_later(role, variable)):
+            elif role.is_born and variable.is_born and (role.is_new or is_born_later(role, variable)):
                 is_changed = is_changed or self._replaced.get(variable) is not role
                 # In a step that has both, it is this one.
                 operands.append(role)
@@ -359,12 +383,20 @@ class UnionWalk:
                     self._taken.discard(before)
                     self._stood_in.append((other, op, before, variable))
                 self._note_role(other, variable)
+        self._note_written(index, op)
         self._pair(self._births.between[index], op.between, op)
         self._pair(self._births.inside[index], op.inside, op)
         if match.operands != op.operands:
             self._changed[op] = match.operands
             if len(match.operands) == len(op.operands):
                 self._replaced.update(zip(op.operands, match.operands, strict=True))
+
+    def _note_written(self, index: int, op: UnionOp) -> None:
+        """Note what an op changes, as which it does so: by the end of the step that may stand in for something else."""
+        uses = self._observed.trace.ops[index].uses
+        written = [self.roles[use.variable] for use in uses if use.reads and use.writes]
+        if written:
+            self._written.append((op, written))
 
     def _pair(self, born: Sequence[int], there: list[UnionVariable], op: UnionOp) -> None:
         """What the step has born at a place, with what the union has there: of one size, in order."""
@@ -399,6 +431,7 @@ class UnionWalk:
     def _new_op(self, index: int, func: Any) -> UnionOp:
         traced = self._observed.trace.ops[index]
         op = UnionOp(func=func, name=traced.name, where=traced.where, duration_ns=traced.duration_ns)
+        op.forward = self._forward(index)
         for born, there in ((self._births.between[index], op.between), (self._births.inside[index], op.inside)):
             for other in born:
                 self.roles[other] = self._new_variable(other, op)
@@ -430,7 +463,7 @@ class UnionWalk:
 
     def carry_out(self, tail: UnionOp) -> list[UnionOp]:
         """Add to the union what it lacks. Its ops, in order; `tail` stands for the end of the step."""
-        ops = self._interleaved()
+        ops = interleaved(self._ops, self.found, self._is_new)
         for place, op in enumerate((*ops, tail)):
             op.place = place
         for there, variable in self._added:
@@ -438,15 +471,14 @@ class UnionWalk:
         for op, operands in self._changed.items():
             op.operands = operands
             op.written = {v for v in op.written if v in operands}
+        for op, written in self._written:
+            op.written.update(v for v in written if v in op.operands)
         self._pair_last(tail)
         self._pair_rest()
         for index, op in enumerate(self.found):
             traced = self._observed.trace.ops[index]
             op.duration_ns = min(op.duration_ns, traced.duration_ns)
-            for use in traced.uses:
-                if use.reads and use.writes and (role := self.roles.get(use.variable)) in op.operands:
-                    assert role is not None
-                    op.written.add(role)
+            op.forward = op.forward or self._forward(index)
         for other, traced_variable in enumerate(self._observed.trace.variables):
             variable = self._role(other)
             death = self._births.death(other, self.found)
@@ -455,7 +487,7 @@ class UnionWalk:
             variable.note_nbytes(traced_variable.nbytes, self._step)
             variable.num_seen += 1
         self._note_stand_ins()
-        self._outlive_uses(ops)
+        outlive_uses(ops)
         return ops
 
     def _note_stand_ins(self) -> None:
@@ -509,41 +541,7 @@ class UnionWalk:
             if (variable := next(free, None)) is not None:
                 self._note_role(other, variable)
 
-    @staticmethod
-    def _outlive_uses(ops: Sequence[UnionOp]) -> None:
-        """No variable is freed before an op that uses it."""
-        for op in ops:
-            for variable in op.operands:
-                death = variable.death
-                if death is not None and (death[0].place if death[0] is not None else -1) < op.place:
-                    variable.death = op, FreePhase.AFTER
-
-    def _interleaved(self) -> list[UnionOp]:
-        """The union's ops, and the step's new ones among them."""
-        ops: list[UnionOp] = []
-        at, run = 0, list[UnionOp]()
-        forward = Forward(ops)
-        common = [op for op, is_new in zip(self.found, self._is_new, strict=True) if not is_new]
-        ages = [age(op) for op in common]
-        before, after = latest_known(ages), latest_known(ages[::-1])[::-1]
-        number = 0
-        for op, is_new in zip(self.found, self._is_new, strict=True):
-            if is_new:
-                run.append(op)
-                continue
-            ops += in_order(self._ops[at : op.place], run, before[number], after[number], forward)
-            ops.append(op)
-            forward.note()
-            at, run, number = op.place + 1, [], number + 1
-        return ops + in_order(self._ops[at:], run, before[number], after[number], forward)
-
 
 def are_one_to_one(ours: Sequence[Hashable], theirs: Sequence[Hashable]) -> bool:
     """Whether in two rows of operands those are equal in one that are equal in the other."""
     return len(set(zip(ours, theirs, strict=True))) == len(set(ours)) == len(set(theirs))
-
-
-def _is_born_later(one: UnionVariable, other: UnionVariable) -> bool:
-    assert one.birth is not None
-    assert other.birth is not None
-    return one.birth.place > other.birth.place

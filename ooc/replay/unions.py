@@ -18,6 +18,9 @@ so many kinds, that is, by their ops. Sooner than for a sign that steps are to b
 _MOST_UNIONS = 4
 _MOST_MISSES = 16
 """Where recordings do not go together, so many at most are passed before it is tried again."""
+_ELASTIC = 1.1
+"""A union of steps that differ in sizes is one only if without it would have so many times as many ops: what uses
+another size would be there in all of them."""
 _MOST_LEFT = 4
 """So often in a row its plan may be left before its end, then the union is given up; its steps have no order."""
 _MOST_ALIKE = 8
@@ -135,11 +138,11 @@ class Unions:
         latest, older_than = alike[-1]
         if not may_belong(latest.build()):
             return None
-        union = self._union_of(alike, is_segment=is_segment, is_elastic=False)
-        if union is None:
-            union = self._union_of(alike, is_segment=is_segment, is_elastic=True)
-        if union is None:
+        unions = [self._union_of(alike, is_segment=is_segment, is_elastic=is_elastic) for is_elastic in (False, True)]
+        found = [union for union in unions if union is not None]
+        if not found:
             return None
+        union = min(found, key=lambda each: each.num_ops * (_ELASTIC if each is unions[1] else 1.0))
         union.note_latest(latest.build(), older_than)
         self._unlike.clear()
         key = f"union {self._num_made} of steps"

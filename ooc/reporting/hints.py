@@ -92,4 +92,8 @@ def hint(report: Mapping[str, Any]) -> str | None:
     if example.get("why"):
         text += f". For example: {example['why'].rstrip('.')}"
     needs = report.get("in_core_peak_nbytes", 0)
-    return f"{text}. With --budget {math.ceil(needs / MIB)}MiB nothing has to move" if needs else text
+    if not needs:
+        return text
+    return (
+        f"{text}. The nearer --budget is to {math.ceil(needs / MIB)}MiB, what its tensors take at once, the less moves"
+    )

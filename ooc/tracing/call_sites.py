@@ -16,6 +16,7 @@ import os
 import sys
 import weakref
 from types import CodeType, FrameType
+from typing import TypedDict
 
 import torch
 from torch import nn
@@ -34,6 +35,12 @@ _OWN_MODELS = os.path.join(_OWN, "models", "")
 _LIBRARIES = tuple(
     os.path.join(path, "") for path in (_OWN, *(os.path.dirname(m.__file__ or "") for m in (torch, vmm, scheduler)))
 )
+
+
+class _Place(TypedDict):
+    where: str
+    node: int
+
 
 _MAX_CODES = 10_000
 """Code objects remembered from one recording to the next; a program that makes new ones all the time has more."""
@@ -70,6 +77,8 @@ class CallSites:
         self._texts: dict[tuple[str, str], str] = {}
         self._forward: dict[int, str] = {}
         self._paths: dict[int, tuple[weakref.ref[nn.Module], dict[int, str]]] = {}
+        self.node = 0
+        """Of the op that was asked about last: `OpRecord.node`."""
 
     def __repr__(self) -> str:
         return f"<CallSites of {len(self._forward)} autograd nodes, {len(self._lines)} lines>"
@@ -102,13 +111,21 @@ class CallSites:
         if text is None:
             text = self._texts[key] = f"{path} ({line})" if path and line else path or line
         node = torch._C._current_autograd_node()
+        self.node = 0
         if node is None:
             # The op's own node, if it has one, is the youngest; the first op to come by made it.
-            self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, text)
+            self.node = torch._C._autograd._get_sequence_nr()
+            self._forward.setdefault(self.node - 1, text)
         elif is_backward:
-            forward = self._forward.get(node._sequence_nr())
+            number = node._sequence_nr()
+            self.node = -1 - number
+            forward = self._forward.get(number)
             return f"{_OF_BACKWARD} of {forward}" if forward else f"{_OF_BACKWARD} ({text})" if text else _OF_BACKWARD
         return text
+
+    def place_of_this_op(self) -> _Place:
+        """The call site and the node of the op that is being dispatched, as `OpRecord` has them."""
+        return {"where": self.of_this_op(), "node": self.node}
 
     def _walk(self, frame: FrameType | None) -> tuple[str, FrameType | None, FrameType | None, bool]:
         """The innermost line of user code, the innermost and outermost modules' calls; whether autograd called."""

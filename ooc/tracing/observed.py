@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ooc.memory.record import VariableRecord
-from ooc.tracing.recorded_ops import OpRecord
+from ooc.tracing.recorded_ops import OpRecord, forward_ops
 from scheduler.budget import smallest_num_chunks
 from scheduler.plan import Machine
 from scheduler.trace import Op, Trace, Use, Variable
@@ -41,6 +41,7 @@ class Observed:
         grad_mode: Whether gradients were enabled when its first op ran.
         num_alive: Variables that existed at the step's start, used or not.
         replaceable: Of a union of steps: variables for which others stand in where they were not made.
+        forward: Per op, `forward_ops`; empty where nobody has asked.
         known: What follows from the rest, once it was asked for; no part of what equals what.
     """
 
@@ -57,6 +58,7 @@ class Observed:
     grad_mode: bool = True
     num_alive: int = 0
     replaceable: frozenset[int] = frozenset()
+    forward: tuple[int, ...] = ()
     known: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
 
@@ -348,6 +350,7 @@ class TraceBuilder:
             origins=tuple(d.origin for d in self.drafts),
             grad_mode=self.grad_mode,
             num_alive=len(self.ranks),
+            forward=forward_ops(ops),
         )
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+Entry = tuple[Any, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bool, int]
+"""Op, call site, operands (with repeats), written, results, nanoseconds, replayable, node: as `OpRecord` has them."""
+
 
 class OpLog(Protocol):
     """Ops that ran on demand natively: native/op_log.h."""
@@ -15,10 +18,10 @@ class OpLog(Protocol):
     def detach(self) -> OpLog:
         """Take them as a log of their own, to which nothing is added."""
 
-    def entries(self) -> list[tuple[Any, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bool]]:
-        """Of a detached log, oldest first: op, call site, operands (with repeats), written, results, ns, replayable."""
+    def entries(self) -> list[Entry]:
+        """Of a detached log, oldest first."""
 
-    def entry(self, place: int) -> tuple[Any, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bool]:
+    def entry(self, place: int) -> Entry:
         """Of a detached log, one op's."""
 
     def operands(self, start: int) -> tuple[list[Any], list[tuple[int, Sequence[int]]]]:

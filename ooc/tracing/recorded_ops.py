@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ooc.memory.step_uses import Operands
-from ooc.tracing.op_log import OpLog
+from ooc.tracing.op_log import Entry, OpLog
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +30,8 @@ class OpRecord:
         replayable: Whether it may be run again later in the step.
         sliced: Of an op that ran in parts, addresses of operands that it reads in slices, wherever they are
             (`ooc.tracing.operand_marks`). None: it ran as a whole.
+        node: The number of the autograd node that it runs for, as -1 - number; going forward, one more than that of
+            the youngest node, which the first op with this number has made. 0: nobody knows.
     """
 
     func: Any
@@ -43,6 +45,7 @@ class OpRecord:
     landed: Sequence[int] = ()
     replayable: bool = False
     sliced: Sequence[int] | None = None
+    node: int = 0
 
 
 class RecordedOps:
@@ -156,8 +159,19 @@ class RecordedOps:
             self._num_in_parts += len(self._parts[-1])
 
 
-def _record(entry: tuple[Any, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bool]) -> OpRecord:
-    func, where, occurrences, written, results, duration_ns, replayable = entry
+def forward_ops(ops: Sequence[OpRecord]) -> tuple[int, ...]:
+    """For each op of a backward pass the op among these whose gradient it is a part of; -1: none, or nobody knows."""
+    made_by: dict[int, int] = {}
+    found = []
+    for index, op in enumerate(ops):
+        if op.node > 0:
+            made_by.setdefault(op.node, index)
+        found.append(made_by.get(-op.node, -1) if op.node < 0 else -1)
+    return tuple(found)
+
+
+def _record(entry: Entry) -> OpRecord:
+    func, where, occurrences, written, results, duration_ns, replayable, node = entry
     return OpRecord(
         func=func,
         where=where,
@@ -166,4 +180,5 @@ def _record(entry: tuple[Any, str, tuple[int, ...], tuple[int, ...], tuple[int, 
         results=results,
         duration_ns=duration_ns,
         replayable=replayable,
+        node=node,
     )

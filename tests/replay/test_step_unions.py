@@ -27,6 +27,10 @@ class Recorded:
     """A step of a residual network that has these layers: forward, backward and an update, parameter by parameter."""
 
     def __init__(self, layers: Sequence[int], *, state: int = 0, is_lifted: bool = False) -> None:
+        self._begin(state)
+        self._run(layers, is_lifted=is_lifted)
+
+    def _begin(self, state: int) -> None:
         self.ops: list[OpRecord] = []
         self.events: list[Event] = []
         self.next = 10_000 + 1000 * state
@@ -34,6 +38,8 @@ class Recorded:
             100 + layer: StartVariable(nbytes=NBYTES, serial=layer, seen=True, kind="", label="", origin=None)
             for layer in range(NUM_LAYERS)
         }
+
+    def _run(self, layers: Sequence[int], *, is_lifted: bool) -> None:
         x = self.op("make", [], births=1)[0]
         inputs = {}
         for layer in layers:
@@ -198,3 +204,51 @@ def test_unions_begin_when_steps_are_unlike() -> None:
     assert keys[4] is not None
     assert unions.give_up(keys[4])
     assert not unions.has_any(is_segment=False)
+
+
+class Changing(Recorded):
+    """A step in which a list op changes two variables, between layers of which it has some."""
+
+    def __init__(self, *, before: bool, changes: bool, after: bool) -> None:
+        self._begin(0)
+        x = self.op("make", [], births=1)[0]
+        y, z = (self.op("linear", [x, 100 + layer], births=1)[0] for layer in range(2))
+        if before:
+            x = self._through(x, 2)
+        z = self._through(self._through(z, 3), 4)
+        if changes:
+            self.op("mul_", [x, y], written=[x, y])
+        z = self._through(z, 5)
+        if after:
+            x = self._through(x, 6)
+        x = self._through(x, 7)
+        self.op("loss", [x, y, z], births=1)
+        self.free(x, y, z)
+
+    def _through(self, x: int, layer: int) -> int:
+        (y,) = self.op("linear", [x, 100 + layer], births=1, where=f"layer {layer}")
+        self.free(x)
+        return y
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_a_step_changes_is_changed_in_the_union(seed: int) -> None:
+    """A variable may stand in for another one further on: what an op changes is what that is there."""
+    kinds, choose = [(0, 1, 1), (1, 0, 1), (1, 1, 0)], random.Random(seed)
+    union: StepUnion | None = None
+    num_checked = 0
+    for _ in range(12):
+        before, changes, after = map(bool, choose.choice(kinds))
+        observed = Changing(before=before, changes=changes, after=after).observed()
+        if union is None:
+            union = StepUnion(observed, "union", older_than=NUM_LAYERS)
+            continue
+        walk = union.walk(observed)
+        assert walk is not None
+        union.add(observed, older_than=NUM_LAYERS, walk=walk)
+        for index, op in enumerate(walk.found):
+            written = {use.variable for use in observed.trace.ops[index].uses if use.reads and use.writes}
+            for variable, other in zip(op.operands, observed.occurrences[index], strict=True):
+                assert other not in written or variable in op.written
+                num_checked += other in written
+    assert num_checked > 0

@@ -322,3 +322,26 @@ def test_what_fails_while_ops_are_left_out_loses_nothing(fault: Exception, monke
     torch.manual_seed(0)
     assert failed
     assert found == program(failed)
+
+
+def test_backward_ops_are_known_by_their_forward_ops_also_after_a_bailout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each op of a backward pass says whose gradient it is a part of, the ones too that the plan has played."""
+    num_linked: list[tuple[int, int, int]] = []
+    finish = StepRecorder.finish
+
+    def noted(self: StepRecorder, end_records: Any) -> RecordedStep:
+        found = finish(self, end_records)
+        observed = found.build()
+        ops, linked = observed.trace.ops, [pair for pair in enumerate(observed.forward) if pair[1] >= 0]
+        for index, forward in linked:
+            place = ops[index].where
+            assert forward < index
+            assert place in (f"backward of {ops[forward].where}", "backward") or place.startswith("backward (")
+        over_border = sum(forward < self.num_replayed <= index for index, forward in linked)
+        num_linked.append((len(linked), self.num_replayed, over_border))
+        return found
+
+    monkeypatch.setattr(StepRecorder, "finish", noted)
+    run(train(skipped, num_steps=40), budget="1792KiB")
+    assert all(number > 20 for number, _, _ in num_linked[2:])
+    assert any(num_replayed and over_border for _, num_replayed, over_border in num_linked)

@@ -101,7 +101,7 @@ def test_steps_of_other_lengths_say_so_and_the_hint_names_the_remedy() -> None:
     assert "test_why.py" in rows[3]["why"]
     assert "multiple of 16" in last["hint"]
     assert "For example: the same ops on other sizes" in last["hint"]
-    assert last["hint"].endswith("MiB nothing has to move")
+    assert last["hint"].endswith("MiB, what its tensors take at once, the less moves")
 
 
 def test_segments_of_other_lengths_say_so_too() -> None:

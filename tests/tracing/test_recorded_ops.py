@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from hypothesis import given
@@ -11,11 +10,9 @@ from hypothesis import strategies as st
 
 import ooc
 from ooc.memory.step_uses import Operands
-from ooc.tracing.op_log import OpLog
-from ooc.tracing.recorded_ops import OpRecord, RecordedOps
+from ooc.tracing.op_log import Entry, OpLog
+from ooc.tracing.recorded_ops import OpRecord, RecordedOps, forward_ops
 from ooc.tracing.recorder import StepRecorder
-
-_Entry = tuple[Any, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bool]
 
 
 class _Log:
@@ -33,13 +30,13 @@ class _Log:
         found, self.ops = _Log(self.ops), []
         return found
 
-    def entries(self) -> list[_Entry]:
+    def entries(self) -> list[Entry]:
         return [
-            (op.func, op.where, tuple(op.occurrences), tuple(op.written), tuple(op.results), op.duration_ns, False)
+            (op.func, op.where, tuple(op.occurrences), tuple(op.written), tuple(op.results), op.duration_ns, False, 0)
             for op in self.ops
         ]
 
-    def entry(self, place: int) -> _Entry:
+    def entry(self, place: int) -> Entry:
         return self.entries()[place]
 
     def operands(self, start: int) -> Operands:
@@ -131,3 +128,10 @@ def _compare(recorder: StepRecorder) -> None:
     total_op = next(op for op in recorder.ops if op.func is torch.ops.aten.add.Tensor)
     assert total_op.results
     assert total_op.occurrences[:2] == (weights[0].data_ptr(), weights[1].data_ptr())
+
+
+def test_backward_ops_are_those_of_the_first_op_that_made_their_node() -> None:
+    """Of two ops with one number the first one has made the node."""
+    nodes = [1, 2, 2, 0, 3, -2, -2, -7, -1]
+    ops = [OpRecord(func=n, where="", occurrences=(), written=(), node=node) for n, node in enumerate(nodes)]
+    assert forward_ops(ops) == (-1, -1, -1, -1, -1, 1, 1, -1, 0)

@@ -19,6 +19,9 @@ class CallSites {
   PyObject *find = nullptr, *kind = nullptr, *forward = nullptr;
   PyObject *current_node = nullptr, *newest_node = nullptr;  // torch's functions
 
+  // Of the op that was asked about last: `OpRecord.node`.
+  long long node_number() const { return node_number_; }
+
   ~CallSites() { clear(); }
 
   void clear() {
@@ -67,6 +70,7 @@ class CallSites {
   static constexpr size_t kMost = 10000;  // programs that make new code all the time have more
 
   PyObject* of_this_op(PyObject* node) {
+    node_number_ = 0;
     if (kinds_.size() > kMost || sites_.size() > kMost) clear();
     Key key{nullptr, 0, nullptr, false};
     PyObject* module = nullptr;  // owned
@@ -150,6 +154,9 @@ class CallSites {
     static PyObject* name = PyUnicode_InternFromString("_sequence_nr");
     PyObject* number = PyObject_CallMethodNoArgs(node, name);
     if (number == nullptr) return nullptr;
+    const long long value = PyLong_AsLongLong(number);
+    PyErr_Clear();  // what accumulates a gradient has the largest number there is, and no op has made it
+    if (value >= 0) node_number_ = -1 - value;
     PyObject* text = PyDict_GetItemWithError(forward, number);
     Py_DECREF(number);
     if (text == nullptr || PyUnicode_GetLength(text) == 0) return nullptr;
@@ -166,6 +173,7 @@ class CallSites {
     if (next == nullptr) return false;
     const long long value = PyLong_AsLongLong(next);
     Py_DECREF(next);
+    node_number_ = value;
     PyObject* number = PyLong_FromLongLong(value - 1);
     if (number == nullptr) return false;
     const bool is_noted = PyDict_SetDefault(forward, number, text) != nullptr;
@@ -176,6 +184,7 @@ class CallSites {
   std::unordered_map<PyObject*, long> kinds_;
   std::unordered_map<Key, Site, Hash> sites_;
   std::unordered_map<PyObject*, PyObject*> backwards_;
+  long long node_number_ = 0;
 };
 
 }  // namespace ooc

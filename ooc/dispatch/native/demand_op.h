@@ -98,6 +98,7 @@ class DemandOp {
                          index_ + 1 < demand_.most_ops && demand_.is_quiet() &&
                          demand_.find_resident(addresses_, records_);
     where_ = is_ours ? demand_.sites.of_this_op() : nullptr;
+    node_ = demand_.sites.node_number();
     if (where_ == nullptr) {
       unlock(demand_, nullptr);
       return PyErr_Occurred() ? Start::kError : Start::kPythons;
@@ -137,7 +138,7 @@ class DemandOp {
     const auto more_cold_ns = static_cast<int64_t>(state_->cold_ns.load(std::memory_order_relaxed) - cold_ns_);
     demand_.log->ops->push_back({Py_NewRef(func_), std::exchange(where_, nullptr), base, at(num_operands_),
                                  at(num_noted_), at(addresses_.size()),
-                                 std::max(duration_ns - more_cold_ns, int64_t{0}), replayable_});
+                                 std::max(duration_ns - more_cold_ns, int64_t{0}), replayable_, node_});
     state_->position.store(2 * index_ + 2, std::memory_order_release);
     return true;
   }
@@ -180,6 +181,7 @@ class DemandOp {
   std::vector<uint64_t> addresses_;  // of operands, of what is written, of results
   size_t num_operands_ = 0, num_noted_ = 0;
   uint64_t cold_ns_ = 0;
+  long long node_ = 0;
   uint32_t index_ = 0;
   bool is_at_head_ = false;
   bool replayable_ = false;

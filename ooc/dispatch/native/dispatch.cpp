@@ -193,16 +193,16 @@ PyObject* dispatcher_occurrences(PyObject* object, PyObject* positional) {
   return result;
 }
 
-// install(funcs, calls, buffers, ops, uses, variable_address, start_ns, stop_ns, num_ops, (before, variable_alive,
+// install(funcs, calls, buffers, ops, uses, variable_address, start_ns, stop_ns, nodes, num_ops, (before, variable_alive,
 // deaths, num_deaths)): the tables of a plan, as addresses; `buffers` owns them. The last four: see `PlanActs`.
 PyObject* dispatcher_install(PyObject* object, PyObject* positional) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   PyObject *funcs, *calls, *buffers, *before;
-  unsigned long long ops, uses, variable_address, start_ns, stop_ns, alive, deaths, num_deaths;
+  unsigned long long ops, uses, variable_address, start_ns, stop_ns, nodes, alive, deaths, num_deaths;
   unsigned int num_ops;
-  if (!PyArg_ParseTuple(positional, "O!O!OKKKKKI(O!KKK)", &PyList_Type, &funcs, &PyList_Type, &calls, &buffers, &ops,
-                        &uses, &variable_address, &start_ns, &stop_ns, &num_ops, &PyList_Type, &before, &alive,
-                        &deaths, &num_deaths)) {
+  if (!PyArg_ParseTuple(positional, "O!O!OKKKKKKI(O!KKK)", &PyList_Type, &funcs, &PyList_Type, &calls, &buffers, &ops,
+                        &uses, &variable_address, &start_ns, &stop_ns, &nodes, &num_ops, &PyList_Type, &before,
+                        &alive, &deaths, &num_deaths)) {
     return nullptr;
   }
   if (PyList_GET_SIZE(funcs) != num_ops || PyList_GET_SIZE(calls) != num_ops || PyList_GET_SIZE(before) != num_ops) {
@@ -221,6 +221,7 @@ PyObject* dispatcher_install(PyObject* object, PyObject* positional) {
   self->variable_alive = reinterpret_cast<const uint8_t*>(alive);
   self->op_start_ns = reinterpret_cast<int64_t*>(start_ns);
   self->op_stop_ns = reinterpret_cast<int64_t*>(stop_ns);
+  self->op_nodes = reinterpret_cast<int64_t*>(nodes);
   self->num_ops = num_ops;
   self->cursor = 0;
   self->planned = 0;

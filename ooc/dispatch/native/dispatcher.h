@@ -5,6 +5,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <ATen/SequenceNumber.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
@@ -75,6 +76,7 @@ struct Dispatcher {
   const void* const* schemas;  // of each op that may be played without Python; null: of none
   int64_t* op_start_ns;
   int64_t* op_stop_ns;
+  int64_t* op_nodes;  // how many autograd nodes there had been when an op began, its own included
   uint32_t num_ops;
   uint32_t cursor;
   uint32_t vouched_for;  // one past the planned op of which Python has noted what it really changes; 0: none

@@ -17,6 +17,7 @@ struct LoggedOp {
   uint32_t occurrences, written, results, stop;  // ranges of `addresses`, one after the other
   int64_t duration_ns;
   bool replayable;
+  long long node;  // `CallSites::node_number`
 };
 
 struct OpLog {
@@ -41,12 +42,12 @@ inline PyObject* address_tuple(const std::vector<uint64_t>& addresses, uint32_t 
   return tuple;
 }
 
-// (func, where, occurrences, written, results, duration_ns, replayable) of one op.
+// (func, where, occurrences, written, results, duration_ns, replayable, node) of one op.
 inline PyObject* logged_entry(const OpLog* log, const LoggedOp& op) {
   const std::vector<uint64_t>& addresses = *log->addresses;
-  return Py_BuildValue("(OONNNLO)", op.func, op.where, address_tuple(addresses, op.occurrences, op.written),
+  return Py_BuildValue("(OONNNLOL)", op.func, op.where, address_tuple(addresses, op.occurrences, op.written),
                        address_tuple(addresses, op.written, op.results), address_tuple(addresses, op.results, op.stop),
-                       static_cast<long long>(op.duration_ns), op.replayable ? Py_True : Py_False);
+                       static_cast<long long>(op.duration_ns), op.replayable ? Py_True : Py_False, op.node);
 }
 
 // entries() -> the entries of all ops, of a log to which nothing is added: each object that is made may have garbage

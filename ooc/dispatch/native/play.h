@@ -88,6 +88,7 @@ Start start_planned(Dispatcher* self, uint32_t index) {
   state->window_stop = op.allocs_stop;
   state->position.store(2 * index + 1, std::memory_order_release);
   self->op_start_ns[index] = now_ns();
+  self->op_nodes[index] = static_cast<int64_t>(at::sequence_number::peek());
   return Start::kRuns;
 }
 
