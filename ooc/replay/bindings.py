@@ -466,7 +466,7 @@ class Bindings:
     def stand_in(self, executable: ExecutablePlan, variable: PlanVariable, record: VariableRecord) -> None:
         """Bind a variable that is born in the step, and was not in this one, to the record that is used in its place.
 
-        That is another such variable's, or the manager's, and of the same size. The bytes stay where they are.
+        That is another such variable's, or the manager's, and has room there. The bytes stay where they are.
         """
         spare, other = variable.record, executable.variable_at(record.address)
         if variable.successor is not None and variable.successor.record is spare:

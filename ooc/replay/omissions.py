@@ -6,8 +6,9 @@ have been born there may be missing further on, as the input of the layer after 
 variable *stands in*, the one that the step uses instead. Its bytes move to the chunks that the plan has for the
 missing one, and from then on it is that one.
 
-Correctness hangs on none of this: whatever is left out, each op that runs is compared with the plan, operand by
-operand, and what is not as planned leaves the plan.
+Whatever is left out, each op that runs is compared with the plan, operand by operand, and what is not as planned leaves
+the plan. That asks two things of others: a plan's addresses count for live variables only, and what an op changes is
+what the union says, whichever variable is there.
 """
 
 from __future__ import annotations
@@ -221,7 +222,8 @@ class Omissions:
     def _left_over(self, executable: ExecutablePlan, variable: PlanVariable) -> VariableRecord | None:
         """What is in place of a variable that an op would make which is left out: what nothing after that op would use.
 
-        Where a sum's one addend was not made, the other one is the sum.
+        Made for sums: where one addend was not made, the other one is the sum. Whether it is one is not looked at: what
+        a later op finds there is compared as ever.
         """
         op = self._allocator.state.op_index
         stop = executable.trace.op_starts[op + 1] if op + 1 < executable.num_ops else executable.trace.num_ticks

@@ -27,8 +27,7 @@ class UnionTurns:
         for op, variable in zip(ops, variables, strict=True):
             if variable is not None:
                 self._places.setdefault((op.func, variable), []).append(op.place)
-        self._ours: set[tuple[Any, tuple[UnionVariable | None, ...]]] = set()
-        self._ours |= repeated(funcs, operands)
+        self._ours: set[tuple[Any, tuple[UnionVariable | None, ...]]] = {*repeated(funcs, operands)}
         self._observed = observed
         self._theirs = repeated(observed.funcs, observed.occurrences)
         places = [op.where for op in observed.trace.ops]
