@@ -8,7 +8,7 @@ two threads, and sizes around the widths of vector registers (`tests/tracing/tes
   cut for the first time (`is_probed`): where both loops give the same bits, no cut changes any. Functions such as `exp`
   have other bits in both, rarely, and are not in the table.
 * Pooling, padding and upsampling by planes, softmax by rows, layer norm by rows, batch norm by channels; an embedding,
-  and its gradient, by rows of the table.
+  and its gradient, by rows of the table; rows chosen by their numbers (`data[indices]`, `index_select`).
 * Ops that touch no bytes, or whose results depend on nothing but sizes.
 * convolution_backward's derivative without its input, of which only the shape matters.
 
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ooc.tracing.part_probes import is_probed
+from ooc.tracing.part_probes import as_lists, is_probed
 
 Given = Mapping[str, Any]
 """An op's arguments by name; only those that it was given."""
@@ -302,21 +302,31 @@ def _batch_norm(*names: str) -> Rule:
 # -- a table's rows
 
 
-def _embedding(_func: Any, given: Given, whole: Whole) -> Split | None:
-    weight = given["weight"]
-    if weight.dim() != 2 or not weight.is_contiguous() or given["indices"].numel() == 0:
-        return None
+def _gathered(table: str, chosen: str, *, wraps: bool = False) -> Rule:
+    """The rows of a table with these numbers, in their order; with `wraps` negative ones count from its end."""
 
-    def fill(given: dict[str, Any], results: Sequence[Tensor], start: int, stop: int) -> None:
-        indices = given["indices"].reshape(-1)
-        if start == 0 and bool(((indices < 0) | (indices >= weight.shape[0])).any()):
-            raise IndexError("index out of range in self")  # as the whole op
-        mine = ((indices >= start) & (indices < stop)).nonzero().view(-1)
-        results[0].view(-1, results[0].shape[-1])[mine] = given["weight"][indices[mine] - start]
+    def rule(func: Any, given: Given, whole: Whole) -> Split | None:
+        rows, numbers, out = given[table], given[chosen], whole[0]
+        if given.get("dim", 0) != 0 or rows.dim() == 0 or not rows.is_contiguous() or rows.numel() == 0:
+            return None
+        if numbers.dtype not in (torch.int32, torch.int64) or numbers.numel() == 0:
+            return None  # a mask, for one: how many rows it chooses depends on its bytes
+        if out is None or not out.is_contiguous():
+            return None
+        num_rows = rows.shape[0]
 
-    if whole[0] is None or not whole[0].is_contiguous():
-        return None
-    return Split(length=weight.shape[0], operands={"weight": _rows(weight)}, fill=fill)
+        def fill(given: dict[str, Any], results: Sequence[Tensor], start: int, stop: int) -> None:
+            found = given[chosen].reshape(-1)
+            if start == 0 and bool(((found < (-num_rows if wraps else 0)) | (found >= num_rows)).any()):
+                no_memory = given[table].new_empty(1).expand(rows.shape)
+                func(**as_lists(func, given | {table: no_memory}))  # raises what the whole op does
+            found = torch.where(found < 0, found + num_rows, found) if wraps else found
+            mine = ((found >= start) & (found < stop)).nonzero().view(-1)
+            results[0].view(-1, *rows.shape[1:])[mine] = given[table][found[mine] - start]
+
+        return Split(length=num_rows, operands={table: _rows(rows)}, fill=fill)
+
+    return rule
 
 
 def _embedding_gradient(func: Any, given: Given, whole: Whole) -> Split | None:
@@ -387,7 +397,9 @@ _RULES: dict[str, Rule] = {
     "native_layer_norm": _layer_norm,
     "native_batch_norm": _batch_norm("input"),
     "native_batch_norm_backward": _batch_norm("grad_out", "input"),
-    "embedding": _embedding,
+    "embedding": _gathered("weight", "indices"),
+    "index": _gathered("self", "indices", wraps=True),
+    "index_select": _gathered("self", "index"),
     "embedding_dense_backward": _embedding_gradient,
     "convolution_backward": _derivative,
     "zeros": _filled(0),

@@ -429,6 +429,28 @@ def test_an_embeddings_bad_index_is_told_as_ever() -> None:
         assert all(record.pins == 0 for record in session.engine.manager.records.values())
 
 
+def test_rows_of_what_does_not_fit_are_found_by_their_numbers() -> None:
+    """A replay buffer, or a data set: each step takes some rows of it, and puts others in their place."""
+
+    def program() -> list[Any]:
+        torch.manual_seed(0)
+        data, found = torch.zeros(24_000, 11, 12, dtype=torch.uint8), []  # 3 MiB
+        for rows in data.split(2_000):
+            rows.copy_(torch.randint(0, 256, rows.shape, dtype=torch.uint8))
+        for step in range(6):
+            chosen = torch.randint(-len(data), len(data), (40,))
+            found += [data[chosen].sum().item(), data.index_select(0, chosen.abs() % len(data))[:, 3].tolist()]
+            data[100 * step : 100 * step + 100].copy_(torch.full((100, 11, 12), step, dtype=torch.uint8))
+            with pytest.raises(IndexError, match="index 24000 is out of bounds for dimension 0 with size 24000"):
+                data[torch.tensor([7, len(data)])]
+        return [*found, data[::50].long().sum().item()]
+
+    expected = program()
+    with ooc.Session("2MiB", chunk_nbytes="64KiB", debug=True) as session:
+        assert program() == expected
+        assert session.engine.manager.counters.num_in_parts >= 12
+
+
 def test_what_is_in_memory_and_clean_is_written_there(debug: bool) -> None:
     """A part's write makes it dirty: dropped as clean it would come back as it was."""
     with ooc.Session("2560KiB", chunk_nbytes="64KiB", debug=debug) as session:

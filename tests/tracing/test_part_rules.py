@@ -426,10 +426,18 @@ def _embedding(chooser: random.Random, dtype: torch.dtype) -> Iterator[tuple[Any
     )
 
 
+def _rows(chooser: random.Random, dtype: torch.dtype) -> Iterator[tuple[Any, dict[str, Any]]]:
+    rows, tail = chooser.choice(EDGES[1:]), [chooser.choice(EDGES) for _ in range(chooser.randint(0, 2))]
+    table, integer = numbers(chooser, rows, *tail, dtype=dtype), chooser.choice((torch.int64, torch.int32))
+    chosen = torch.randint(-rows, rows, [chooser.choice(EDGES) for _ in range(chooser.randint(1, 2))], dtype=integer)
+    yield aten.index.Tensor, {"self": table, "indices": chosen}
+    yield aten.index_select.default, {"self": table, "dim": 0, "index": chosen.reshape(-1).abs() % rows}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     "make",
-    [_max_pool, _avg_pool, _pad, _upsample, _softmax, _layer_norm, _batch_norm, _embedding],
+    [_max_pool, _avg_pool, _pad, _upsample, _softmax, _layer_norm, _batch_norm, _embedding, _rows],
     ids=lambda f: f.__name__,
 )
 def test_others(make: Any, dtype: torch.dtype) -> None:
