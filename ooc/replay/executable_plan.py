@@ -359,8 +359,8 @@ class ExecutablePlan:
 
     def changed_by(self, op: int) -> set[int]:
         """Addresses of operands that op `op` is planned to change."""
-        uses = self.trace.ops[op].uses
-        return {int(self.variable_address[use.variable]) for use in uses if use.reads and use.writes}
+        written = [use.variable for use in self.trace.ops[op].uses if use.reads and use.writes]
+        return {int(self.variable_address[variable]) for variable in written if self.variable_alive[variable]}
 
     def persistent_is_missing(self) -> bool:
         """Whether a variable that lives across steps was freed in this one."""

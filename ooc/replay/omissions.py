@@ -17,6 +17,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, Protocol
 
 from ooc.errors import StoreFailed
@@ -39,6 +40,7 @@ _LEAST_PLAYED = 0.1
 """Of a plan's ops, so many at least must have come for the rest to be left out at the step's end."""
 
 StandIns = Mapping[PlanVariable, VariableRecord]
+VariableAt = Callable[[int], PlanVariable | None]
 
 
 class Omitting(Protocol):
@@ -134,8 +136,9 @@ class Omissions:
         start = bisect_left(places, cursor)
         where: str | None = None
         candidates = places[start : start + _MOST_CANDIDATES]
+        variable_at = cache(executable.variable_at)  # which looks at all variables, and says the same all along
         for index in sorted(candidates, key=executable.doubts.__contains__):  # those without doubts first
-            stand_ins = self._compare(executable, index, addresses)
+            stand_ins = self._compare(executable, index, addresses, variable_at)
             if stand_ins is None:
                 continue
             where = place() if where is None else where
@@ -144,7 +147,9 @@ class Omissions:
                 return index, stand_ins
         return None
 
-    def _compare(self, executable: ExecutablePlan, index: int, addresses: Sequence[int]) -> StandIns | None:
+    def _compare(
+        self, executable: ExecutablePlan, index: int, addresses: Sequence[int], variable_at: VariableAt
+    ) -> StandIns | None:
         expected = executable.occurrences[index]
         if len(expected) != len(addresses):
             return {} if _is_part(executable, expected, addresses) else None
@@ -156,7 +161,7 @@ class Omissions:
             if is_alive and int(executable.variable_address[number]) == address:
                 continue
             variable = executable.variables[number]
-            record = None if is_alive else self._stand_in_at(executable, address, variable)
+            record = None if is_alive else self._stand_in_at(executable, address, variable, variable_at)
             if record is None or not executable.is_born_before(variable, index):
                 return None
             if executable.residency_at(variable, index) is None:
@@ -164,13 +169,15 @@ class Omissions:
             found[variable] = record
         return found
 
-    def _stand_in_at(self, executable: ExecutablePlan, address: int, variable: PlanVariable) -> VariableRecord | None:
+    def _stand_in_at(
+        self, executable: ExecutablePlan, address: int, variable: PlanVariable, variable_at: VariableAt
+    ) -> VariableRecord | None:
         """The record at an address, if it may be this variable, which is not alive."""
         if not variable.is_born:
             return None
         record = self._manager.records.get(address)
         if record is None:
-            other = executable.variable_at(address)
+            other = variable_at(address)
             record = other.record if other is not None and other.is_born else None
             if record is None or other is None:
                 return None
@@ -231,7 +238,8 @@ class Omissions:
             other = executable.variables[number]
             death = executable.trace.variables[number].death_tick
             if executable.variable_alive[number] and other.is_born and death is not None and death < stop:
-                record = self._stand_in_at(executable, int(executable.variable_address[number]), variable)
+                address = int(executable.variable_address[number])
+                record = self._stand_in_at(executable, address, variable, executable.variable_at)
                 if record is not None:
                     return record
         return None

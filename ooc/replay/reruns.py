@@ -135,7 +135,7 @@ class Reruns:
             if not address:
                 return None
             for variable in expected:
-                if addresses[variable] == address:
+                if addresses[variable] == address and executable.variable_alive[variable]:
                     if executable.reruns.held_until.get(variable, -1) > index and variable not in self._holds:
                         self._holds[variable] = tensor.untyped_storage()
                     if variable not in self._named:

@@ -164,26 +164,28 @@ class Unions:
                 union.add(observed, older_than=older, walk=walk)
         return union if union.num_seen >= 2 else None
 
-    def note_left(self, key: str, *, has_news: bool) -> bool:
-        """Note that a step has left a union's plan, with something new or not. Whether the union was given up."""
+    def note_left(self, key: str, *, has_news: bool) -> None:
+        """Note that a step has left a union's plan, with something new or not. The union may be given up then."""
         if key not in self._unions:
-            return False
+            return
         played = self._played.setdefault(key, _Played())
         if has_news:
             played.num_grown += 1
         else:
             played.num_left += 1
-        return (played.num_left > _MOST_LEFT or played.num_grown > _MOST_GROWN) and self.give_up(key)
+        if played.num_left > _MOST_LEFT or played.num_grown > _MOST_GROWN:
+            self.give_up(key)
 
-    def note_played(self, key: str, omitted: Sequence[int]) -> bool:
-        """Note that a step has played the plan of a union to its end. Whether the union was given up."""
+    def note_played(self, key: str, omitted: Sequence[int]) -> None:
+        """Note that a step has played the plan of a union to its end. The union may be given up then."""
         if key not in self._unions:
-            return False
+            return
         played, latest = self._played.setdefault(key, _Played()), tuple(omitted)
         played.num_left = played.num_grown = played.num_much_grown = 0
         played.num_alike = played.num_alike + 1 if played.omitted == latest else 0
         played.omitted = latest
-        return played.num_alike >= _MOST_ALIKE and self.give_up(key)
+        if played.num_alike >= _MOST_ALIKE:
+            self.give_up(key)
 
     def give_up(self, key: str) -> bool:
         """Forget a union, and begin no other for some time. Whether there was one."""
