@@ -29,6 +29,7 @@ from ooc.devices.protocols import Memory
 from ooc.dispatch.guest_ops import is_guest
 from ooc.dispatch.op_runner import OpRunner
 from ooc.errors import BudgetTooSmall, SessionError
+from ooc.interop import unseen_access
 from ooc.interop.compared_pointers import is_compared
 from ooc.memory.no_room import NoRoom
 from ooc.memory.record import State, VariableRecord
@@ -78,7 +79,7 @@ class Exports:
     def open(self) -> None:
         """Replace the functions. If that fails halfway, `close` restores those that were replaced."""
         self._is_open = True
-        for owner, name, make in _replacements():
+        for owner, name, make in (*_replacements(), *unseen_access.replacements()):
             self._replace(owner, name, make)
 
     # -- step boundaries; the session calls these with its lock held

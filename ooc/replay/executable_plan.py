@@ -24,7 +24,7 @@ from ooc.replay.planned_parts import PlannedParts
 from ooc.replay.planned_reruns import PlannedRerun, PlannedReruns, PlannedTrials
 from ooc.replay.takeovers import Takeovers
 from ooc.tracing.observed import Observed
-from ooc.tracing.op_semantics import changes_arguments
+from ooc.tracing.op_semantics import changes_arguments, is_list_op
 from ooc.tracing.recording import MOST_HEAD_OPS
 from ooc.units import format_nbytes
 from scheduler.plan import (
@@ -351,9 +351,12 @@ class ExecutablePlan:
         )
 
     def _change_flags(self, index: int) -> int:
-        if any(use.reads and use.writes for use in self.trace.ops[index].uses):
-            return _CHANGES
-        return _HIDDEN if self.occurrences[index] and changes_arguments(self.funcs[index]) else 0
+        changes = any(use.reads and use.writes for use in self.trace.ops[index].uses)
+        may_hide = not changes or is_list_op(
+            self.funcs[index]
+        )  # its lists may be cut otherwise: then it changes others
+        is_hidden = may_hide and self.occurrences[index] and changes_arguments(self.funcs[index])
+        return (_CHANGES if changes else 0) | (_HIDDEN if is_hidden else 0)
 
     # -- replaying it
 

@@ -1,0 +1,79 @@
+"""Functions of torch's that read or write a tensor's memory without an op, on all of the tensors that they are given.
+
+`Tensor.apply_`, `map_` and `map2_` write element by element; a storage that grows copies itself; `torch.tensor` reads
+the single elements that a list of tensors has; `print` shows what is at the addresses. No dispatch mode sees any of
+that. Within a planned step these addresses may show another variable's bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from ooc.dispatch.guest_ops import is_guest
+
+
+class Holder(Protocol):
+    """What they need of `Exports`; see there."""
+
+    def address(self, tensor: Any) -> int: ...
+    def owns(self, address: int) -> bool: ...
+    def reading(self, address: int) -> contextlib.AbstractContextManager[None]: ...
+    def still(self) -> contextlib.AbstractContextManager[None]: ...
+
+
+def replacements() -> list[tuple[Any, str, Callable[[Any, Any], Any]]]:
+    """The functions to replace: owner, name, and what makes the replacement."""
+    tensor, storage = torch.Tensor, torch.UntypedStorage
+    return [
+        *((tensor, name, _make_touching) for name in ("apply_", "map_", "map2_", "__repr__", "new_tensor")),
+        *((torch, name, _make_touching) for name in ("tensor", "as_tensor")),
+        *((storage, name, _make_storage_touching) for name in ("resize_", "byteswap")),
+    ]
+
+
+def _make_touching(holder: Holder, original: Any) -> Any:
+    def touching(*args: Any, **kwargs: Any) -> Any:
+        found = dict.fromkeys(holder.address(tensor) for tensor in _tensors((*args, *kwargs.values())))
+        found.pop(0, None)
+        if not found:
+            return original(*args, **kwargs)
+        with _held(holder, found):
+            return original(*args, **kwargs)
+
+    return touching
+
+
+def _make_storage_touching(holder: Holder, original: Any) -> Any:
+    def touching(self: Any, *args: Any) -> Any:
+        address = torch._C.StorageBase.data_ptr(self) if self.device.type == "cpu" and self.nbytes() else 0
+        if not holder.owns(address) or args[:1] == (0,):
+            return original(self, *args)
+        with _held(holder, [address]):
+            return original(self, *args)
+
+    return touching
+
+
+@contextlib.contextmanager
+def _held(holder: Holder, addresses: Iterable[int]) -> Iterator[None]:
+    """What is at these addresses shows its bytes, and may be written, for the length of a call."""
+    with contextlib.ExitStack() as stack:
+        if is_guest():
+            stack.enter_context(holder.still())
+        else:
+            for address in addresses:
+                stack.enter_context(holder.reading(address))
+        yield
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists and tuples."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
