@@ -16,7 +16,7 @@ import torch
 from ooc.dispatch.guest_ops import is_guest
 
 
-class Holder(Protocol):
+class Lender(Protocol):
     """What they need of `Exports`; see there."""
 
     def address(self, tensor: Any) -> int: ...
@@ -35,7 +35,7 @@ def replacements() -> list[tuple[Any, str, Callable[[Any, Any], Any]]]:
     ]
 
 
-def _make_touching(holder: Holder, original: Any) -> Any:
+def _make_touching(holder: Lender, original: Any) -> Any:
     def touching(*args: Any, **kwargs: Any) -> Any:
         found = dict.fromkeys(holder.address(tensor) for tensor in _tensors((*args, *kwargs.values())))
         found.pop(0, None)
@@ -47,7 +47,7 @@ def _make_touching(holder: Holder, original: Any) -> Any:
     return touching
 
 
-def _make_storage_touching(holder: Holder, original: Any) -> Any:
+def _make_storage_touching(holder: Lender, original: Any) -> Any:
     def touching(self: Any, *args: Any) -> Any:
         address = torch._C.StorageBase.data_ptr(self) if self.device.type == "cpu" and self.nbytes() else 0
         if not holder.owns(address) or args[:1] == (0,):
@@ -59,7 +59,7 @@ def _make_storage_touching(holder: Holder, original: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _held(holder: Holder, addresses: Iterable[int]) -> Iterator[None]:
+def _held(holder: Lender, addresses: Iterable[int]) -> Iterator[None]:
     """What is at these addresses shows its bytes, and may be written, for the length of a call."""
     with contextlib.ExitStack() as stack:
         if is_guest():

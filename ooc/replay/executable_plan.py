@@ -351,12 +351,11 @@ class ExecutablePlan:
         )
 
     def _change_flags(self, index: int) -> int:
-        changes = any(use.reads and use.writes for use in self.trace.ops[index].uses)
-        may_hide = not changes or is_list_op(
-            self.funcs[index]
-        )  # its lists may be cut otherwise: then it changes others
-        is_hidden = may_hide and self.occurrences[index] and changes_arguments(self.funcs[index])
-        return (_CHANGES if changes else 0) | (_HIDDEN if is_hidden else 0)
+        func, uses = self.funcs[index], self.trace.ops[index].uses
+        changes = _CHANGES if any(use.reads and use.writes for use in uses) else 0
+        if not (self.occurrences[index] and changes_arguments(func)) or (changes and not is_list_op(func)):
+            return changes
+        return changes | _HIDDEN  # a list op's lists may be cut otherwise: then it changes others
 
     # -- replaying it
 
@@ -444,9 +443,8 @@ class ExecutablePlan:
     def places_of(self, func: Any) -> Sequence[int]:
         """The ops that call this and are no bystanders, in order."""
         if not self._places:
-            for index in range(self.num_ops):
-                if not self.is_bystander(index):
-                    self._places.setdefault(self.funcs[index], []).append(index)
+            for index in (i for i in range(self.num_ops) if not self.is_bystander(i)):
+                self._places.setdefault(self.funcs[index], []).append(index)
         return self._places.get(func, ())
 
     def is_born_before(self, variable: PlanVariable, op: int) -> bool:
