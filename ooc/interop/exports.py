@@ -194,7 +194,7 @@ class Exports:
         if not (self._is_open and isinstance(storage, torch.UntypedStorage)):
             return storage
         start, stop = self._memory.driver.arena
-        pointer = _storage_pointer(storage)
+        pointer = unseen_access.storage_pointer(storage)
         if not start <= pointer < stop or not (is_guest() or self._is_elsewhere(pointer)):
             return storage
         return self._runner.guests.copy_of_storage(storage)
@@ -458,16 +458,9 @@ def _make_storage_data_ptr(exports: Exports, original: Any) -> Any:
     return data_ptr
 
 
-def _storage_pointer(storage: Any) -> int:
-    if storage.device.type != "cpu":
-        return 0
-    pointer: int = torch._C.StorageBase.data_ptr(storage)
-    return pointer
-
-
 def _make_storage_reading(exports: Exports, original: Any) -> Any:
     def reading(self: Any, *args: Any, **kwargs: Any) -> Any:
-        pointer = _storage_pointer(self)
+        pointer = unseen_access.storage_pointer(self)
         if not exports.owns(pointer):
             return original(self, *args, **kwargs)
         with exports.reading(pointer):
@@ -498,7 +491,7 @@ def _make_storage_sharing(exports: Exports, original: Any) -> Any:
     """Replace a function that moves a storage to shared memory: it copies and frees it below the dispatcher."""
 
     def sharing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not exports.owns(_storage_pointer(self)):
+        if not exports.owns(unseen_access.storage_pointer(self)):
             return original(self, *args, **kwargs)
         with exports.still() if is_guest() else exports.off_plan():
             return original(self, *args, **kwargs)

@@ -35,38 +35,46 @@ def replacements() -> list[tuple[Any, str, Callable[[Any, Any], Any]]]:
     ]
 
 
-def _make_touching(holder: Lender, original: Any) -> Any:
+def storage_pointer(storage: Any) -> int:
+    """The address of a storage on the CPU, else 0."""
+    if storage.device.type != "cpu":
+        return 0
+    pointer: int = torch._C.StorageBase.data_ptr(storage)
+    return pointer
+
+
+def _make_touching(lender: Lender, original: Any) -> Any:
     def touching(*args: Any, **kwargs: Any) -> Any:
-        found = dict.fromkeys(holder.address(tensor) for tensor in _tensors((*args, *kwargs.values())))
+        found = dict.fromkeys(lender.address(tensor) for tensor in _tensors((*args, *kwargs.values())))
         found.pop(0, None)
         if not found:
             return original(*args, **kwargs)
-        with _held(holder, found):
+        with _held(lender, found):
             return original(*args, **kwargs)
 
     return touching
 
 
-def _make_storage_touching(holder: Lender, original: Any) -> Any:
+def _make_storage_touching(lender: Lender, original: Any) -> Any:
     def touching(self: Any, *args: Any) -> Any:
-        address = torch._C.StorageBase.data_ptr(self) if self.device.type == "cpu" and self.nbytes() else 0
-        if not holder.owns(address) or args[:1] == (0,):
+        pointer = storage_pointer(self)
+        if not lender.owns(pointer) or args[:1] == (0,):  # what shrinks to nothing copies nothing
             return original(self, *args)
-        with _held(holder, [address]):
+        with _held(lender, [pointer]):
             return original(self, *args)
 
     return touching
 
 
 @contextlib.contextmanager
-def _held(holder: Lender, addresses: Iterable[int]) -> Iterator[None]:
+def _held(lender: Lender, addresses: Iterable[int]) -> Iterator[None]:
     """What is at these addresses shows its bytes, and may be written, for the length of a call."""
     with contextlib.ExitStack() as stack:
         if is_guest():
-            stack.enter_context(holder.still())
+            stack.enter_context(lender.still())
         else:
             for address in addresses:
-                stack.enter_context(holder.reading(address))
+                stack.enter_context(lender.reading(address))
         yield
 
 

@@ -138,11 +138,13 @@ class Unions:
         latest, older_than = alike[-1]
         if not may_belong(latest.build()):
             return None
-        unions = [self._union_of(alike, is_segment=is_segment, is_elastic=is_elastic) for is_elastic in (False, True)]
-        found = [union for union in unions if union is not None]
-        if not found:
+        union = self._union_of(alike, is_segment=is_segment, is_elastic=False)
+        if union is None or union.num_ops > _ELASTIC * len(latest.build().funcs):  # it has these, whatever it is
+            elastic = self._union_of(alike, is_segment=is_segment, is_elastic=True)
+            if union is None or (elastic is not None and elastic.num_ops * _ELASTIC < union.num_ops):
+                union = elastic
+        if union is None:
             return None
-        union = min(found, key=lambda each: each.num_ops * (_ELASTIC if each is unions[1] else 1.0))
         union.note_latest(latest.build(), older_than)
         self._unlike.clear()
         key = f"union {self._num_made} of steps"

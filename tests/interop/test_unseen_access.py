@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ooc
-from tests.session.test_segments import digest
+from tests.session.test_segments import digest, run
 
 SIZE, NUM_STEPS = 256, 30
 
@@ -63,18 +63,9 @@ def training(touch: Callable[[Tensor], Any]) -> list[Any]:
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("touch", [printed, gathered, applied, mapped, grown])
 def test_it_sees_and_changes_the_variables_own_bytes(touch: Callable[[Tensor], Any], debug: bool) -> None:
-    expected = training(touch)
     for budget in ("2304KiB", "2560KiB", "3MiB"):
-        with ooc.Session(
-            budget,
-            debug=debug,
-            plan_cache=False,
-            step_boundary="optimizer",
-            chunk_nbytes="64KiB",
-            threshold_nbytes="16KiB",
-        ) as session:
-            assert training(touch) == expected
-        assert sum(row.num_planned_ops for row in session.steps.rows) > 0
+        rows = run(lambda: training(touch), budget=budget, debug=debug)
+        assert sum(row.num_planned_ops for row in rows) > 0
 
 
 def test_a_thread_may_print_and_apply() -> None:
@@ -123,14 +114,5 @@ def test_a_list_op_whose_lists_are_cut_otherwise_changes_others() -> None:
             del y, loss
         return losses + digest(net)
 
-    expected = program()
     for debug in (False, True):
-        with ooc.Session(
-            "2304KiB",
-            debug=debug,
-            plan_cache=False,
-            step_boundary="optimizer",
-            chunk_nbytes="64KiB",
-            threshold_nbytes="16KiB",
-        ):
-            assert program() == expected
+        run(program, budget="2304KiB", debug=debug)

@@ -55,14 +55,14 @@ def digest(*nets: nn.Module) -> list[int]:
     return [int((each * torch.arange(1, 2 * each.numel(), 2)).sum()) for each in bits]
 
 
-def run(program: Program, *, budget: str = BUDGET) -> list[Any]:
+def run(program: Program, *, budget: str = BUDGET, debug: bool = True) -> list[Any]:
     """Rows of the steps that were found in the program; its results must be those of the run in core."""
     torch.manual_seed(0)
     expected = program()
     torch.manual_seed(0)
     gc.collect()  # optimizers of other tests are none of this program's
     with ooc.Session(
-        budget, debug=True, plan_cache=False, step_boundary="optimizer", chunk_nbytes="64KiB", threshold_nbytes="16KiB"
+        budget, debug=debug, plan_cache=False, step_boundary="optimizer", chunk_nbytes="64KiB", threshold_nbytes="16KiB"
     ) as session:
         found = program()
     assert found == expected
