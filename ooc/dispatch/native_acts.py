@@ -44,6 +44,7 @@ def act_natively(dispatcher: Dispatcher, *, manager: ResidencyManager, acts: Res
         *manager.store.engine.finished_ring,
         NO_GUARD,
         (manager.guards.lift, acts.reread, acts.guard),
+        manager.records,
         tuple(owner.__dict__[name] for owner, names in _SLOTS for name in names),
     )
     dispatcher.allow_releases(NativeReleases.NONE if manager.debug else NativeReleases.ALL)

@@ -65,6 +65,9 @@ class Dispatcher(Protocol):
     def meet(self, address: int, record: VariableRecord, /) -> None:
         """Let planned ops of this step use what was allocated there, beside the plan; it stays where it is."""
 
+    def met(self) -> list[VariableRecord]:
+        """Of these, what the planned op that comes next, or runs, uses."""
+
     def allow_releases(self, which: int, /) -> None:
         """Which releases are done without Python from now on (`NativeReleases`)."""
 

@@ -479,6 +479,8 @@ class Executor:
         pinned = pinned_by(executable, cursor) if inside else set()
         self.reruns.leave(executable, cursor + 1 if inside else cursor)
         self.mid_op_pins += return_records(self._manager, self._allocator, executable, pinned)
+        if inside:
+            self._pin(self._dispatcher.met())
         for variable in executable.variables:
             if not variable.is_born:
                 self._bindings.bury(executable, variable)
@@ -493,6 +495,13 @@ class Executor:
         if remakes and not inside and not is_foreign:
             self.reruns.remake()  # else when the op has ended: `finish`
             self._manager.foresight.begin(self._manager.num_serials, time.monotonic_ns(), knows_births=False)
+
+    def _pin(self, strangers: Sequence[VariableRecord]) -> None:
+        """Until `finish`, what the op that runs uses beside the plan."""
+        for record in strangers:
+            if self._manager.records.get(record.address) is record:
+                record.pin()
+                self.mid_op_pins.append(record)
 
     # -- the step's end, and what is alive
 

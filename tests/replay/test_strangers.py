@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import ooc
 from ooc.learner import Learner
+from ooc.memory.residency import ResidencyManager
 from tests.replay.test_elastic import ROW, Program, digest, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -171,3 +172,21 @@ def test_a_stranger_that_a_plan_has_met_can_be_evicted(monkeypatch: pytest.Monke
         held.clear()
         assert session.steps.rows[5].mode == "planned"
         assert session.steps.rows[6].mode == "off_plan"
+
+
+@pytest.mark.parametrize("num_spare", [1, 3])
+def test_what_an_op_uses_beside_the_plan_stays_while_it_runs(monkeypatch: pytest.MonkeyPatch, num_spare: int) -> None:
+    """Remedy: `Executor._pin`. The op leaves its plan, for there is no room for its result; all that may go then goes."""
+    machine, make_room = Learner._machine, ResidencyManager.make_room
+
+    def empty(manager: ResidencyManager, num_chunks: int) -> None:
+        manager.evict([record for record, _ in manager.by_next_use(manager.position())])
+        make_room(manager, num_chunks)
+
+    monkeypatch.setattr(
+        Learner, "_machine", lambda cycle: replace(machine(cycle), num_chunks=machine(cycle).num_chunks - num_spare)
+    )
+    monkeypatch.setattr(ResidencyManager, "make_room", empty)
+    monkeypatch.setattr(sys.modules[__name__], "sizes", lambda index: [72 if index == 6 else 60] * 3 + [60] * 9)
+    session, _ = run_routed()
+    assert session.steps.rows[6].why.endswith("an allocation that the plan does not have")

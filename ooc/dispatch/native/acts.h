@@ -46,7 +46,9 @@ class Acts {
   PyObject *acquire = nullptr, *release = nullptr, *resident = nullptr, *loading = nullptr, *away = nullptr;
   PyObject *empty = nullptr, *transfer_type = nullptr;
   PyObject *lift = nullptr, *reread = nullptr, *guard = nullptr;  // functions of Python's: see `arrive` and `play`
+  PyObject* records = nullptr;    // a dict: `ResidencyManager.records`
   PyObject* strangers = nullptr;  // a dict: the record of what was allocated beside the plan in this step, by address
+  PyObject* met = nullptr;        // a list: those of them that the op which comes next, or runs, uses
   const std::atomic<int64_t>* ring = nullptr;  // TransferEngine.finished_ring
   int64_t ring_length = 0;
   long no_guard = 0;
@@ -65,15 +67,16 @@ class Acts {
     Py_XDECREF(plan.before);
   }
 
-  std::array<PyObject*, 11> objects() const {
-    return {acquire, release, resident, loading, away, empty, transfer_type, lift, reread, guard, strangers};
+  std::array<PyObject*, 13> objects() const {
+    return {acquire, release, resident, loading, away, empty, transfer_type, lift, reread, guard, records, strangers, met};
   }
   // What was parsed is borrowed until `own`; `disown` forgets it.
   void own() const {  // before there are strangers
     for (PyObject* object : objects()) Py_XINCREF(object);
   }
   void disown() {
-    acquire = release = resident = loading = away = empty = transfer_type = lift = reread = guard = strangers = nullptr;
+    acquire = release = resident = loading = away = empty = transfer_type = lift = reread = guard = nullptr;
+    records = strangers = met = nullptr;
   }
 
   // Op `cursor` comes next; with 0 a step begins.
@@ -82,15 +85,23 @@ class Acts {
     if (cursor == 0) PyDict_Clear(strangers);
   }
 
+  // Another op is looked at.
+  void forget_met() const {
+    if (PyList_GET_SIZE(met) > 0) PyList_SetSlice(met, 0, PyList_GET_SIZE(met), nullptr);
+  }
+
   // Whether a planned op may use what is at this address, which the plan does not have. It counts as seen, and as
-  // written: of what goes beside the plan nobody notes who writes it. Sets no Python error.
+  // written: of what goes beside the plan nobody notes who writes it. Who was freed, or has become a variable of the
+  // plan, is no stranger any more, and another may be at its address. Sets no Python error.
   bool meets_stranger(uint64_t address) const {
     if (PyDict_GET_SIZE(strangers) == 0) return false;
     PyObject* number = PyLong_FromUnsignedLongLong(address);
     PyObject* record = number != nullptr ? PyDict_GetItemWithError(strangers, number) : nullptr;
+    const bool is_managed = record != nullptr && PyDict_GetItemWithError(records, number) == record;
     Py_XDECREF(number);
+    const bool is_met = is_managed && at(record, kState) == resident && PyList_Append(met, record) == 0;
     PyErr_Clear();
-    if (record == nullptr || at(record, kState) != resident) return false;
+    if (!is_met) return false;
     set(record, kSeen, Py_True);
     set(record, kStored, Py_False);
     return true;

@@ -463,6 +463,7 @@ PyMethodDef dispatcher_methods[] = {
     {"prepare_acts", dispatcher_prepare_acts, METH_VARARGS, "Say what goes before planned ops, and where it is noted."},
     {"allow_releases", dispatcher_allow_releases, METH_O, "Which releases are done without Python from now on."},
     {"meet", dispatcher_meet, METH_VARARGS, "Planned ops may use what was allocated beside the plan in this step."},
+    {"met", dispatcher_met, METH_NOARGS, "What the planned op that comes next, or runs, uses beside the plan."},
     {"kind", dispatcher_kind, METH_VARARGS, "What an op has in common with those tried once for all."},
     {"trial", dispatcher_trial, METH_O, "What is known of a kind of op."},
     {"set_trial", dispatcher_set_trial, METH_VARARGS, "Note what is known of a kind of op."},

@@ -15,7 +15,9 @@ namespace {
 class Expected {
  public:
   Expected(const Dispatcher* self, const PlanOp& op)
-      : self_(self), next_(op.uses_start), stop_(op.uses_stop), flags_(op.flags), is_met_((op.flags & kTouches) == 0) {}
+      : self_(self), next_(op.uses_start), stop_(op.uses_stop), flags_(op.flags), is_met_((op.flags & kTouches) == 0) {
+    if (self_->acts != nullptr) self_->acts->forget_met();
+  }
 
   // Whether it is the op, as far as that can be told by operands, once all of them were compared.
   bool is_met() const {

@@ -17,7 +17,7 @@ Py_ssize_t slot_offset(PyObject* descriptor) {
 }
 
 // prepare_acts(acquire, release, resident, loading, away, empty, transfer_type, ring, ring_length, no_guard,
-//              (lift, reread, guard), slots): see `Acts`.
+//              (lift, reread, guard), records, slots): see `Acts`.
 PyObject* dispatcher_prepare_acts(PyObject* object, PyObject* positional) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   auto* acts = new (std::nothrow) ooc::Acts();
@@ -25,10 +25,10 @@ PyObject* dispatcher_prepare_acts(PyObject* object, PyObject* positional) {
   unsigned long long ring = 0;
   long long length = 0;
   PyObject* slots = nullptr;
-  bool is_right = PyArg_ParseTuple(positional, "OOOOOO!OKLl(OOO)O!", &acts->acquire, &acts->release, &acts->resident,
+  bool is_right = PyArg_ParseTuple(positional, "OOOOOO!OKLl(OOO)O!O!", &acts->acquire, &acts->release, &acts->resident,
                                    &acts->loading, &acts->away, &PyTuple_Type, &acts->empty, &acts->transfer_type,
                                    &ring, &length, &acts->no_guard, &acts->lift, &acts->reread, &acts->guard,
-                                   &PyTuple_Type, &slots);
+                                   &PyDict_Type, &acts->records, &PyTuple_Type, &slots);
   if (is_right && (PyTuple_GET_SIZE(slots) != ooc::kNumSlots || length <= 0)) {
     PyErr_Format(PyExc_ValueError, "prepare_acts: %zd slots, please, and a ring", Py_ssize_t{ooc::kNumSlots});
     is_right = false;
@@ -46,7 +46,8 @@ PyObject* dispatcher_prepare_acts(PyObject* object, PyObject* positional) {
   acts->ring_length = length;
   acts->own();
   acts->strangers = PyDict_New();
-  if (acts->strangers == nullptr) {
+  acts->met = PyList_New(0);
+  if (acts->strangers == nullptr || acts->met == nullptr) {
     delete acts;
     return nullptr;
   }
@@ -70,6 +71,12 @@ PyObject* dispatcher_meet(PyObject* object, PyObject* positional) {
   if (!PyArg_UnpackTuple(positional, "meet", 2, 2, &address, &record)) return nullptr;
   if (self->acts != nullptr && PyDict_SetItem(self->acts->strangers, address, record) < 0) return nullptr;
   Py_RETURN_NONE;
+}
+
+// met() -> list: records that the planned op which comes next, or runs, uses beside the plan.
+PyObject* dispatcher_met(PyObject* object, PyObject*) {
+  const auto* self = reinterpret_cast<Dispatcher*>(object);
+  return self->acts != nullptr ? PySequence_List(self->acts->met) : PyList_New(0);
 }
 
 }  // namespace
