@@ -7,7 +7,7 @@ from ooc.memory.record import NO_GUARD, State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.acts import ResidencyActs
 from ooc.replay.dispatcher import Dispatcher, NativeReleases
-from ooc.replay.executable_plan import Before
+from ooc.replay.op_acts import Before
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
 from vmm.addresses import Reservation
 from vmm.store import FileStore, Transfer

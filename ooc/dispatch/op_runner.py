@@ -496,17 +496,15 @@ class OpRunner:
             return SERVED_APART
         try:
             with self._lock:
-                executor = self._executor
+                executor, memory = self._executor, self.parts.memory
                 if executor.active is not None:
                     executor.absorb_events()
-                    if not self._allocator.state.is_inside_op and is_ours:
-                        address = executor.serve_between(nbytes)
-                        if address:
-                            return self._served(address, nbytes)
+                    address = executor.unserved.serve(nbytes, is_whole=not memory.may_refuse) if is_ours else 0
+                    if address:
+                        return self._served(address, nbytes)
                 if executor.active is not None:
-                    executor.leave_for(nbytes, may_refuse=is_ours and self.parts.memory.may_refuse)
+                    executor.unserved.make_way(nbytes, may_refuse=is_ours and memory.may_refuse)
                 self.absorb()
-                memory = self.parts.memory
                 record = (memory if memory.takes_away and is_ours else self._manager).allocate(nbytes)
                 record.is_workspace = self._allocator.state.is_inside_op and is_ours and not memory.may_refuse
                 if record.is_workspace and executor.active is not None and not executor.active.reruns.by_op:

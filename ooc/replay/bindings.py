@@ -10,7 +10,7 @@ both. A record that outlives its plan variable is evicted, and managed on demand
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
 from ooc.errors import StoreFailed
 from ooc.memory.record import State, VariableRecord
@@ -39,6 +39,8 @@ class Bindings:
         self._allocator = allocator
         self.refusal = ""
         """Why the last `bind` or `map_all` said no."""
+        self.keep_room: Collection[VariableRecord] = ()
+        """What `expel` leaves as large as the plan has it."""
 
     def __repr__(self) -> str:
         return f"<Bindings over {self._manager!r}>"
@@ -113,7 +115,8 @@ class Bindings:
             for variable, record in bound
             if record.state is State.RESIDENT
             and variable.index in targets
-            and _plain(record.runs) == _plain(fitting(self._manager, targets[variable.index], record)[0])
+            and tuple(map(tuple, record.runs))
+            == tuple(map(tuple, fitting(self._manager, targets[variable.index], record)[0]))
         }
 
     def may_make_way(
@@ -518,7 +521,8 @@ class Bindings:
             record.birthplace = variable.origin
         if record.state is State.RESIDENT:
             record.released()
-        trim(manager, record)
+        if not any(record is kept for kept in self.keep_room):
+            trim(manager, record)
         if not (record.exports and record.reservation.is_file):
             manager.guards.hide(record)
         manager.records[record.address] = record
@@ -544,7 +548,3 @@ class Bindings:
         executable.variable_address[variable.index] = 0
         if not any(other.record is record for other in executable.variables):
             self._manager.dispose(record)
-
-
-def _plain(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    return tuple((first, count) for first, count in runs)

@@ -17,11 +17,12 @@ import numpy.typing as npt
 
 from ooc.memory.record import VariableRecord
 from ooc.replay.doubts import Doubts
+from ooc.replay.op_acts import After, Before
 from ooc.replay.op_timings import Between, OpTimings
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
 from ooc.replay.planned_border import planned_border
 from ooc.replay.planned_parts import PlannedParts
-from ooc.replay.planned_reruns import PlannedRerun, PlannedReruns, PlannedTrials
+from ooc.replay.planned_reruns import PlannedReruns, PlannedTrials
 from ooc.replay.takeovers import Takeovers
 from ooc.tracing.observed import Observed
 from ooc.tracing.op_semantics import changes_arguments, is_list_op
@@ -59,31 +60,6 @@ PLAN_OP_DTYPE = np.dtype(
 _BEFORE, _AFTER, _INTERCEPT, _HEAD, _GRADIENTS, _TOUCHES, _CHANGES, _HIDDEN = 1, 2, 4, 8, 16, 32, 64, 128
 
 
-class Before:
-    """The actions right before an op, in this order."""
-
-    __slots__ = ("arrivals", "births", "loads", "releases", "rerun")
-
-    def __init__(self) -> None:
-        self.releases: list[ExecutableResidency] = []  # written earlier; from now on only in the store
-        self.loads: list[ExecutableResidency] = []  # start now
-        self.arrivals: list[ExecutableResidency] = []  # loads that the op waits for
-        self.rerun: PlannedRerun | None = None  # ops that are run again
-        self.births: list[ExecutableResidency] = []  # allocations of the op
-
-
-class After:
-    """The actions right after an op, in this order."""
-
-    __slots__ = ("discards", "drops", "dirties", "writes")
-
-    def __init__(self) -> None:
-        self.dirties: list[PlanVariable] = []  # the op made the store's copy stale
-        self.writes: list[ExecutableResidency] = []  # start now
-        self.drops: list[ExecutableResidency] = []
-        self.discards: list[ExecutableResidency] = []
-
-
 class ExecutablePlan:
     """A plan, its variables and its tables. Owns the arrays that native code reads while it is installed.
 
@@ -94,14 +70,14 @@ class ExecutablePlan:
         num_chunks: So many at least are its own while it is replayed. More than it uses: there is room to try ops.
 
     Attributes:
+        allocs: The allocations of its ops that native code serves, in order (`PLANNED_ALLOC_DTYPE`).
         leaves_room: Whether it was made for less memory than there is, for such room, and is to go when that was used.
         num_without_room: Trials that found no room.
-        omitted: Ops that the present step has left out so far, in order.
-        doubts: Those that it is going to leave out.
+        omitted, doubts: Ops that the present step has left out so far, in order; those that it is going to leave out.
         readdressed: Of variables whose addresses have changed in this step: since which op, and what it was before.
         grad_mode: Whether gradients were enabled when its first op ran.
-        num_idle: Ops at its head that touch no variable. Python sees these and the next one
-            in another grad mode than the plan's, and whatever comes instead of them: that tells what begins.
+        num_idle: Ops at its head that touch no variable. Python sees these and the next one in another grad mode than
+            the plan's, and whatever comes instead of them: that tells what begins.
     """
 
     def __init__(
@@ -335,13 +311,13 @@ class ExecutablePlan:
             self._ops[index] = (first_use, len(uses), first_alloc, len(allocs), flags, 0)
         self.doubts = Doubts(self.observed, self._ops["flags"], may_omit=self.may_omit)
         self._uses = np.array(uses or [0], dtype=np.uint32)
-        self._allocs = np.array(allocs or [(0, 0, 0, 0, 0)], dtype=PLANNED_ALLOC_DTYPE)
+        self.allocs = np.array(allocs or [(0, 0, 0, 0, 0)], dtype=PLANNED_ALLOC_DTYPE)
         self._must_be_dead = np.array(must_be_dead or [0], dtype=np.uint32)
         self._deaths = np.array([index for _, index in self.deaths] or [0], dtype=np.uint32)
         starts = [op.start_tick for op in self.trace.ops]
         self._num_deaths = np.searchsorted([tick for tick, _ in self.deaths], starts, side="right").astype(np.uint32)
         self.tables = PlanTables(
-            allocs=self._allocs.ctypes.data,
+            allocs=self.allocs.ctypes.data,
             must_be_dead=self._must_be_dead.ctypes.data,
             variable_address=self.variable_address.ctypes.data,
             variable_alive=self.variable_alive.ctypes.data,
@@ -415,6 +391,10 @@ class ExecutablePlan:
             self.num_ops,
             (self.before, self.variable_alive.ctypes.data, self._deaths.ctypes.data, self._num_deaths.ctypes.data),
         )
+
+    def allocs_of(self, op: int) -> range:
+        """Indices into `allocs` of those of an op."""
+        return range(*self._ops[["allocs_start", "allocs_stop"]][op].tolist())
 
     def births_between(self, op: int, nbytes: int, ordinal: int) -> list[ExecutableResidency]:
         """Births right before op `op` that an allocation of `nbytes` may be, the likeliest first.

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ooc.errors import StoreFailed
-from ooc.memory.no_room import NoRoom
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.acts import ResidencyActs
@@ -38,8 +37,8 @@ from ooc.replay.planned_trials import TrialsInPlans
 from ooc.replay.realignment import Realignment
 from ooc.replay.rerun_device import RerunDevice
 from ooc.replay.reruns import Reruns
+from ooc.replay.unserved import Unserved
 from ooc.tracing.recording import StepRecording
-from scheduler.plan import occupied_ticks
 from vmm.chunks import ChunkPool
 from vmm.nvtx_ranges import names_ops
 from vmm.torch_cpu import MODE_DEMAND, MODE_PLANNED, AllocatorTable, EventLog
@@ -89,6 +88,7 @@ class Executor:
         self.acts = ResidencyActs(manager, dispatcher, bail_out=self.bail_out)
         self._border = BorderRelocation(manager, self.acts, self.check_deaths, bail_out=self.bail_out)
         self._trials = new_trials(self.bail_out)
+        self.unserved = Unserved(self, manager, allocator, dispatcher, self._bindings, self.acts)
         self.realignment = Realignment(self, manager, allocator, dispatcher, self._bindings, self.acts)
         self.reruns = Reruns(
             manager, allocator, dispatcher, self.acts, rerun_device, self._trials, bail_out=self.bail_out
@@ -281,7 +281,7 @@ class Executor:
             self.acts.end_wait(executable, index, started)
             return bear(acts.births)
         for residency in acts.births:
-            if _is_taken(executable, residency.variable):
+            if residency.variable.is_taken(executable.variable_alive):
                 self.bail_out("a variable was freed later than planned, and its addresses are to be used again")
                 return False
             for other in residency.waits:
@@ -367,38 +367,6 @@ class Executor:
             record.unpin()
         self.mid_op_pins.clear()
         self.reruns.remake()
-
-    # -- allocations that the table did not serve
-
-    def serve_between(self, nbytes: int) -> int:
-        """Serve a planned allocation between two ops. Its address; 0 if the plan has none here, or was left."""
-        executable = self.active
-        assert executable is not None
-        for residency in executable.births_between(self._dispatcher.cursor, nbytes, self._allocator.state.num_counted):
-            variable = residency.variable
-            if executable.variable_alive[variable.index] or variable.record is None:
-                continue
-            birth_tick, _ = occupied_ticks(residency.planned, executable.trace)
-            if _is_taken(executable, variable) or not self.check_deaths(executable, birth_tick):
-                return 0
-            self.acts.await_all(residency.waits)
-            self.acts.prepare_birth(residency)
-            executable.variable_nbytes[variable.index] = nbytes
-            self._bindings.set_alive(executable, variable, variable.record, is_born=True)
-            return variable.record.address
-        return 0
-
-    def leave_for(self, nbytes: int, *, may_refuse: bool) -> None:
-        """Bail out if the plan leaves no room for an allocation that it does not have.
-
-        With `may_refuse` raise `NoRoom` instead: an op that runs in parts will ask for less.
-        """
-        num_free, num_needed = self._manager.num_free, self._manager.chunks_of(nbytes)
-        if num_free >= num_needed:
-            return
-        if may_refuse:
-            raise NoRoom(num_needed=num_needed, num_free=num_free, num_pinned=0)
-        self.bail_out("an allocation that the plan does not have")
 
     def absorb_events(self) -> None:
         """Append the allocator's log to this period's, and free those of its variables that the manager has."""
@@ -535,13 +503,3 @@ class Executor:
 
 def _not_in_parts(executable: ExecutablePlan, index: int, /, *_: Any, **__: Any) -> Any:
     raise RuntimeError(f"op {index} of {executable!r} runs in parts, and nobody said how")
-
-
-def _is_taken(executable: ExecutablePlan, variable: PlanVariable) -> bool:
-    """Whether a variable's addresses are still its successor's, which was freed later than planned."""
-    successor = variable.successor
-    return (
-        successor is not None
-        and bool(executable.variable_alive[successor.index])
-        and successor.record is variable.record
-    )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from ooc.replay.bindings import Bindings
 from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
-from ooc.replay.present_sizes import note_present_nbytes, spans
+from ooc.replay.present_sizes import note_present_nbytes, spans, trim
 from ooc.replay.union_walk import are_one_to_one
 from ooc.tracing.call_sites import may_be_one_place
 from scheduler.plan import Loaded
@@ -94,7 +94,7 @@ class Omissions:
         index, stand_ins = found
         if index == cursor and not stand_ins and index not in executable.doubts:
             return False  # it is the next one, and native code has found it to be another all the same
-        with self._leaving_on_error(executable):
+        with self._leaving_on_error(executable), self._keeping_room(stand_ins.values()):
             if not (self._omit(executable, cursor, index, stand_ins) and self._stand_in(executable, index, stand_ins)):
                 return False
         executable.doubts.trust(index)
@@ -120,6 +120,18 @@ class Omissions:
                 with suppress(StoreFailed):
                     self._executor.bail_out("leaving out ops has failed")
             raise
+
+    @contextmanager
+    def _keeping_room(self, records: Collection[VariableRecord]) -> Iterator[None]:
+        """What leaves the plan because its role is over, and is to have another one, keeps its place for any size."""
+        self._bindings.keep_room = records
+        try:
+            yield
+        finally:
+            self._bindings.keep_room = ()
+            for record in records:
+                if self._manager.records.get(record.address) is record and record.state is not State.LOADING:
+                    trim(self._manager, record)
 
     # -- which op it is
 

@@ -72,6 +72,11 @@ class PlanVariable:
         """Whether a storage of this size can be it."""
         return nbytes == self.nbytes or (self.is_elastic and nbytes < self.nbytes)
 
+    def is_taken(self, alive: Any) -> bool:
+        """Whether its addresses are still its successor's, freed later than planned. `alive`: of each variable."""
+        successor = self.successor
+        return successor is not None and bool(alive[successor.index]) and successor.record is self.record
+
     def __repr__(self) -> str:
         return (
             f"<PlanVariable {self.index}, {self.nbytes} bytes, {len(self.residencies)} residencies, "

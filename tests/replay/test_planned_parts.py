@@ -18,6 +18,7 @@ from ooc.dispatch.part_runs import PartRun
 from ooc.memory.record import State
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.executor import Executor
+from ooc.replay.unserved import Unserved
 from ooc.tracing.operand_marks import OperandMark
 from scheduler.plan import occupied_ticks
 from tests.replay.test_elastic import digest, run
@@ -172,15 +173,15 @@ def test_memory_that_the_program_takes_beside_the_plan() -> None:
 
 def test_the_memory_that_the_plan_has_for_parts_does_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Smaller parts ask for less; where the smallest is refused, too, the step leaves its plan in mid-op."""
-    leave_for, refused = Executor.leave_for, itertools.count()
+    make_way, refused = Unserved.make_way, itertools.count()
 
-    def never(self: Executor, nbytes: int, *, may_refuse: bool) -> None:
+    def never(self: Unserved, nbytes: int, *, may_refuse: bool) -> None:
         if may_refuse:
             next(refused)
             nbytes = 1 << 40
-        leave_for(self, nbytes, may_refuse=may_refuse)
+        make_way(self, nbytes, may_refuse=may_refuse)
 
-    monkeypatch.setattr(Executor, "leave_for", never)
+    monkeypatch.setattr(Unserved, "make_way", never)
     for program, budget in ((words, BUDGET), (update, "5MiB")):
         session, modes = run(program, [512] * NUM_STEPS, budget=budget, chunk_nbytes="64KiB", threshold_nbytes=4)
         assert "off_plan" in modes
@@ -329,10 +330,10 @@ def _fill_strided(target: Tensor, source: Tensor, num_beside: int) -> None:
 def test_an_op_that_has_failed_off_its_plan_is_over(debug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It left the plan in its middle, and the store failed. Another op that does so later is noted as itself."""
     fails = False
-    leave_for, get, num_failed = Executor.leave_for, PartRun._get, 0
+    make_way, get, num_failed = Unserved.make_way, PartRun._get, 0
 
-    def refusing(self: Executor, nbytes: int, *, may_refuse: bool) -> None:
-        leave_for(self, 1 << 40 if may_refuse and fails else nbytes, may_refuse=may_refuse)
+    def refusing(self: Unserved, nbytes: int, *, may_refuse: bool) -> None:
+        make_way(self, 1 << 40 if may_refuse and fails else nbytes, may_refuse=may_refuse)
 
     def failing(self: PartRun, *args: Any) -> None:
         nonlocal num_failed
@@ -341,7 +342,7 @@ def test_an_op_that_has_failed_off_its_plan_is_over(debug: bool, monkeypatch: py
             raise ooc.StoreFailed("the device failed", errno=5)
         get(self, *args)
 
-    monkeypatch.setattr(Executor, "leave_for", refusing)
+    monkeypatch.setattr(Unserved, "make_way", refusing)
     monkeypatch.setattr(PartRun, "_get", failing)
 
     def program(step: Step, lengths: list[int]) -> list[Any]:
