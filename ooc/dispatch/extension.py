@@ -28,9 +28,26 @@ _ALLOCATOR_HEADER = Path(__file__).parents[2] / "vmm" / "native" / "allocator.h"
 
 
 @functools.cache
+def _dispatch_module() -> Any:
+    return _load("dispatch", ["c10", "torch_cpu"])
+
+
 def dispatcher_type() -> Any:
     """The native `Dispatcher` class. Raises `NativeBuildError` with the remedy."""
-    return _load("dispatch", ["c10", "torch_cpu"]).Dispatcher
+    return _dispatch_module().Dispatcher
+
+
+def leave_unnoticed(mode: type) -> bool:
+    """Let torch compute under dispatch modes of this class as without one (native/unnoticed_mode.h). For good.
+
+    Returns:
+        False: this torch cannot be told. Under any mode it takes other formulas in places, with other bits.
+
+    Raises:
+        NativeBuildError: See `dispatcher_type`.
+    """
+    is_left: bool = _dispatch_module().leave_unnoticed(mode)
+    return is_left
 
 
 @functools.cache

@@ -254,11 +254,11 @@ class GuestOps:
     def _free_from_plan(self, addresses: Sequence[int], *, writes: bool) -> None:
         executor = self._executor
         records = [record for address in addresses if (record := self._record_at(address)) is not None]
-        is_needed = executor.active is not None and any(
-            record.state is State.DISCARDED or (writes and executor.reruns.needs(executor.active, record))
-            for record in records
-        )
-        if is_needed:
+        active = executor.active
+        needed = [r for r in records if r.state is State.DISCARDED or (writes and executor.reruns.needs(active, r))]
+        if active is not None and needed:
+            for record in needed:
+                executor.reruns.note_touched(active, record)
             executor.bail_out("another thread uses a variable that re-runs need")
         if executor.reruns.pending is not None and not self._is_inside_op():
             executor.reruns.remake()

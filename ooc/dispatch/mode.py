@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from ooc.dispatch.extension import boxed_ops
+from ooc.dispatch.extension import boxed_ops, leave_unnoticed
 
 
 class SessionMode(TorchDispatchMode):
@@ -28,6 +28,7 @@ class SessionMode(TorchDispatchMode):
     def __init__(self, dispatcher: Any) -> None:  # native, and given an attribute that its protocol does not have
         super().__init__()
         self._dispatcher = dispatcher
+        leave_unnoticed(SessionMode)
         self.note_region: Callable[[str, int], None] = lambda _name, _nbytes: None
         dispatcher.__self__ = self
         self.__torch_dispatch__ = dispatcher

@@ -317,6 +317,8 @@ class Exports:
                 if (is_there or can_be_shown) and not is_needed:
                     return record
                 what = "from which ops are to run again" if is_needed else "that is away"
+                if is_needed:
+                    executor.reruns.note_touched(executor.active, record)
                 self._runner.bail_out(f"a variable {what} was used outside the dispatcher")
         return self._manager.records.get(address)
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from ooc.dispatch.extension import leave_unnoticed
 from ooc.dispatch.guest_ops import as_guest, become_guest, cease_to_be_guest
 from ooc.interop.older_threads import visit_running_threads
 from ooc.interop.replacements import Replacements
@@ -76,6 +77,7 @@ class GuestThreads:
 
     def open(self) -> None:
         """Threads that start from now on are guests, and older ones from their next call on."""
+        leave_unnoticed(GuestMode)
         _MODE.dispatch = self._dispatch
         self._replace(threading.Thread, "_bootstrap_inner")
         self._replace(concurrent.futures.thread._WorkItem, "run")

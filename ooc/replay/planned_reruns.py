@@ -9,6 +9,7 @@ variable's own addresses; the rest goes to scratch chunks, each through a reserv
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,9 @@ from ooc.replay.plan_variables import ExecutableResidency
 from scheduler.plan import Discarded, Plan, Recomputed, occupied_ticks
 from scheduler.reruns import ReplayGraph
 from scheduler.trace import Trace
+
+_OFTEN = 2
+"""A variable is touched often if it was this many times, and in one of so many steps."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,6 +71,9 @@ class PlannedReruns:
         recipes_of: Ops that some re-run needs, in order: what they are given must be noted.
         held_until: For each variable that re-runs read from the pool, the last op before which they do. Until then
             its storage must not be freed, however early the program lets go of it.
+        needed_until: For each variable that re-runs read, change or make, the last op before which they do. What code
+            beside the ops writes to it before that, no re-run would write again.
+        num_touched: How often steps have left the plan for code beside the ops that might have done so, by variable.
         written_out: Residencies that the plan discards and never makes again, although the program still holds the
             variable. The program may yet ask for its bytes, off plan, and nobody could make them: it is written.
     """
@@ -85,11 +92,16 @@ class PlannedReruns:
         self.by_op = {op: self._rerun(op, sorted(ops[op]), kept[op], plan, rooms.get(op, ())) for op in sorted(ops)}
         self.recipes_of = tuple(sorted(set().union(*ops.values()))) if ops else ()
         self.held_until: dict[int, int] = {}
+        self.needed_until: dict[int, int] = {}
+        self.num_touched: Counter[int] = Counter()
         for rerun in self.by_op.values():
             for variable in rerun.sources:
                 death = trace.variables[variable].death_tick
                 if death is None or death > trace.ops[rerun.before_op].start_tick:
                     self.held_until[variable] = rerun.before_op
+            self.needed_until.update(
+                (use.variable, rerun.before_op) for op in rerun.ops for use in trace.ops[op.index].uses
+            )
             self._find_arrivals(rerun, residencies)
         self.written_out = frozenset(id(r) for r in residencies if self._must_be_written(r))
 
@@ -156,6 +168,14 @@ class PlannedReruns:
             return True
         follower = variable.residencies[at].planned
         return death is not None and occupied_ticks(follower, self._trace)[0] >= death  # a ghost of it follows
+
+    def often_touched(self, num_steps: int) -> frozenset[int]:
+        """Ops that are better not run again, after so many steps that the plan has played to their end.
+
+        They use what code beside the ops touches in many steps, which all leave the plan for it.
+        """
+        often = {v for v, count in self.num_touched.items() if count >= max(_OFTEN, num_steps // _OFTEN)}
+        return frozenset(op for op in self.recipes_of if any(u.variable in often for u in self._trace.ops[op].uses))
 
     def missing_ops(
         self, variables: Sequence[int], num_ops: int, has_bytes: Callable[[int], bool]

@@ -34,13 +34,20 @@ class ProvenOps:
         self._trials = trials
         self._proven: dict[str, frozenset[int]] = {}
         self._kinds: dict[str, dict[int, int]] = {}  # by sequence and op, as they were when it was tried
+        self._touched: dict[str, frozenset[int]] = {}  # ops on what code beside the ops often touches
 
     def __repr__(self) -> str:
         return f"<ProvenOps of {len(self._proven)} sequences>"
 
     def applied(self, key: str, trace: Trace) -> Trace:
         """The trace with the sequence's proven ops called replayable; as it is where nothing was tried."""
-        return with_replayable(trace, self._proven[key]) if self._proven.get(key) else trace
+        return self.untouched(key, with_replayable(trace, self._proven[key]) if self._proven.get(key) else trace)
+
+    def untouched(self, key: str, trace: Trace) -> Trace:
+        """The trace without the ops that are not to run again, since code beside the ops touches what they use."""
+        if not (touched := self._touched.get(key)):
+            return trace
+        return with_replayable(trace, frozenset(i for i, op in enumerate(trace.ops) if op.replayable) - touched)
 
     def forget_empty(self) -> None:
         """Try again where nothing was proven: there may have been no room for trials."""
@@ -102,10 +109,15 @@ class ProvenOps:
         return make_executable(without, envelope, observed, 0)
 
     def gives_up(self, key: str, executable: ExecutablePlan) -> bool:
-        """Whether a plan for steps of any size was left too often for want of room: the next one runs nothing again.
+        """Whether a plan was left too often for the sake of its re-runs: the next one has fewer, or none.
 
-        That happens where the program keeps more than when it was recorded.
+        For code beside the ops, which touches what they use. And for want of room for a new size: that happens where
+        the program keeps more than when it was recorded.
         """
+        touched = executable.reruns.often_touched(executable.timings.num_played)
+        if touched:
+            self._touched[key] = self._touched.get(key, frozenset()) | touched
+            return True
         if not executable.is_elastic or executable.num_without_room < _MOST_WITHOUT_ROOM:
             return False
         self._proven[key] = frozenset()

@@ -226,25 +226,36 @@ class Reruns:
         return any(record.state is State.DISCARDED for record in executable.live_records())
 
     def needs(self, executable: ExecutablePlan | None, record: VariableRecord) -> bool:
-        """Whether a re-run of the active plan is yet to read this record, or to make it: it must not change before."""
+        """Whether a re-run of the active plan is yet to use this record as it is, or to make it again.
+
+        Who may write to it beside the ops has to leave the plan first, and says so by `note_touched`.
+        """
         if record.state is State.DISCARDED:
             return True
         if executable is None:
             return False
-        held, cursor = executable.reruns.held_until.items(), self._dispatcher.cursor
-        return any(executable.variables[index].record is record for index, last in held if last >= cursor)
+        needed, cursor = executable.reruns.needed_until.items(), self._dispatcher.cursor
+        return any(executable.variables[index].record is record for index, last in needed if last >= cursor)
+
+    @staticmethod
+    def note_touched(executable: ExecutablePlan, record: VariableRecord) -> None:
+        """Note that a step leaves its plan for code beside the ops, which may write to what re-runs need."""
+        for index in executable.reruns.needed_until:
+            if executable.variables[index].record is record and executable.variable_alive[index]:
+                executable.reruns.num_touched[index] += 1
 
     @staticmethod
     def read_given_out(executable: ExecutablePlan, bound: Bound | None = None) -> bool:
-        """Whether what re-runs of the step that is about to begin read was given out, and may be written meanwhile.
+        """Whether what re-runs of the step that is about to begin use was given out, and may be written meanwhile.
 
         Args:
             executable: The plan.
             bound: What it begins with; None: what its step before has left.
         """
         if bound is not None:
-            return any(record.exports for variable, record in bound if variable.index in executable.reruns.held_until)
-        starting = (executable.variables[index] for index in executable.reruns.held_until)
+            needed = executable.reruns.needed_until
+            return any(record.exports for variable, record in bound if variable.index in needed)
+        starting = (executable.variables[index] for index in executable.reruns.needed_until)
         records = [(own.predecessor or own).record for own in starting if not own.is_born]
         return any(record.exports for record in records if record is not None)
 

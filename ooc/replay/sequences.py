@@ -444,7 +444,8 @@ class Sequences:
             return executable
         machine = log.machine(executable.plan.machine, store)
         proves = tried and self._proven.take(key, executable)
-        trace = log.timed(stands_for or self._proven.applied(key, executable.trace))
+        trace = stands_for or self._proven.applied(key, executable.trace)
+        trace = log.timed(self._proven.untouched(key, trace))
         old, executable.plan = executable.plan, told_anew(executable.plan, trace, machine)
         if self._last_plan is not None and self._last_plan.residencies is old.residencies:
             self.last_trace, self._last_plan = trace, executable.plan

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import Tensor, nn
 
+import ooc
 from ooc.errors import RerunDiffers
 from ooc.memory.record import State
 from ooc.replay.reruns import Reruns
 from tests.session.recomputed import CASES, Training, compare, convolutions, noted
+from tests.store_speed import SLOW, store_speed
 
 _models: list[nn.Module] = []
 
@@ -60,3 +66,64 @@ def test_without_the_rule_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reruns, "needs", lambda *_: False)
     with pytest.raises((AssertionError, RerunDiffers)):
         compare(CASE, hook=_write_between, num_steps=6, threshold_nbytes=2048, debug=False)
+
+
+def _fill_array(x: Tensor, values: Tensor) -> None:
+    x.numpy()[:] = values.numpy()
+
+
+def _fill_each(x: Tensor, values: Tensor) -> None:
+    given = iter(values.reshape(-1).tolist())
+    x.apply_(lambda _: next(given))
+
+
+def _fill_on_a_thread(x: Tensor, values: Tensor) -> None:
+    thread = threading.Thread(target=x.copy_, args=(values,))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("fill", [_fill_array, _fill_each, _fill_on_a_thread])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_was_filled_beside_the_ops_is_not_made_again(fill: Callable[[Tensor, Tensor], None], keeps: bool) -> None:
+    """Remedy: `PlannedReruns.needed_until`. An op makes a buffer, other code fills it: by its op alone it is zeros.
+
+    With `keeps` the buffer itself would be made again, else what was computed from it, after its death. The plan is
+    left for that until one is made that runs none of these ops again (`PlannedReruns.often_touched`).
+    """
+
+    def train(step: Callable[[], contextlib.AbstractContextManager[None]], num_steps: int) -> list[float]:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(128, 128) * 0.05)
+        optimizer = torch.optim.SGD([weight], lr=1e-2)
+        out = []
+        for _ in range(num_steps):
+            with step():
+                inputs = []
+                for _ in range(3):
+                    x = torch.zeros(512, 128)
+                    fill(x, torch.randn(512, 128))
+                    inputs.append(x if keeps else x * 2 + 1)
+                    del x
+                loss = sum(((x.mean(0) @ weight).square().mean() for x in inputs), torch.zeros(()))
+                large = torch.full((2048, 64), 1.0)
+                large = (large * 2).sum()
+                squares = [x.square().mean() for x in inputs]
+                (loss + sum(squares) + large).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                out += [loss.item(), *(square.item() for square in squares)]
+                del inputs, squares, large, loss
+        return [*out, *weight.detach().reshape(-1).tolist()]
+
+    num_steps = 12
+    expected = train(contextlib.nullcontext, num_steps)
+    with (
+        store_speed(SLOW),
+        ooc.Session(
+            "1280KiB", chunk_nbytes="64KiB", threshold_nbytes="16KiB", plan_cache=False, recompute=True, debug=False
+        ) as session,
+    ):
+        assert train(session.step, num_steps) == expected
+        modes = [row.mode for row in session.steps.rows]
+    assert modes[-3:] == ["planned"] * 3, modes

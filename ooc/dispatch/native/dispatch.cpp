@@ -26,6 +26,7 @@
 #include "prepare_acts.h"
 #include "run_on_demand.h"
 #include "sections.h"
+#include "unnoticed_mode.h"
 
 namespace {
 
@@ -521,8 +522,12 @@ PyTypeObject dispatcher_type = [] {
   return t;
 }();
 
+PyMethodDef module_methods[] = {
+    {"leave_unnoticed", leave_unnoticed, METH_O, "Let torch's kernels not ask for modes of a class."},
+    {nullptr, nullptr, 0, nullptr}};
+
 PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_dispatch", "The hot path of a planned step.", -1,
-                          nullptr, nullptr, nullptr, nullptr, nullptr};
+                          module_methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 
