@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ooc.replay.dispatcher import Dispatcher
 from vmm import native_build
@@ -47,7 +48,25 @@ def leave_unnoticed(mode: type) -> bool:
         NativeBuildError: See `dispatcher_type`.
     """
     is_left: bool = _dispatch_module().leave_unnoticed(mode)
+    if is_left:
+        _notice_sums()
     return is_left
+
+
+@functools.cache
+def _notice_sums() -> None:
+    """Let torch go on to sum up gradients under a mode as it does under any: where it asks from is found by trial."""
+    module = _dispatch_module()
+
+    def backward(*, sums: bool) -> None:
+        x = torch.ones(1, dtype=torch.float32, device="cpu", requires_grad=True)
+        negative = x.neg()
+        (negative + (negative if sums else x.detach())).backward()
+
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        others = module.sites_of(lambda: backward(sums=False))
+        for site in set(module.sites_of(lambda: backward(sums=True))).difference(others):
+            module.keep_noticed(site)
 
 
 @functools.cache

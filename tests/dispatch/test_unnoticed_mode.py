@@ -66,11 +66,11 @@ def additions() -> set[str]:
     return {event.key for event in found.key_averages() if event.key.startswith("aten::add")}
 
 
-def test_gradients_are_summed_up_in_place() -> None:
-    """As without us. Else each such sum takes as much memory again."""
-    expected = additions()
+def test_sums_of_gradients_are_as_under_any_mode() -> None:
+    """Not in place, whichever way their addends came: steps are alike, and traces by fake execution, too."""
+    assert additions() == {"aten::add_"}
     with ooc.Session("64MiB", plan_cache=False):
-        assert additions() == expected == {"aten::add_"}
+        assert additions() == {"aten::add"}
 
 
 class Passing(TorchDispatchMode):

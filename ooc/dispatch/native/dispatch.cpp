@@ -524,6 +524,8 @@ PyTypeObject dispatcher_type = [] {
 
 PyMethodDef module_methods[] = {
     {"leave_unnoticed", leave_unnoticed, METH_O, "Let torch's kernels not ask for modes of a class."},
+    {"sites_of", sites_of, METH_O, "From where they ask while a function runs."},
+    {"keep_noticed", keep_noticed, METH_O, "Tell those that ask from there of any mode."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_dispatch", "The hot path of a planned step.", -1,

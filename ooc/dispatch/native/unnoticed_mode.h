@@ -1,6 +1,6 @@
 // Torch takes other formulas while a dispatch mode is on: every tensor then counts as one of a class that dispatches for
 // itself (ATen/TensorSubclassLikeUtils.h), which may have no storage. The gradients of `prod` and of `masked_fill` have
-// other bits then, singular values come from another routine, and the sums of gradients are not made in place. Our modes
+// other bits then, and singular values come from another routine. Our modes
 // compute on the tensors themselves, so nobody but the dispatcher need know of them: the function that torch's kernels
 // ask is replaced, in libtorch_cpu's table of imported functions, by one that does not count them.
 //
@@ -16,6 +16,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 #if defined(__linux__) && defined(__LP64__)
 #include <link.h>
@@ -38,10 +39,20 @@ bool is_unnoticed(const c10::impl::PyObject_TorchDispatchMode& mode) {
   return false;
 }
 
+// Where torch's code calls from that is told of any mode. Zeros at the end.
+std::array<std::atomic<uintptr_t>, 8> noticed_sites{};
+thread_local std::vector<uintptr_t>* watched_sites = nullptr;  // where this thread calls from is noted there
+
 // In place of `c10::impl::dispatch_mode_enabled`.
-bool is_any_mode_noticed() {
+__attribute__((noinline)) bool is_any_mode_noticed() {
   using c10::impl::TorchDispatchModeTLS;
+  const auto site = reinterpret_cast<uintptr_t>(__builtin_return_address(0));
+  if (watched_sites != nullptr) watched_sites->push_back(site);
   const int64_t num_modes = TorchDispatchModeTLS::stack_len();
+  if (num_modes == 0) return false;
+  for (const auto& noticed : noticed_sites) {
+    if (noticed.load(std::memory_order_relaxed) == site) return true;
+  }
   for (int64_t i = 0; i < num_modes; ++i) {
     if (!is_unnoticed(*TorchDispatchModeTLS::get_stack_at(i))) return true;
   }
@@ -119,6 +130,35 @@ PyObject* leave_unnoticed(PyObject*, PyObject* type) {
     return PyBool_FromLong(replace_asked() > 0);
   }
   PyErr_SetString(PyExc_RuntimeError, "leave_unnoticed: there are too many classes");
+  return nullptr;
+}
+
+// sites_of(function) -> list: from where torch's kernels ask for modes while this thread calls the function.
+PyObject* sites_of(PyObject*, PyObject* function) {
+  std::vector<uintptr_t> sites;
+  watched_sites = &sites;
+  PyObject* result = PyObject_CallNoArgs(function);
+  watched_sites = nullptr;
+  if (result == nullptr) return nullptr;
+  Py_DECREF(result);
+  PyObject* found = PyList_New(0);
+  for (const uintptr_t site : sites) {
+    PyObject* number = found != nullptr ? PyLong_FromUnsignedLongLong(site) : nullptr;
+    if (number == nullptr || PyList_Append(found, number) < 0) Py_CLEAR(found);
+    Py_XDECREF(number);
+  }
+  return found;
+}
+
+// keep_noticed(site): who asks from there is told of any mode.
+PyObject* keep_noticed(PyObject*, PyObject* number) {
+  const uint64_t site = PyLong_AsUnsignedLongLong(number);
+  if (PyErr_Occurred()) return nullptr;
+  for (auto& known : noticed_sites) {
+    uintptr_t expected = 0;
+    if (known.load() == site || known.compare_exchange_strong(expected, static_cast<uintptr_t>(site))) Py_RETURN_NONE;
+  }
+  PyErr_SetString(PyExc_RuntimeError, "keep_noticed: there are too many");
   return nullptr;
 }
 
