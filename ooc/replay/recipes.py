@@ -12,6 +12,7 @@ A re-run is below autograd, autocast and all modes: no graph, no version counter
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ooc.replay import precisions
 from ooc.replay.device_settings import CudaSettings
 from ooc.replay.random_state import Apart, RandomState, generators_of
 from ooc.tracing.replayability import is_random
 
 StorageOf = Callable[[int], torch.UntypedStorage]
 """The storage to use for a variable, by its index in the plan."""
+
+_SMALLEST_NORMAL, _HALF = sys.float_info.min, 0.5  # multiplied where denormal numbers are flushed: 0
 
 _SIMPLE = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.device, torch.memory_format)
 
@@ -89,8 +93,14 @@ class Settings:
     deterministic: bool
     deterministic_warns: bool
     fills_uninitialized: bool
-    matmul_precision: str
+    default_dtype: torch.dtype
+    flushes_denormals: bool
+    nnpack: bool
     onednn: bool
+    onednn_deterministic: bool
+    onednn_precisions: tuple[str, ...]
+    matmul_precision: str | None
+    """None: newer settings contradict it, and torch does not tell."""
     cuda: CudaSettings | None
     """None: CUDA has not been started."""
 
@@ -104,8 +114,13 @@ class Settings:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,
-            torch.get_float32_matmul_precision(),
+            torch.get_default_dtype(),
+            _SMALLEST_NORMAL * _HALF == 0.0,
+            torch._C._get_nnpack_enabled(),
             torch._C._get_mkldnn_enabled(),
+            torch._C._get_mkldnn_deterministic(),
+            tuple([precisions.precision("mkldnn", op) for op in precisions.ONEDNN_OPS]),
+            precisions.matmul_precision(),
             CudaSettings.now() if torch.cuda.is_initialized() else None,
         )
 
@@ -119,9 +134,15 @@ class Settings:
         with contextlib.ExitStack() as stack:
             if before.inference != self.inference:
                 stack.enter_context(torch.inference_mode(self.inference))
+            if before._precisions != self._precisions:
+                stack.enter_context(precisions.precisions_unset())
             stack.callback(before._set)
             self._set()
             yield
+
+    @property
+    def _precisions(self) -> tuple[Any, ...]:
+        return self.matmul_precision, self.onednn_precisions, self.cuda.precisions if self.cuda is not None else None
 
     def _set(self) -> None:
         now = Settings.now()
@@ -133,10 +154,21 @@ class Settings:
             torch._C._set_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warns)
         if now.fills_uninitialized != self.fills_uninitialized:
             torch.utils.deterministic.fill_uninitialized_memory = self.fills_uninitialized
-        if now.matmul_precision != self.matmul_precision:
-            torch.set_float32_matmul_precision(self.matmul_precision)
+        if now.default_dtype != self.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
+        if now.flushes_denormals != self.flushes_denormals:
+            torch.set_flush_denormal(self.flushes_denormals)
+        if now.nnpack != self.nnpack:
+            torch._C._set_nnpack_enabled(self.nnpack)
         if now.onednn != self.onednn:
             torch._C._set_mkldnn_enabled(self.onednn)
+        if now.onednn_deterministic != self.onednn_deterministic:
+            torch._C._set_mkldnn_deterministic(self.onednn_deterministic)
+        if self.matmul_precision is not None and now.matmul_precision != self.matmul_precision:
+            torch.set_float32_matmul_precision(self.matmul_precision)  # before the newer ones: it sets two of them
+        for op, precision in zip(precisions.ONEDNN_OPS, self.onednn_precisions, strict=True):
+            if precisions.precision("mkldnn", op) != precision:
+                precisions.set_precision("mkldnn", op, precision)
         if self.cuda is not None and now.cuda != self.cuda:
             self.cuda.apply()
 
@@ -176,11 +208,18 @@ class Recipe:
         self.stream = stream
         self._copies: list[torch.UntypedStorage] = []
         noting = _Noting(self._copies, variable_of, small_nbytes)
-        self._args = tuple(noting.note(value) for value in args)
-        self._kwargs = {name: noting.note(value) for name, value in kwargs.items()}
-        self.variables = frozenset(noting.variables)
-        self._settings = Settings.now()
-        self._random = RandomState(generators_of(noting.generator, noting.devices) if is_random(func) else (), apart)
+        try:
+            self._args = tuple(noting.note(value) for value in args)
+            self._kwargs = {name: noting.note(value) for name, value in kwargs.items()}
+            self.variables = frozenset(noting.variables)
+            self._settings = Settings.now()
+            self._random = RandomState(
+                generators_of(noting.generator, noting.devices) if is_random(func) else (), apart
+            )
+        except NoRecipe:
+            raise
+        except Exception as error:  # the op itself may run all the same
+            raise NoRecipe(f"{type(error).__name__} while its arguments were noted: {error}") from error
 
     def __repr__(self) -> str:
         return f"<Recipe of {self.func}>"
