@@ -38,9 +38,10 @@ def set_precision(backend: str, op: str, value: str) -> None:
 def matmul_precision() -> str | None:
     """What `torch.set_float32_matmul_precision` has set; None: newer settings contradict it, and torch refuses."""
     try:
-        return torch.get_float32_matmul_precision()
+        found: str = _C._get_float32_matmul_precision()
     except RuntimeError:
         return None
+    return found
 
 
 @contextlib.contextmanager
