@@ -2,9 +2,10 @@
 
 A recipe keeps no variable alive. In place of each tensor over a variable it has the variable's index and the tensor's
 geometry; at the re-run a stand-in over the variable's address takes its place. Tensors over small storages, which
-nobody manages, may change later in the step, so the recipe has a copy of their bytes from before the op. All other
-arguments are kept by value. With them go the settings that kernels ask for (grad mode, threads, determinism), the
-stream and, for random ops, the state of the generator.
+nobody manages, may change later in the step, so the recipe has a copy of their bytes from before the op, shared with
+the step's other recipes as long as they do not change. All other arguments are kept by value. With them go the
+settings that kernels ask for (grad mode, threads, determinism), the stream and, for random ops, the state of the
+generator.
 
 A re-run is below autograd, autocast and all modes: no graph, no version counter and no hook of the program sees it.
 """
@@ -12,6 +13,7 @@ A re-run is below autograd, autocast and all modes: no graph, no version counter
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +29,11 @@ from ooc.tracing.replayability import is_random
 
 StorageOf = Callable[[int], torch.UntypedStorage]
 """The storage to use for a variable, by its index in the plan."""
+
+_data_ptr: Any = torch._C.StorageBase.data_ptr  # an export, where a session is open, by its usual name
+
+_memcmp: Any = ctypes.PyDLL(None).memcmp
+_memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 _SMALLEST_NORMAL, _HALF = sys.float_info.min, 0.5  # multiplied where denormal numbers are flushed: 0
 
@@ -173,6 +180,36 @@ class Settings:
             self.cuda.apply()
 
 
+class SmallCopies:
+    """The copies of small storages that the recipes of a step have: one of each for as long as its bytes stay.
+
+    Whether they do is told by comparing them. What writes through `.data`, an array or a pointer leaves no other trace,
+    and for so few bytes it takes no longer than a copy. Not so on a device, where the host would have to wait: there
+    each recipe has its own.
+    """
+
+    __slots__ = ("_latest",)
+
+    def __init__(self) -> None:
+        self._latest: dict[int, torch.UntypedStorage] = {}  # by the original's identity, which may be used again
+
+    def __repr__(self) -> str:
+        return f"<SmallCopies of {len(self._latest)} storages>"
+
+    def of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """A copy of a storage's present bytes. Nobody may change it."""
+        found = self._latest.get(storage._cdata)
+        if found is None or not _have_same_bytes(found, storage):
+            found = _copy(storage)
+            if storage.device.type == "cpu":
+                self._latest[storage._cdata] = found
+        return found
+
+    def clear(self) -> None:
+        """Forget them: those that recipes have stay theirs."""
+        self._latest.clear()
+
+
 class Recipe:
     """One op with the arguments it had. Make it before the op runs.
 
@@ -182,6 +219,7 @@ class Recipe:
         variable_of: The plan's variable that a tensor lies on; None if it lies on none.
         small_nbytes: Storages that are no variable's and have at least so many bytes are not copied.
         apart: Where the states of generators are allocated.
+        copies: Of small storages, shared with the step's other recipes; None: it has its own.
         stream: The device's stream on which the op runs; None: the host.
 
     Attributes:
@@ -202,12 +240,13 @@ class Recipe:
         variable_of: Callable[[torch.Tensor], int | None],
         small_nbytes: int,
         apart: Apart,
+        copies: SmallCopies | None = None,
         stream: Any = None,
     ) -> None:
         self.func = func
         self.stream = stream
         self._copies: list[torch.UntypedStorage] = []
-        noting = _Noting(self._copies, variable_of, small_nbytes)
+        noting = _Noting(self._copies, copies or SmallCopies(), variable_of, small_nbytes)
         try:
             self._args = tuple(noting.note(value) for value in args)
             self._kwargs = {name: noting.note(value) for name, value in kwargs.items()}
@@ -262,10 +301,17 @@ def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
         return storage.clone()
 
 
+def _have_same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    """Of two storages on the host."""
+    nbytes = one.nbytes()
+    return nbytes == other.nbytes() and _memcmp(_data_ptr(one), _data_ptr(other), nbytes) == 0
+
+
 class _Noting:
     def __init__(
         self,
         copies: list[torch.UntypedStorage],
+        shared: SmallCopies,
         variable_of: Callable[[torch.Tensor], int | None],
         small_nbytes: int,
     ) -> None:
@@ -273,6 +319,7 @@ class _Noting:
         self.devices: set[torch.device] = set()
         self.variables: set[int] = set()
         self._copies = copies
+        self._shared = shared
         self._variable_of = variable_of
         self._small_nbytes = small_nbytes
         self._numbers: dict[int, int] = {}  # by the storage's identity
@@ -311,7 +358,7 @@ class _Noting:
         number = self._numbers.get(storage._cdata)
         if number is None:
             number = self._numbers[storage._cdata] = len(self._copies)
-            self._copies.append(_copy(storage))
+            self._copies.append(self._shared.of(storage))
         return _OnCopy(number, geometry)
 
     @staticmethod
