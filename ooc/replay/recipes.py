@@ -304,7 +304,7 @@ def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 def _have_same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
     """Of two storages on the host."""
     nbytes = one.nbytes()
-    return nbytes == other.nbytes() and _memcmp(_data_ptr(one), _data_ptr(other), nbytes) == 0
+    return nbytes == other.nbytes() and bool(_memcmp(_data_ptr(one), _data_ptr(other), nbytes) == 0)
 
 
 class _Noting:
