@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ooc import _current
 from ooc.devices.resize import refill_pool, resize_pool, yield_pool
 from ooc.dispatch.native_acts import act_natively
+from ooc.dispatch.native_demand import Intercepts
 from ooc.dispatch.op_runner import OpRunner
 from ooc.dispatch.signals import HeldSignals, SignalGate
 from ooc.errors import SessionError, StoreFailed
@@ -42,7 +43,6 @@ from ooc.step_cycle import StepCycle
 from ooc.telemetry.progress import Progress, ProgressBar
 from ooc.telemetry.steps import StepLog
 from ooc.telemetry.timeline import Timeline
-from ooc.tracing.op_semantics import Intercepts
 from ooc.units import format_nbytes, parse_nbytes
 from scheduler.plan import Plan
 from scheduler.trace import Trace
@@ -164,6 +164,7 @@ class Engine:
         self.timeline = Timeline(self.manager, self.memory.store, self.addresses)
         undo.callback(self.timeline.close)
         self.exports = Exports(manager=self.manager, runner=self.runner, memory=self.memory)
+        self.runner.hidden.give_out = self.exports.export
         self.cycle = StepCycle(
             runner=self.runner,
             manager=self.manager,

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from ooc.dispatch.hidden_operands import hides_operands
 from ooc.dispatch.signals import CriticalLock
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
@@ -72,5 +73,12 @@ def _describe(
 
 @functools.cache
 def is_special(func: Any) -> bool:
-    """Whether an op is run in parts, or goes on after it has returned. One look, instead of three an op."""
-    return ops.is_list_op(func) or ops.is_convolution_backward(func) or is_collective(func)
+    """Whether an op is run in parts, goes on after it has returned, or hides operands. One look, instead of four."""
+    return ops.way_in_parts(func) is not None or is_collective(func) or hides_operands(func)
+
+
+class Intercepts:
+    """The ops that Python looks at before they are replayed, as a container: those that are special."""
+
+    def __contains__(self, func: object) -> bool:
+        return hasattr(func, "_schema") and is_special(func)

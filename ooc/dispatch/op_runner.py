@@ -20,6 +20,7 @@ from ooc.dispatch.borders import Borders
 from ooc.dispatch.collective_runs import CollectiveRuns
 from ooc.dispatch.extension import new_dispatcher
 from ooc.dispatch.guest_ops import GuestOps, is_guest
+from ooc.dispatch.hidden_operands import HiddenOperands, hides_operands
 from ooc.dispatch.mode import SessionMode, is_tracing
 from ooc.dispatch.native_demand import is_special, run_natively
 from ooc.dispatch.ops_in_parts import OpNotes, OpsInParts
@@ -66,6 +67,7 @@ class OpRunner:
         recording: The recording of the present step, while it runs on demand.
         mode: The dispatch mode by which ops arrive.
         guests: Runs the ops of other threads.
+        hidden: Gives out what ops keep where no later op names it.
         collectives: What becomes of ops that go on after they have returned.
         refusals: Allocations that were refused, and the errors that explain it.
         parts: Runs ops in parts that do not fit as a whole.
@@ -108,6 +110,7 @@ class OpRunner:
         self.lock = self._lock = CriticalLock(self.dispatcher)
         rerun_device = RerunDevice(watch, threshold_nbytes=threshold_nbytes)
         self.mode = SessionMode(self.dispatcher)
+        self.hidden = HiddenOperands(self.dispatcher)
         self.trials = RerunTrials(
             manager=manager, allocator=allocator, dispatcher=self.dispatcher, device=rerun_device, is_on=recompute
         )
@@ -285,14 +288,13 @@ class OpRunner:
         if not self._is_open():
             return func(*args, **kwargs)
         if threading.get_ident() != self._thread and self._manager.is_host:
-            return self.guests.run(func, args, kwargs)
+            return self.hidden.run(self.guests.run, func, args, kwargs)
         if not is_special(func):
             return self._run(func, args, kwargs)
-        if ops.is_list_op(func):
-            return ops.run_list_op(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
-        if ops.is_convolution_backward(func):
-            return ops.run_convolution_backward(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
-        return self.collectives.run(self._run, func, args, kwargs)
+        if (run_in_parts := ops.way_in_parts(func)) is not None:
+            return run_in_parts(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
+        way = self.hidden if hides_operands(func) else self.collectives
+        return way.run(self._run, func, args, kwargs)
 
     def dispatch_guest(self, func: Any, types: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any op of a guest thread. (One that has become this session's own comes here below `dispatch`.)"""

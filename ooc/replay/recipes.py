@@ -2,9 +2,10 @@
 
 A recipe keeps no variable alive. In place of each tensor over a variable it has the variable's index and the tensor's
 geometry; at the re-run a stand-in over the variable's address takes its place. Tensors over small storages, which
-nobody manages, may change later in the step, so the recipe has a copy of their bytes from before the op. All other
-arguments are kept by value. With them go the settings that kernels ask for (grad mode, threads, determinism), the
-stream and, for random ops, the state of the generator.
+nobody manages, may change later in the step, so the recipe has a copy of their bytes from before the op, shared with
+the step's other recipes as long as they do not change. All other arguments are kept by value. With them go the
+settings that kernels ask for (grad mode, threads, determinism), the stream and, for random ops, the state of the
+generator.
 
 A re-run is below autograd, autocast and all modes: no graph, no version counter and no hook of the program sees it.
 """
@@ -12,6 +13,8 @@ A re-run is below autograd, autocast and all modes: no graph, no version counter
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +22,20 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ooc.replay import precisions
 from ooc.replay.device_settings import CudaSettings
 from ooc.replay.random_state import Apart, RandomState, generators_of
 from ooc.tracing.replayability import is_random
 
 StorageOf = Callable[[int], torch.UntypedStorage]
 """The storage to use for a variable, by its index in the plan."""
+
+_data_ptr: Any = torch._C.StorageBase.data_ptr  # an export, where a session is open, by its usual name
+
+_memcmp: Any = ctypes.PyDLL(None).memcmp
+_memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+
+_SMALLEST_NORMAL, _HALF = sys.float_info.min, 0.5  # multiplied where denormal numbers are flushed: 0
 
 _SIMPLE = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.device, torch.memory_format)
 
@@ -89,8 +100,14 @@ class Settings:
     deterministic: bool
     deterministic_warns: bool
     fills_uninitialized: bool
-    matmul_precision: str
+    default_dtype: torch.dtype
+    flushes_denormals: bool
+    nnpack: bool
     onednn: bool
+    onednn_deterministic: bool
+    onednn_precisions: tuple[str, ...]
+    matmul_precision: str | None
+    """None: newer settings contradict it, and torch does not tell."""
     cuda: CudaSettings | None
     """None: CUDA has not been started."""
 
@@ -104,8 +121,13 @@ class Settings:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,
-            torch.get_float32_matmul_precision(),
+            torch.get_default_dtype(),
+            _SMALLEST_NORMAL * _HALF == 0.0,
+            torch._C._get_nnpack_enabled(),
             torch._C._get_mkldnn_enabled(),
+            torch._C._get_mkldnn_deterministic(),
+            tuple([precisions.precision("mkldnn", op) for op in precisions.ONEDNN_OPS]),
+            precisions.matmul_precision(),
             CudaSettings.now() if torch.cuda.is_initialized() else None,
         )
 
@@ -119,9 +141,15 @@ class Settings:
         with contextlib.ExitStack() as stack:
             if before.inference != self.inference:
                 stack.enter_context(torch.inference_mode(self.inference))
+            if before._precisions != self._precisions:
+                stack.enter_context(precisions.precisions_unset())
             stack.callback(before._set)
             self._set()
             yield
+
+    @property
+    def _precisions(self) -> tuple[Any, ...]:
+        return self.matmul_precision, self.onednn_precisions, self.cuda.precisions if self.cuda is not None else None
 
     def _set(self) -> None:
         now = Settings.now()
@@ -133,12 +161,53 @@ class Settings:
             torch._C._set_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warns)
         if now.fills_uninitialized != self.fills_uninitialized:
             torch.utils.deterministic.fill_uninitialized_memory = self.fills_uninitialized
-        if now.matmul_precision != self.matmul_precision:
-            torch.set_float32_matmul_precision(self.matmul_precision)
+        if now.default_dtype != self.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
+        if now.flushes_denormals != self.flushes_denormals:
+            torch.set_flush_denormal(self.flushes_denormals)
+        if now.nnpack != self.nnpack:
+            torch._C._set_nnpack_enabled(self.nnpack)
         if now.onednn != self.onednn:
             torch._C._set_mkldnn_enabled(self.onednn)
+        if now.onednn_deterministic != self.onednn_deterministic:
+            torch._C._set_mkldnn_deterministic(self.onednn_deterministic)
+        if self.matmul_precision is not None and now.matmul_precision != self.matmul_precision:
+            torch.set_float32_matmul_precision(self.matmul_precision)  # before the newer ones: it sets two of them
+        for op, precision in zip(precisions.ONEDNN_OPS, self.onednn_precisions, strict=True):
+            if precisions.precision("mkldnn", op) != precision:
+                precisions.set_precision("mkldnn", op, precision)
         if self.cuda is not None and now.cuda != self.cuda:
             self.cuda.apply()
+
+
+class SmallCopies:
+    """The copies of small storages that the recipes of a step have: one of each for as long as its bytes stay.
+
+    Whether they do is told by comparing them. What writes through `.data`, an array or a pointer leaves no other trace,
+    and for so few bytes it takes no longer than a copy. Not so on a device, where the host would have to wait: there
+    each recipe has its own.
+    """
+
+    __slots__ = ("_latest",)
+
+    def __init__(self) -> None:
+        self._latest: dict[int, torch.UntypedStorage] = {}  # by the original's identity, which may be used again
+
+    def __repr__(self) -> str:
+        return f"<SmallCopies of {len(self._latest)} storages>"
+
+    def of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """A copy of a storage's present bytes. Nobody may change it."""
+        found = self._latest.get(storage._cdata)
+        if found is None or not _have_same_bytes(found, storage):
+            found = _copy(storage)
+            if storage.device.type == "cpu":
+                self._latest[storage._cdata] = found
+        return found
+
+    def clear(self) -> None:
+        """Forget them: those that recipes have stay theirs."""
+        self._latest.clear()
 
 
 class Recipe:
@@ -150,6 +219,7 @@ class Recipe:
         variable_of: The plan's variable that a tensor lies on; None if it lies on none.
         small_nbytes: Storages that are no variable's and have at least so many bytes are not copied.
         apart: Where the states of generators are allocated.
+        copies: Of small storages, shared with the step's other recipes; None: it has its own.
         stream: The device's stream on which the op runs; None: the host.
 
     Attributes:
@@ -170,17 +240,25 @@ class Recipe:
         variable_of: Callable[[torch.Tensor], int | None],
         small_nbytes: int,
         apart: Apart,
+        copies: SmallCopies | None = None,
         stream: Any = None,
     ) -> None:
         self.func = func
         self.stream = stream
         self._copies: list[torch.UntypedStorage] = []
-        noting = _Noting(self._copies, variable_of, small_nbytes)
-        self._args = tuple(noting.note(value) for value in args)
-        self._kwargs = {name: noting.note(value) for name, value in kwargs.items()}
-        self.variables = frozenset(noting.variables)
-        self._settings = Settings.now()
-        self._random = RandomState(generators_of(noting.generator, noting.devices) if is_random(func) else (), apart)
+        noting = _Noting(self._copies, copies or SmallCopies(), variable_of, small_nbytes)
+        try:
+            self._args = tuple(noting.note(value) for value in args)
+            self._kwargs = {name: noting.note(value) for name, value in kwargs.items()}
+            self.variables = frozenset(noting.variables)
+            self._settings = Settings.now()
+            self._random = RandomState(
+                generators_of(noting.generator, noting.devices) if is_random(func) else (), apart
+            )
+        except NoRecipe:
+            raise
+        except Exception as error:  # the op itself may run all the same
+            raise NoRecipe(f"{type(error).__name__} while its arguments were noted: {error}") from error
 
     def __repr__(self) -> str:
         return f"<Recipe of {self.func}>"
@@ -223,10 +301,17 @@ def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
         return storage.clone()
 
 
+def _have_same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    """Of two storages on the host."""
+    nbytes = one.nbytes()
+    return nbytes == other.nbytes() and bool(_memcmp(_data_ptr(one), _data_ptr(other), nbytes) == 0)
+
+
 class _Noting:
     def __init__(
         self,
         copies: list[torch.UntypedStorage],
+        shared: SmallCopies,
         variable_of: Callable[[torch.Tensor], int | None],
         small_nbytes: int,
     ) -> None:
@@ -234,6 +319,7 @@ class _Noting:
         self.devices: set[torch.device] = set()
         self.variables: set[int] = set()
         self._copies = copies
+        self._shared = shared
         self._variable_of = variable_of
         self._small_nbytes = small_nbytes
         self._numbers: dict[int, int] = {}  # by the storage's identity
@@ -272,7 +358,7 @@ class _Noting:
         number = self._numbers.get(storage._cdata)
         if number is None:
             number = self._numbers[storage._cdata] = len(self._copies)
-            self._copies.append(_copy(storage))
+            self._copies.append(self._shared.of(storage))
         return _OnCopy(number, geometry)
 
     @staticmethod

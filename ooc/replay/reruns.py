@@ -33,7 +33,7 @@ from ooc.replay.plan_variables import ExecutableResidency
 from ooc.replay.planned_reruns import PlannedRerun, RerunOp
 from ooc.replay.planned_trials import TrialsInPlans, adopt_kept
 from ooc.replay.present_sizes import births_of, forget_births
-from ooc.replay.recipes import NoRecipe, Recipe
+from ooc.replay.recipes import NoRecipe, Recipe, SmallCopies
 from ooc.replay.remakes import Remake
 from ooc.replay.rerun_device import RerunDevice
 from ooc.tracing.replayability import makes_undefined_bytes
@@ -92,6 +92,7 @@ class Reruns:
         self._device = device
         self._trials = trials
         self._recipes: dict[int, Recipe] = {}
+        self._copies = SmallCopies()
         self._holds: dict[int, torch.UntypedStorage] = {}
         self._named: dict[int, StorageWeakRef] = {}  # storages of the variables that recipes read
         self._ghosts: dict[int, VariableRecord] = {}
@@ -106,6 +107,7 @@ class Reruns:
     def begin(self) -> None:
         """A period of a plan begins: forget the last one's recipes."""
         self._recipes.clear()
+        self._copies.clear()
         self._holds.clear()
         self._named.clear()
         self._ghosts.clear()
@@ -151,6 +153,7 @@ class Reruns:
                 variable_of=variable_of,
                 small_nbytes=self._allocator.state.threshold,
                 apart=self._allocator.apart,
+                copies=self._copies,
                 stream=stream,
             )
         except NoRecipe as error:

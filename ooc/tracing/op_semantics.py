@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from ooc.tracing.collective_ops import is_collective
 from ooc.tracing.list_routes import same_route
 
 _HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
@@ -200,11 +199,8 @@ def run_convolution_backward(
     return derivative, weight, bias
 
 
-class Intercepts:
-    """The ops that Python looks at before they are replayed, as a container.
-
-    Those that may run in parts, and collectives, which go on after they have returned.
-    """
-
-    def __contains__(self, func: object) -> bool:
-        return hasattr(func, "_schema") and (is_list_op(func) or is_convolution_backward(func) or is_collective(func))
+def way_in_parts(func: Any) -> Callable[..., Any] | None:
+    """What runs an op in parts where it is large: `run_list_op`, `run_convolution_backward`, or nothing."""
+    if is_list_op(func):
+        return run_list_op
+    return run_convolution_backward if is_convolution_backward(func) else None
