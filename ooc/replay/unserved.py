@@ -23,7 +23,7 @@ from scheduler.plan import occupied_ticks
 from vmm.table import AllocatorTable
 
 
-class Replaying(Protocol):
+class Serving(Protocol):
     """What it needs of the executor; see there."""
 
     active: ExecutablePlan | None
@@ -37,7 +37,7 @@ class Unserved:
 
     def __init__(
         self,
-        executor: Replaying,
+        executor: Serving,
         manager: ResidencyManager,
         allocator: AllocatorTable,
         dispatcher: Dispatcher,
