@@ -47,6 +47,11 @@ class CompiledRegion:
         with _disable_current_modes(), within_op():
             return self._run(inputs)
 
+    @property
+    def num_written(self) -> int | None:
+        """How many of its inputs the graph writes; None: all of them, as far as is known."""
+        return None if self._written is None else len(self._written)
+
     def written_values(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs that the graph writes."""
         inputs = args[0]

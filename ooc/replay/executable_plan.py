@@ -25,7 +25,7 @@ from ooc.replay.planned_parts import PlannedParts
 from ooc.replay.planned_reruns import PlannedReruns, PlannedTrials
 from ooc.replay.takeovers import Takeovers
 from ooc.tracing.observed import Observed
-from ooc.tracing.op_semantics import changes_arguments, is_list_op
+from ooc.tracing.op_semantics import order_tells_changes
 from ooc.tracing.recording import MOST_HEAD_OPS
 from ooc.units import format_nbytes
 from scheduler.plan import (
@@ -327,11 +327,10 @@ class ExecutablePlan:
         )
 
     def _change_flags(self, index: int) -> int:
-        func, uses = self.funcs[index], self.trace.ops[index].uses
-        changes = _CHANGES if any(use.reads and use.writes for use in uses) else 0
-        if not (self.occurrences[index] and changes_arguments(func)) or (changes and not is_list_op(func)):
-            return changes
-        return changes | _HIDDEN  # a list op's lists may be cut otherwise: then it changes others
+        operands = frozenset(self.occurrences[index])
+        written = [use.variable for use in self.trace.ops[index].uses if use.reads and use.writes]
+        is_told = not operands or order_tells_changes(self.funcs[index], len(operands.intersection(written)))
+        return (_CHANGES if written else 0) | (0 if is_told else _HIDDEN)
 
     # -- replaying it
 

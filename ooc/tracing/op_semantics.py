@@ -58,12 +58,30 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...] | None:
 
 
 @functools.cache
-def changes_arguments(func: Any) -> bool:
-    """Whether an op's schema marks an argument as changed; what it hides (`_HIDDEN_WRITES`) does not count."""
+def order_tells_changes(func: Any, num_changed: int) -> bool:
+    """Whether calls with the same large operands, in the same order, change the same ones, or fewer of them.
+
+    Of `aminmax(A, out=(B, small))` and `aminmax(small, out=(A, B))` the operands are A and B, and it is another that is
+    changed. Not so where all arguments that an op changes come before all its other tensors, or after them, and none of
+    them is small: `num_changed` is how many large ones the first call has changed.
+    """
     schema = getattr(func, "_schema", None)
     if schema is None:
-        return False
-    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
+        return True
+    if func.namespace == REGION_NAMESPACE:
+        return func.num_written in (None, 0)
+    written = written_arguments(func)
+    if not written:
+        return True  # None: each operand counts as changed
+    positions = {position for position, _ in written}
+    tensors = [i for i, each in enumerate(schema.arguments) if i in positions or _is_of_tensors(each.type)]
+    is_together = positions in (set(tensors[: len(positions)]), set(tensors[-len(positions) :]))
+    has_lists = any(schema.arguments[position].type.kind() == "ListType" for position in positions)
+    return is_together and not has_lists and len(positions) == num_changed
+
+
+def _is_of_tensors(kind: Any) -> bool:
+    return kind.kind() == "TensorType" or any(map(_is_of_tensors, kind.containedTypes()))
 
 
 def written_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -32,8 +32,26 @@ def copied(_: Tensor, y: Tensor, small: Tensor, is_other: bool) -> None:
         small[:].copy_(y[0])
 
 
+def extremes(h: Tensor, y: Tensor, small: Tensor, is_other: bool) -> None:
+    """Of y into h and what is small is planned; of what is small into y and h comes: the operands are y and h."""
+    rows, first_of_y, first_of_h, few = y[1:9], y[0], h[0], small.expand(4, SIZE)
+    if is_other:
+        torch.aminmax(few, dim=0, out=(first_of_y, first_of_h))
+    else:
+        torch.aminmax(rows, dim=0, out=(first_of_h, small))
+
+
+def statistics(_: Tensor, y: Tensor, small: Tensor, is_other: bool) -> None:
+    """Small running statistics of y are planned; y has those of what is small. No schema says that they are changed."""
+    rows, in_y, few, (mean, variance) = y[:, :4], y[0, :4], small[8:16].view(2, 4), small[:8].view(2, 4)
+    if is_other:
+        torch.native_batch_norm(few, None, None, in_y, variance, True, 0.1, 1e-5)
+    else:
+        torch.native_batch_norm(rows, None, None, mean, variance, True, 0.1, 1e-5)
+
+
 @pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("change", [added, copied])
+@pytest.mark.parametrize("change", [added, copied, extremes, statistics])
 def test_what_an_op_changes_that_has_not_all_operands(change: Change, debug: bool) -> None:
     def program() -> list[Any]:
         torch.manual_seed(0)

@@ -27,6 +27,19 @@ namespace {
 std::atomic<Dispatcher*> attached{nullptr};
 std::atomic<uint64_t> attached_thread{0};
 
+// Whether the plan's next op, with these arguments, changes what is in the arena, or may.
+bool changes_large(const Dispatcher* self, const Stack& stack, size_t num_arguments) {
+  const ooc::OpInfo* info = known_changes(self);
+  if (info == nullptr) return true;
+  const auto is_small = [&](const c10::TensorImpl* impl) {
+    return for_each_storage(self, impl, [](uint64_t) { return false; });
+  };
+  for (const auto& [position, name] : info->written) {
+    if (!for_each_tensor(stack[stack.size() - num_arguments + static_cast<size_t>(position)], is_small)) return true;
+  }
+  return false;
+}
+
 // Whether the plan's next op is this one, with these operands, none of a class that dispatches for itself.
 bool expects(const Dispatcher* self, const c10::OperatorHandle& op, const Stack& stack, size_t num_arguments) {
   if (self->schemas == nullptr || !is_replaying(self) || self->schemas[self->cursor] == nullptr) return false;
@@ -40,7 +53,7 @@ bool expects(const Dispatcher* self, const c10::OperatorHandle& op, const Stack&
   for (size_t i = stack.size() - num_arguments; i < stack.size(); ++i) {
     if (!for_each_tensor(stack[i], matches)) return false;
   }
-  return expected.is_met();
+  return expected.is_met([&] { return changes_large(self, stack, num_arguments); });
 }
 
 // What is between the two of torch's hands: the op, and what goes before and after it.

@@ -103,6 +103,12 @@ class Demand {
     return &infos_.emplace(Py_NewRef(func), std::move(info)).first->second;
   }
 
+  // What was described before; null: nothing was.
+  const OpInfo* known_info(PyObject* func) const {
+    const auto found = infos_.find(func);
+    return found == infos_.end() ? nullptr : &found->second;
+  }
+
   // An op that was called replayable is not, whatever its kind.
   void refuse(PyObject* func) {
     const auto found = infos_.find(func);

@@ -25,7 +25,7 @@ namespace {
 // kHead: nothing before this op has touched a variable, and this op is to run in the grad mode that kGradients says.
 // kTouches: it is the first that touches one, and does so in each step.
 // kDoubted: the present step is going to leave it out.
-// kChanges: it changes operands that it names; kHidden: what it changes was below the threshold, and others were not.
+// kChanges: it changes operands that it names; kHidden: the order of its large operands does not tell which.
 enum Flags : uint32_t {
   kBefore = 1, kAfter = 2, kIntercept = 4, kHead = 8, kGradients = 16, kTouches = 32, kChanges = 64, kHidden = 128,
   kDoubted = 256

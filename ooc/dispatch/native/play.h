@@ -19,11 +19,14 @@ class Expected {
     if (self_->acts != nullptr) self_->acts->forget_met();
   }
 
-  // Whether it is the op, as far as that can be told by operands, once all of them were compared.
-  bool is_met() const {
-    const bool is_whole = !has_skipped_ && next_ == stop_;
-    const bool is_sure = !has_any_ || ((flags_ & kHidden) == 0 && (is_whole || (flags_ & kChanges) == 0));
-    return is_met_ && (flags_ & kDoubted) == 0 && (is_sure || self_->vouched_for == self_->cursor + 1);
+  // Whether it is the op, as far as that can be told by operands, once all of them were compared. `changes_large()` says
+  // whether it changes anything in the arena now, or may; it is asked where the plan's op changes only what is small.
+  template <class ChangesLarge>
+  bool is_met(ChangesLarge&& changes_large) const {
+    if (!is_met_ || (flags_ & kDoubted) != 0) return false;
+    if (!has_any_ || self_->vouched_for == self_->cursor + 1) return true;
+    if ((flags_ & kHidden) != 0) return (flags_ & kChanges) == 0 && !changes_large();
+    return (flags_ & kChanges) == 0 || (!has_skipped_ && next_ == stop_);
   }
 
   bool operator()(uint64_t address) {
@@ -51,6 +54,13 @@ class Expected {
 bool is_replaying(const Dispatcher* self) {
   return self->planned && self->cursor < self->num_ops &&
          self->this_thread() == self->state->owner_thread.load(std::memory_order_relaxed);
+}
+
+// Which arguments the plan's next op changes, if native code has that from an earlier step; null: it cannot tell.
+const ooc::OpInfo* known_changes(const Dispatcher* self) {
+  if (self->demand == nullptr) return nullptr;
+  const ooc::OpInfo* info = self->demand->known_info(PyList_GET_ITEM(self->funcs, self->cursor));
+  return info == nullptr || info->call == nullptr || info->writes_all ? nullptr : info;
 }
 
 // Whether Python need not see a planned op. At the head it does in another grad mode: something else may begin there.
