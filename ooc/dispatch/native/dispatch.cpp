@@ -30,18 +30,6 @@
 
 namespace {
 
-// Whether the plan's next op, with these arguments, changes what is in the arena, or may.
-bool changes_large(const Dispatcher* self, PyObject* args, PyObject* kwargs) {
-  const ooc::OpInfo* info = known_changes(self);
-  if (info == nullptr) return true;
-  bool is_found = false;
-  for_each_written(self, *info, args, kwargs == Py_None ? nullptr : kwargs, [&](uint64_t) {
-    is_found = true;
-    return false;
-  });
-  return is_found;
-}
-
 // Whether the plan's next op is this one. Sets no Python error.
 bool expected_next(const Dispatcher* self, PyObject* func, PyObject* args, PyObject* kwargs) {
   if (!is_replaying(self) || PyList_GET_ITEM(self->funcs, self->cursor) != func) return false;

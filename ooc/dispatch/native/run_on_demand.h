@@ -2,6 +2,7 @@
 #pragma once
 
 #include "demand_op.h"
+#include "play.h"
 #include "kinds.h"
 
 namespace {
@@ -73,6 +74,18 @@ PyObject* run_on_demand(Dispatcher* self, PyObject* func, PyObject* args, PyObje
     return fail_on_demand(self, func, args, kwargs, op, nullptr);
   }
   return unlock(*self->demand, result);
+}
+
+// Whether the plan's next op, with these arguments, changes what is in the arena, or may.
+bool changes_large(const Dispatcher* self, PyObject* args, PyObject* kwargs) {
+  const ooc::OpInfo* info = known_changes(self);
+  if (info == nullptr) return true;
+  bool is_found = false;
+  for_each_written(self, *info, args, kwargs == Py_None ? nullptr : kwargs, [&](uint64_t) {
+    is_found = true;
+    return false;
+  });
+  return is_found;
 }
 
 }  // namespace
