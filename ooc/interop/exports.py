@@ -26,11 +26,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ooc.devices.protocols import Memory
-from ooc.dispatch.guest_ops import is_guest
+from ooc.dispatch.guest_ops import as_guest, is_guest
 from ooc.dispatch.op_runner import OpRunner
 from ooc.errors import BudgetTooSmall, SessionError
-from ooc.interop import unseen_access
+from ooc.interop import made_storages, torchscript, unseen_access
+from ooc.interop.boundary_exports import BoundaryExports
 from ooc.interop.compared_pointers import is_compared
+from ooc.interop.replacements import Replacements
 from ooc.memory.no_room import NoRoom
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
@@ -69,25 +71,27 @@ class Exports:
         self._lock = runner.lock
         self._slices = runner.parts.memory.slices
         self._memory = memory
-        self._until_boundary: dict[int, VariableRecord] = {}  # by serial
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._until_boundary = BoundaryExports(manager.ended_exports, self._is_alive)
+        self._replacements = Replacements()
         self._is_open = False
 
     def __repr__(self) -> str:
-        return f"<Exports {'open' if self._is_open else 'closed'}, {len(self._until_boundary)} until the next step>"
+        return f"<Exports {'open' if self._is_open else 'closed'}, {self._until_boundary!r}>"
 
     def open(self) -> None:
         """Replace the functions. If that fails halfway, `close` restores those that were replaced."""
         self._is_open = True
-        for owner, name, make in (*_replacements(), *unseen_access.replacements()):
-            self._replace(owner, name, make)
+        others = (*unseen_access.replacements(), *made_storages.replacements(), *torchscript.replacements())
+        for owner, name, make in (*_replacements(), *others):
+            original = getattr(owner, name)
+            self._replacements.replace(owner, name, functools.wraps(original)(make(self, original)))
+        self._replacements.replace_in_modules()
 
     # -- step boundaries; the session calls these with its lock held
 
     def step_begins(self) -> None:
         """A step begins: end the exports by `data_ptr`; in debug mode let stray touches fault from now on."""
-        self._manager.ended_exports.extend(self._until_boundary.values())
-        self._until_boundary.clear()
+        self._until_boundary.end()
         self._executor.finish()
         self._manager.end_exports()
         self._manager.fork_readers.forget_gone()
@@ -140,6 +144,9 @@ class Exports:
             self._memory.host_touches(record)
             return record
 
+    def _is_alive(self, record: VariableRecord) -> bool:
+        return (self._executor.record_at(record.address) or self._manager.records.get(record.address)) is record
+
     def _show(self, record: VariableRecord) -> None:
         """Let the addresses of what was exported show its bytes, where a plan or debug mode has it away."""
         if record.address not in self._manager.records:
@@ -161,17 +168,25 @@ class Exports:
         """Export a bare pointer. How long it is used cannot be known; the export ends when the next step begins."""
         with self._lock:
             record = self._find(address)
-            if record is not None and self._until_boundary.get(record.serial) is not record:
-                if record.state is State.LOADING and address in self._manager.records:
-                    self._manager.land()  # read ahead: what the pointer writes would not be in what arrives
-                record.export()
-                self._until_boundary[record.serial] = record
-                self._show(record)
-                self._slices.part_from_forks(record)
+            if record is not None and not self._until_boundary.has(record):
+                self._give_out(record)
+                self.end_at_boundary(record)
+
+    def _give_out(self, record: VariableRecord) -> None:
+        """Export a variable where it is."""
+        if record.state is State.LOADING and record.address in self._manager.records:
+            self._manager.land()  # read ahead: what the pointer writes would not be in what arrives
+        record.export()
+        self._show(record)
+        self._slices.part_from_forks(record)
 
     def end(self, record: VariableRecord) -> None:
         """Note that an export has ended. Takes no lock: finalizers call it, on any thread."""
         self._manager.ended_exports.append(record)
+
+    def end_at_boundary(self, record: VariableRecord) -> None:
+        """As `end`, when the next step begins: an array's address may be in use for longer than the array."""
+        self._until_boundary.hold(record)
 
     @contextlib.contextmanager
     def reading(self, address: int) -> Iterator[None]:
@@ -244,6 +259,35 @@ class Exports:
             yield
 
     @contextlib.contextmanager
+    def everything(self) -> Iterator[None]:
+        """For calls that may use any variable below the dispatcher, nobody can say which: each is exported meanwhile.
+
+        No mode is on in the block, and what it allocates is torch's own.
+        """
+        if not self._is_open or _local.depth:
+            yield
+            return
+        records: list[VariableRecord] = []
+        try:
+            with self._lock:
+                self._runner.absorb()
+                alive = [*self._manager.records.values(), *self._executor.live_records()]
+                for address in [record.address for record in alive]:
+                    if not self._memory.is_host:
+                        record = self.export(address)
+                    else:
+                        record = self._find(address)
+                        if record is not None:
+                            self._give_out(record)
+                    if record is not None:
+                        records.append(record)
+            with _disable_current_modes(), as_guest(), within_op():
+                yield
+        finally:
+            for record in records:
+                self.end(record)
+
+    @contextlib.contextmanager
     def resident(self, tensors: tuple[torch.Tensor, ...]) -> Iterator[None]:
         """See `Session.resident`."""
         for each in tensors:
@@ -273,14 +317,7 @@ class Exports:
     def close(self) -> None:
         """Restore every replaced function. Exports that are still held remain valid. Idempotent."""
         self._is_open = False
-        for owner, name, ours, before in self._replaced:
-            if owner.__dict__.get(name) is not ours:
-                continue  # other code has replaced ours, which from now on only passes calls on
-            if before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-        self._replaced.clear()
+        self._replacements.put_back()
 
     def _too_small(self, records: list[VariableRecord], no_room: NoRoom) -> BudgetTooSmall:
         manager = self._manager
@@ -306,6 +343,7 @@ class Exports:
         to be `in_memory`, also of one that has it away.
         """
         self._runner.absorb()
+        self._until_boundary.forget_freed()
         self._manager.end_exports()
         executor = self._executor
         if executor.active is not None:
@@ -321,13 +359,6 @@ class Exports:
                     executor.reruns.note_touched(executor.active, record)
                 self._runner.bail_out(f"a variable {what} was used outside the dispatcher")
         return self._manager.records.get(address)
-
-    def _replace(self, owner: Any, name: str, make: Callable[[Exports, Any], Any]) -> None:
-        before = owner.__dict__.get(name)
-        original = getattr(owner, name)
-        ours = functools.wraps(original)(make(self, original))
-        self._replaced.append((owner, name, ours, before))
-        setattr(owner, name, ours)
 
 
 def users_stacklevel() -> int:
@@ -373,7 +404,7 @@ def _make_numpy(exports: Exports, original: Any) -> Any:
                 exports.end(record)
             raise
         if record is not None:
-            weakref.finalize(array, exports.end, record).atexit = False
+            weakref.finalize(array, exports.end_at_boundary, record).atexit = False
         return array
 
     return numpy
@@ -441,7 +472,7 @@ class DeviceBytes:
 
 def _end_with(exports: Exports, record: VariableRecord, _storage: Any) -> None:
     """End an export that has kept its storage alive."""
-    exports.end(record)
+    exports.end_at_boundary(record)
 
 
 def _bytes_at(address: int, nbytes: int) -> Any:

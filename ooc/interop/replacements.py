@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
+
+_ABSENT = object()
+_OWN_PACKAGES = ("ooc", "torch")
+"""Whose modules reach what is replaced through its owner, or are to have it as it was."""
 
 
 class Replacements:
@@ -11,20 +17,53 @@ class Replacements:
 
     def __init__(self) -> None:
         self._undo = ExitStack()
+        self._pairs: list[tuple[Any, Any]] = []  # what was there, and ours
+        self._is_in_modules = False
 
     def __repr__(self) -> str:
         return "<Replacements>"
 
     def replace(self, owner: Any, name: str, ours: Any) -> None:
         """Set an attribute until `put_back`."""
-        self._undo.callback(_put_back, owner, name, ours, getattr(owner, name))
+        before = getattr(owner, name)
+        self._pairs.append((before, ours))
+        self._undo.callback(_put_back, owner, name, ours, vars(owner).get(name, _ABSENT))
         setattr(owner, name, ours)
 
+    def replace_in_modules(self) -> None:
+        """Also replace what the program's modules have imported by name (`from torch import tensor`)."""
+        self._is_in_modules = True
+        _rebind(self._pairs)
+
     def put_back(self) -> None:
-        """Undo all of it, last first. Idempotent."""
+        """Undo all of it, last first, and in modules that have imported ours since. Idempotent."""
         self._undo.close()
+        if self._is_in_modules:
+            _rebind([(ours, before) for before, ours in self._pairs])
+            self._is_in_modules = False
+        self._pairs.clear()
 
 
 def _put_back(owner: Any, name: str, ours: Any, before: Any) -> None:
-    if getattr(owner, name) == ours:  # else other code has replaced ours, which from now on only passes calls on
+    if vars(owner).get(name) != ours:
+        return  # other code has replaced ours, which from now on only passes calls on
+    if before is _ABSENT:
+        delattr(owner, name)
+    else:
         setattr(owner, name, before)
+
+
+def _rebind(pairs: list[tuple[Any, Any]]) -> None:
+    """Let names of modules that are bound to the first of a pair be bound to the second."""
+    wanted = {id(old): new for old, new in pairs}
+    for names in _namespaces():
+        for name, value in list(names.items()):
+            if id(value) in wanted:
+                names[name] = wanted[id(value)]
+
+
+def _namespaces() -> Iterator[dict[str, Any]]:
+    for module_name, module in list(sys.modules.items()):
+        names = getattr(module, "__dict__", None)
+        if type(names) is dict and module_name.partition(".")[0] not in _OWN_PACKAGES:
+            yield names

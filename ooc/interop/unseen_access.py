@@ -1,8 +1,9 @@
 """Functions of torch's that read or write a tensor's memory without an op, on all of the tensors that they are given.
 
-`Tensor.apply_`, `map_` and `map2_` write element by element; a storage that grows copies itself; `torch.tensor` reads
-the single elements that a list of tensors has; `print` shows what is at the addresses. No dispatch mode sees any of
-that. Within a planned step these addresses may show another variable's bytes.
+`Tensor.apply_`, `map_` and `map2_` write element by element; a storage that grows copies itself, or is filled from a
+file; `print` shows what is at the addresses; `torch.tensor`, all other constructors, and lists as indices ask each
+single element in a list of tensors for its number (`__float__`), with dispatch modes excluded. No dispatch mode sees
+any of that. Within a planned step these addresses may show another variable's bytes.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ def replacements() -> list[tuple[Any, str, Callable[[Any, Any], Any]]]:
     """The functions to replace: owner, name, and what makes the replacement."""
     tensor, storage = torch.Tensor, torch.UntypedStorage
     return [
-        *((tensor, name, _make_touching) for name in ("apply_", "map_", "map2_", "__repr__", "new_tensor")),
-        *((torch, name, _make_touching) for name in ("tensor", "as_tensor")),
-        *((storage, name, _make_storage_touching) for name in ("resize_", "byteswap")),
+        *((tensor, name, _make_touching) for name in ("apply_", "map_", "map2_", "__repr__")),
+        *((owner, "set_rng_state", _make_touching) for owner in (torch, torch.random)),
+        *((tensor, name, _make_scalar) for name in ("__float__", "__int__", "__index__", "__bool__", "__complex__")),
+        *((storage, name, _make_storage_touching) for name in ("resize_", "byteswap", "_set_from_file")),
     ]
 
 
@@ -53,6 +55,19 @@ def _make_touching(lender: Lender, original: Any) -> Any:
             return original(*args, **kwargs)
 
     return touching
+
+
+def _make_scalar(lender: Lender, original: Any) -> Any:
+    """Replace a function that gives a tensor's one number: by an op that a mode sees, but where modes are excluded."""
+    is_excluded, python_key = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.Python
+
+    def scalar(self: torch.Tensor) -> Any:
+        if not is_excluded(python_key) or not (address := lender.address(self)):
+            return original(self)
+        with _held(lender, [address]):
+            return original(self)
+
+    return scalar
 
 
 def _make_storage_touching(lender: Lender, original: Any) -> Any:

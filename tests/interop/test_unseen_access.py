@@ -5,6 +5,8 @@ Within a planned step the addresses of what is away show other variables' bytes,
 
 from __future__ import annotations
 
+import ctypes
+import io
 import random
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +19,8 @@ import ooc
 from tests.session.test_segments import digest, run
 
 SIZE, NUM_STEPS = 256, 30
+imported_by_name = Tensor.numpy
+"""As by `from torch import ...`, before any session."""
 
 
 def printed(b: Tensor) -> Any:
@@ -26,6 +30,20 @@ def printed(b: Tensor) -> Any:
 def gathered(b: Tensor) -> Any:
     entries = [b[i, i] for i in range(5)]
     return [torch.tensor(entries).tolist(), torch.as_tensor(entries).tolist(), b.new_tensor([entries]).tolist()]
+
+
+def constructed(b: Tensor) -> Any:
+    one, other = b[0, 0], b[1, 1]
+    made = [
+        torch.asarray([one, other]),
+        torch.sparse_coo_tensor([[0, 1], [1, 0]], [one, other]).to_dense(),  # type: ignore[arg-type]
+        torch.nested.nested_tensor([[one, other], [one]]).to_padded_tensor(0.0),
+        b.new([one, other]),
+        torch.Tensor([one, other]),
+        torch.FloatTensor([one, other]),
+        torch.tensor([one > 0, other > 0]),
+    ]
+    return [tensor.tolist() for tensor in made]
 
 
 def applied(b: Tensor) -> Any:
@@ -61,11 +79,82 @@ def training(touch: Callable[[Tensor], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("touch", [printed, gathered, applied, mapped, grown])
+@pytest.mark.parametrize("touch", [printed, gathered, constructed, applied, mapped, grown])
 def test_it_sees_and_changes_the_variables_own_bytes(touch: Callable[[Tensor], Any], debug: bool) -> None:
     for budget in ("2304KiB", "2560KiB", "3MiB"):
         rows = run(lambda: training(touch), budget=budget, debug=debug)
         assert sum(row.num_planned_ops for row in rows) > 0
+
+
+def written_through(pointer: int) -> int:
+    (ctypes.c_int32).from_address(pointer + 64).value = 7
+    return (ctypes.c_int32).from_address(pointer + 4096).value
+
+
+def saved_by_script(integers: Tensor) -> Any:
+    module = torch.jit.script(Held(integers))
+    return torch.jit.load(io.BytesIO(module.save_to_buffer())).held.tolist()
+
+
+class Held(nn.Module):
+    def __init__(self, held: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("held", held)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.held.sum()
+
+
+def traced(integers: Tensor) -> Any:
+    x = torch.ones(1, 4, 8, 8)
+    with torch.no_grad():
+        function = torch.jit.trace(
+            lambda x: torch.conv2d(x, integers[:16, :16].float().reshape(4, 4, 4, 4).clamp(0, 9)), x
+        )
+        return [function(k * x).sum().item() for k in (1, 2)]
+
+
+LATE: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
+    "the address of an array that is gone": (lambda z: z.numpy().ctypes.data, written_through),
+    "an index in a list": (lambda z: [z[0, 0], z[1, 1]], lambda entries: torch.arange(SIZE)[[entries]].tolist()),
+    "a function imported by name": (lambda z: z, lambda z: imported_by_name(z)[5].tolist()),
+    "a script's buffer": (lambda z: z, saved_by_script),
+    "a trace": (lambda z: z, traced),
+}
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("what", list(LATE))
+def test_what_is_used_late_in_a_step(what: str, debug: bool) -> None:
+    """The variable is used by ops at the step's start alone: it is away when it is used otherwise."""
+    take, use = LATE[what]
+
+    def program() -> list[Any]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(SIZE, SIZE), nn.Tanh())))
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+        integers, found = torch.randint(0, SIZE, (SIZE, SIZE), dtype=torch.int32), []
+        for _ in range(12):
+            taken = take(integers.add_(1).remainder_(SIZE))
+            loss = net(torch.randn(64, SIZE)).square().mean()
+            found += [use(taken), loss.item()]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del taken, loss
+        return [*found, integers.tolist(), *digest(net)]
+
+    rows = run(program, budget="2304KiB", debug=debug)
+    assert sum(row.num_planned_ops for row in rows) > 0
+
+
+def test_scripts_may_be_compiled() -> None:
+    with ooc.Session("1MiB"):
+        assert torch.jit.script(plus_constant)(torch.ones(2)).tolist() == [2.0, 3.0]
+
+
+def plus_constant(x: Tensor) -> Tensor:
+    return x + torch.tensor([1.0, 2.0])
 
 
 def test_a_thread_may_print_and_apply() -> None:
@@ -84,11 +173,15 @@ def test_a_thread_may_print_and_apply() -> None:
 
 
 def test_afterwards_they_are_torchs_own() -> None:
-    names = ("apply_", "map_", "map2_", "__repr__", "new_tensor")
-    before = [getattr(torch.Tensor, name) for name in names], torch.tensor, torch.UntypedStorage.resize_
+    def now() -> list[Any]:
+        names = ("apply_", "map_", "map2_", "__repr__", "__float__", "numpy")
+        return [*(getattr(Tensor, name) for name in names), torch.UntypedStorage.resize_, imported_by_name]
+
+    before, own = now(), set(vars(Tensor))
     with ooc.Session("1MiB"):
-        assert torch.tensor is not before[1]
-    assert before == ([getattr(torch.Tensor, name) for name in names], torch.tensor, torch.UntypedStorage.resize_)
+        assert all(ours is not theirs for ours, theirs in zip(now(), before, strict=True))
+    assert now() == before
+    assert set(vars(Tensor)) == own
 
 
 def test_a_list_op_whose_lists_are_cut_otherwise_changes_others() -> None:
