@@ -24,12 +24,14 @@ from ooc.dispatch.op_runner import OpRunner
 from ooc.dispatch.signals import HeldSignals, SignalGate
 from ooc.errors import SessionError, StoreFailed
 from ooc.interop import opaque_ops
+from ooc.interop.aoti_packages import AotiPackages
 from ooc.interop.backward_passes import BackwardPasses
 from ooc.interop.collectives import Collectives
 from ooc.interop.compilation import Compilation
 from ooc.interop.cupy_pool import CupyPool
 from ooc.interop.exports import Exports
 from ooc.interop.forks import DeviceForks, Forks, HostForks
+from ooc.interop.graph_fusion import GraphFusion
 from ooc.interop.guest_threads import GuestThreads
 from ooc.interop.triton_launches import TritonLaunches
 from ooc.memory.record import VariableRecord
@@ -217,8 +219,14 @@ class Engine:
         self.launches = TritonLaunches(imports=not self.memory.is_host)
         undo.callback(self.launches.close)
         self.launches.open()
+        self._packages = AotiPackages()
+        undo.callback(self._packages.close)
+        self._packages.open()
         undo.callback(self.exports.close)
         self.exports.open()
+        self._fusion = GraphFusion()
+        undo.callback(self._fusion.close)
+        self._fusion.open()
         compilation = Compilation(
             mode=runner.mode, is_host=self.memory.is_host, budget_nbytes=lambda: self.budget_nbytes
         )
@@ -302,6 +310,9 @@ class Engine:
         self.guest_threads.close()
         opaque_ops.set_runner(None)
         self.launches.close()
+        self._packages.close()
+        self._fusion.close()
+        _current.release()
         self.manager.guards.become_inherited()
         self._gate.remove()
         if self._hook is not None:

@@ -12,6 +12,7 @@ import concurrent.futures.thread
 import contextlib
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import (
 
 from ooc.dispatch.extension import leave_unnoticed
 from ooc.dispatch.guest_ops import as_guest, become_guest, cease_to_be_guest
+from ooc.interop.exports import users_stacklevel
 from ooc.interop.older_threads import visit_running_threads
 from ooc.interop.replacements import Replacements
 
@@ -81,9 +83,16 @@ class GuestThreads:
         _MODE.dispatch = self._dispatch
         self._replace(threading.Thread, "_bootstrap_inner")
         self._replace(concurrent.futures.thread._WorkItem, "run")
-        older = {thread.ident or 0 for thread in threading.enumerate() if self._may_be_guest(thread)}
-        if older:
-            visit_running_threads(older, self._adopt)
+        older = {thread.ident or 0: thread.name for thread in threading.enumerate() if self._may_be_guest(thread)}
+        if older and not visit_running_threads(older, self._adopt):
+            warnings.warn(
+                f"threads that are older than the session are not seen by it ({', '.join(older.values())}): this "
+                "Python cannot reach them, or threading.setprofile is set. Within planned steps they may see other "
+                "bytes in the session's tensors, and what they write may be lost. Options: open the session first; "
+                "threading.setprofile(None) before it is opened; no use of its tensors on these threads.",
+                RuntimeWarning,
+                stacklevel=users_stacklevel(),
+            )
 
     def close(self) -> None:
         """Put back what was replaced. Threads that are guests go on, and nobody looks at their ops. Idempotent."""

@@ -8,12 +8,9 @@ Python 3.12 rests on the same function of CPython's).
 from __future__ import annotations
 
 import ctypes
-import logging
 import threading
 from collections.abc import Callable, Container
 from typing import Any
-
-_log = logging.getLogger(__name__)
 
 _PROFILE_FUNCTION = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 _kept: list[Any] = []
@@ -31,7 +28,6 @@ def visit_running_threads(idents: Container[int], visit: Callable[[], bool]) -> 
     """
     python = ctypes.pythonapi
     if not hasattr(python, "_PyEval_SetProfile") or threading.getprofile() is not None:
-        _log.info("threads older than the session are not seen: this Python cannot reach them, or is being profiled")
         return False
     states = ctypes.c_void_p
     first, following, current, interpreter = (

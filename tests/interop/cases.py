@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import ooc
 
 WIDTH = 256
 BUDGET = "1MiB"
@@ -21,6 +25,46 @@ class InCore:
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+
+SIDE = 128
+"""A tensor of this side is one chunk."""
+
+
+def check_in_steps(begin: Callable[[torch.Tensor], Any], use: Callable[[Any], Any], *, debug: bool) -> None:
+    """Train, in core and within a session, and `use` in mid-step what `begin` has made of a variable at its start.
+
+    Explicit steps: after an optimizer's, what is away is guarded, and shows its own bytes.
+    """
+
+    def train_on(session: Any) -> list[Any]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(SIDE, SIDE), nn.ReLU())))
+        optimizer, found = torch.optim.Adam(net.parameters(), lr=1e-3), []
+        integers = torch.randint(0, SIDE, (SIDE, SIDE), dtype=torch.int32)
+        for _ in range(10):
+            with session.step():
+                found.append(integers.sum().item())
+                seen = begin(integers)
+                x = torch.randn(SIDE, SIDE)
+                for index, layer in enumerate(net):
+                    x = layer(x)
+                    if index in (4, 8):
+                        found.append(use(seen))
+                loss = x.square().mean()
+                loss.backward()
+                found += [use(seen), loss.item()]
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(integers.sum().item())
+                del x, loss, seen
+        return [*found, *contents(net)]
+
+    expected = train_on(InCore())
+    options: Any = {"chunk_nbytes": "64KiB", "threshold_nbytes": "16KiB", "plan_cache": False, "debug": debug}
+    with ooc.Session("600KiB", **options) as session:
+        assert train_on(session) == expected
+        assert sum(row.num_planned_ops for row in session.steps.rows) > 0
 
 
 def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:

@@ -173,3 +173,20 @@ def test_a_subprocess_costs_nothing() -> None:
         assert subprocess.run(["/bin/true"], check=True).returncode == 0
         assert session.engine.manager.fork_readers.num_held == 0
         assert tensor.sum().isfinite()
+
+
+def test_a_child_may_open_a_session_of_its_own() -> None:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB"):
+        model, _ = build()
+        expected = contents(model)
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                assert ooc.memory_stats() == {}
+                with ooc.Session(BUDGET, chunk_nbytes="64KiB"):
+                    status = 0 if contents(build()[0]) == expected == contents(model) else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert contents(model) == expected

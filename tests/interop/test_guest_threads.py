@@ -307,6 +307,20 @@ def test_thread_that_is_older_and_never_stops() -> None:
 # -- writes
 
 
+def test_threads_that_cannot_be_reached_are_named() -> None:
+    ends = threading.Event()
+    older = threading.Thread(target=ends.wait, name="a logger")
+    older.start()
+    threading.setprofile(lambda *_: None)
+    try:
+        with pytest.warns(RuntimeWarning, match="a logger"), ooc.Session(BUDGET):
+            pass
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+        ends.set()
+        older.join()
+
+
 @pytest.mark.parametrize("debug", [False, True])
 def test_moving_averages(debug: bool) -> None:
     """Averages are variables, too: written where they are, whatever the step does meanwhile."""
