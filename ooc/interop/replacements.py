@@ -11,6 +11,9 @@ _ABSENT = object()
 _OWN_PACKAGES = ("ooc", "torch")
 """Whose modules reach what is replaced through its owner, or are to have it as it was."""
 
+_without: dict[int, int] = {}
+"""By a module's namespace, its names when none was bound to what is replaced: it is not looked at again."""
+
 
 class Replacements:
     """Replaces attributes, and puts back those that nobody has replaced since."""
@@ -57,9 +60,14 @@ def _rebind(pairs: list[tuple[Any, Any]]) -> None:
     """Let names of modules that are bound to the first of a pair be bound to the second."""
     wanted = {id(old): new for old, new in pairs}
     for names in _namespaces():
-        for name, value in list(names.items()):
-            if id(value) in wanted:
-                names[name] = wanted[id(value)]
+        if _without.get(id(names)) == len(names):
+            continue
+        found = [(name, wanted[id(value)]) for name, value in list(names.items()) if id(value) in wanted]
+        names.update(found)
+        if found:
+            _without.pop(id(names), None)
+        else:
+            _without[id(names)] = len(names)
 
 
 def _namespaces() -> Iterator[dict[str, Any]]:
