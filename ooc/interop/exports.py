@@ -170,7 +170,7 @@ class Exports:
             record = self._find(address)
             if record is not None and not self._until_boundary.has(record):
                 self._give_out(record)
-                self.end_at_boundary(record)
+                self._until_boundary.hold(record)
 
     def _give_out(self, record: VariableRecord) -> None:
         """Export a variable where it is."""
