@@ -48,7 +48,7 @@ def leave_unnoticed(mode: type) -> bool:
         NativeBuildError: See `dispatcher_type`.
     """
     is_left: bool = _dispatch_module().leave_unnoticed(mode)
-    if is_left:
+    if is_left and not torch.cuda.is_available():  # a backward pass would start its threads, and what they use
         _notice_sums()
     return is_left
 
