@@ -38,7 +38,7 @@ def dispatcher_type() -> Any:
     return _dispatch_module().Dispatcher
 
 
-def leave_unnoticed(mode: type) -> bool:
+def leave_unnoticed(mode: type, *, on_host: bool = False) -> bool:
     """Let torch compute under dispatch modes of this class as without one (native/unnoticed_mode.h). For good.
 
     Returns:
@@ -48,7 +48,7 @@ def leave_unnoticed(mode: type) -> bool:
         NativeBuildError: See `dispatcher_type`.
     """
     is_left: bool = _dispatch_module().leave_unnoticed(mode)
-    if is_left and not torch.cuda.is_available():  # a backward pass would start its threads, and what they use
+    if is_left and on_host:  # a device's backward pass would start its threads, and what they use
         _notice_sums()
     return is_left
 
