@@ -185,14 +185,8 @@ class Exports:
         self._manager.ended_exports.append(record)
 
     def end_at_boundary(self, record: VariableRecord) -> None:
-        """As `end`, when the next step begins: an array's address may be in use for longer than the array.
-
-        A device's memory would have to stay resident for that: there it is `end`.
-        """
-        if self._memory.is_host:
-            self._until_boundary.hold(record)
-        else:
-            self.end(record)
+        """As `end`, on the host when the next step begins: an array's address may be in use for longer than the array."""
+        (self._until_boundary.hold if self._memory.is_host else self.end)(record)
 
     @contextlib.contextmanager
     def reading(self, address: int) -> Iterator[None]:
