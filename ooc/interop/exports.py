@@ -185,7 +185,7 @@ class Exports:
         self._manager.ended_exports.append(record)
 
     def end_at_boundary(self, record: VariableRecord) -> None:
-        """As `end`, on the host when the next step begins: an array's address may be in use for longer than the array."""
+        """As `end`, on the host when the next step begins: an array's address may be in use for longer."""
         (self._until_boundary.hold if self._memory.is_host else self.end)(record)
 
     @contextlib.contextmanager
