@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ooc import _current
 from ooc.devices.resize import refill_pool, resize_pool, yield_pool
+from ooc.dispatch.extension import notice_sums
 from ooc.dispatch.native_acts import act_natively
 from ooc.dispatch.native_demand import Intercepts
 from ooc.dispatch.op_runner import OpRunner
@@ -205,6 +206,7 @@ class Engine:
         cold_allocate = functools.partial(runner.dispatcher.guarded, runner.cold_allocate)
         allocator.open(threshold_nbytes=options.threshold_nbytes, cold_allocate=cold_allocate)
         self.manager.guards.open()
+        notice_sums()
         self.guest_threads = GuestThreads(runner.dispatch_guest)
         undo.callback(runner.guests.settle)
         undo.callback(self.guest_threads.close)  # their ops are seen until all bytes are where they stay

@@ -38,7 +38,7 @@ def dispatcher_type() -> Any:
     return _dispatch_module().Dispatcher
 
 
-def leave_unnoticed(mode: type, *, on_host: bool = False) -> bool:
+def leave_unnoticed(mode: type) -> bool:
     """Let torch compute under dispatch modes of this class as without one (native/unnoticed_mode.h). For good.
 
     Returns:
@@ -48,14 +48,16 @@ def leave_unnoticed(mode: type, *, on_host: bool = False) -> bool:
         NativeBuildError: See `dispatcher_type`.
     """
     is_left: bool = _dispatch_module().leave_unnoticed(mode)
-    if is_left and on_host:  # a device's backward pass would start its threads, and what they use
-        _notice_sums()
     return is_left
 
 
 @functools.cache
-def _notice_sums() -> None:
-    """Let torch go on to sum up gradients under a mode as it does under any: where it asks from is found by trial."""
+def notice_sums() -> None:
+    """Let torch go on to sum up gradients under a mode as it does under any: where it asks from is found by trial.
+
+    That runs backward passes, which start autograd's threads of all devices: call it when the session's allocator is
+    torch's.
+    """
     module = _dispatch_module()
 
     def backward(*, sums: bool) -> None:

@@ -79,7 +79,7 @@ class GuestThreads:
 
     def open(self) -> None:
         """Threads that start from now on are guests, and older ones from their next call on."""
-        leave_unnoticed(GuestMode, on_host=True)
+        leave_unnoticed(GuestMode)
         _MODE.dispatch = self._dispatch
         self._replace(threading.Thread, "_bootstrap_inner")
         self._replace(concurrent.futures.thread._WorkItem, "run")

@@ -1,8 +1,12 @@
 // Torch takes other formulas while a dispatch mode is on: every tensor then counts as one of a class that dispatches for
 // itself (ATen/TensorSubclassLikeUtils.h), which may have no storage. The gradients of `prod` and of `masked_fill` have
-// other bits then, and singular values come from another routine. Our modes
-// compute on the tensors themselves, so nobody but the dispatcher need know of them: the function that torch's kernels
-// ask is replaced, in libtorch_cpu's table of imported functions, by one that does not count them.
+// other bits then, and singular values come from another routine. Our modes compute on the tensors themselves, so nobody
+// but the dispatcher need know of them: the function that torch's kernels ask is replaced, in libtorch_cpu's table of
+// imported functions, by one that does not count them.
+//
+// But for the sums of gradients, which have the same bits either way. In place they are made where nobody else has the
+// addend, and whatever passes through Python counts one more: which op comes would depend on the way that others took,
+// and a step would not be like the one before. So who asks from there is told the truth (`keep_noticed`).
 //
 // Included by dispatch.cpp alone. Elsewhere than on Linux, or where torch has no such import (a build in one piece),
 // nothing is replaced, and torch goes on as it does under any mode.
