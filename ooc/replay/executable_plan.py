@@ -70,7 +70,6 @@ class ExecutablePlan:
         num_chunks: So many at least are its own while it is replayed. More than it uses: there is room to try ops.
 
     Attributes:
-        allocs: The allocations of its ops that native code serves, in order (`PLANNED_ALLOC_DTYPE`).
         leaves_room: Whether it was made for less memory than there is, for such room, and is to go when that was used.
         num_without_room: Trials that found no room.
         omitted, doubts: Ops that the present step has left out so far, in order; those that it is going to leave out.
@@ -311,13 +310,13 @@ class ExecutablePlan:
             self._ops[index] = (first_use, len(uses), first_alloc, len(allocs), flags, 0)
         self.doubts = Doubts(self.observed, self._ops["flags"], may_omit=self.may_omit)
         self._uses = np.array(uses or [0], dtype=np.uint32)
-        self.allocs = np.array(allocs or [(0, 0, 0, 0, 0)], dtype=PLANNED_ALLOC_DTYPE)
+        self._allocs = np.array(allocs or [(0, 0, 0, 0, 0)], dtype=PLANNED_ALLOC_DTYPE)
         self._must_be_dead = np.array(must_be_dead or [0], dtype=np.uint32)
         self._deaths = np.array([index for _, index in self.deaths] or [0], dtype=np.uint32)
         starts = [op.start_tick for op in self.trace.ops]
         self._num_deaths = np.searchsorted([tick for tick, _ in self.deaths], starts, side="right").astype(np.uint32)
         self.tables = PlanTables(
-            allocs=self.allocs.ctypes.data,
+            allocs=self._allocs.ctypes.data,
             must_be_dead=self._must_be_dead.ctypes.data,
             variable_address=self.variable_address.ctypes.data,
             variable_alive=self.variable_alive.ctypes.data,
@@ -391,9 +390,11 @@ class ExecutablePlan:
             (self.before, self.variable_alive.ctypes.data, self._deaths.ctypes.data, self._num_deaths.ctypes.data),
         )
 
-    def allocs_of(self, op: int) -> range:
-        """Indices into `allocs` of those of an op."""
-        return range(*self._ops[["allocs_start", "allocs_stop"]][op].tolist())
+    def allocs_of(self, op: int) -> list[tuple[int, int, PlanVariable]]:
+        """The allocations of an op that native code serves, in order: index of all, bytes, and what is born."""
+        start, stop = self._ops[["allocs_start", "allocs_stop"]][op].tolist()
+        rows = self._allocs[["capacity", "variable"]][start:stop].tolist()
+        return [(start + place, nbytes, self.variables[index]) for place, (nbytes, index) in enumerate(rows)]
 
     def births_between(self, op: int, nbytes: int, ordinal: int) -> list[ExecutableResidency]:
         """Births right before op `op` that an allocation of `nbytes` may be, the likeliest first.

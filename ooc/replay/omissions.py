@@ -18,21 +18,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from ooc.errors import StoreFailed
 from ooc.memory.record import Runs, State, VariableRecord
-from ooc.memory.residency import ResidencyManager
-from ooc.replay.acts import ResidencyActs
-from ooc.replay.bindings import Bindings
-from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
 from ooc.replay.present_sizes import note_present_nbytes, spans, trim
+from ooc.replay.replaying import PartOfReplay
 from ooc.replay.union_walk import are_one_to_one
 from ooc.tracing.call_sites import may_be_one_place
 from scheduler.plan import Loaded
-from vmm.table import AllocatorTable
 
 _MOST_CANDIDATES = 256
 """So many ops with the same function are compared."""
@@ -43,38 +39,8 @@ StandIns = Mapping[PlanVariable, VariableRecord]
 VariableAt = Callable[[int], PlanVariable | None]
 
 
-class Omitting(Protocol):
-    """What it needs of the executor; see there."""
-
-    active: ExecutablePlan | None
-
-    def before(self, index: int, bear: Callable[[Sequence[ExecutableResidency]], bool] | None = None) -> bool: ...
-    def after(self, index: int) -> None: ...
-    def check_deaths(self, executable: ExecutablePlan, tick: int) -> bool: ...
-    def bail_out(self, reason: str) -> None: ...
-
-
-class Omissions:
+class Omissions(PartOfReplay):
     """Of the plan that an executor replays, on the session's thread and with its lock held. Owns nothing."""
-
-    def __init__(
-        self,
-        executor: Omitting,
-        manager: ResidencyManager,
-        allocator: AllocatorTable,
-        dispatcher: Dispatcher,
-        bindings: Bindings,
-        acts: ResidencyActs,
-    ) -> None:
-        self._executor = executor
-        self._manager = manager
-        self._allocator = allocator
-        self._dispatcher = dispatcher
-        self._bindings = bindings
-        self._acts = acts
-
-    def __repr__(self) -> str:
-        return f"<Omissions of {self._executor!r}>"
 
     def omit_to(self, func: Any, addresses: Sequence[int], place: Callable[[], str]) -> bool:
         """Leave out planned ops up to the one that is about to run. True if that is the next one now.

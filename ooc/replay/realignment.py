@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
@@ -19,24 +19,13 @@ from ooc.replay.bindings import Bindings
 from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.omissions import Omissions
-from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
+from ooc.replay.plan_variables import PlanVariable
+from ooc.replay.replaying import PartOfReplay, Replaying
 from scheduler.plan import Loaded
 from vmm.table import AllocatorTable
 
 
-class Replaying(Protocol):
-    """What it needs of the executor; see there."""
-
-    active: ExecutablePlan | None
-
-    def before(self, index: int, bear: Callable[[Sequence[ExecutableResidency]], bool] | None = None) -> bool: ...
-    def after(self, index: int) -> None: ...
-    def check_deaths(self, executable: ExecutablePlan, tick: int) -> bool: ...
-    def bail_out(self, reason: str) -> None: ...
-    def is_anyone_late(self, executable: ExecutablePlan, tick: int) -> bool: ...
-
-
-class Realignment:
+class Realignment(PartOfReplay):
     """Of the plan that an executor replays, on the session's thread and with its lock held. Owns nothing."""
 
     def __init__(
@@ -48,16 +37,8 @@ class Realignment:
         bindings: Bindings,
         acts: ResidencyActs,
     ) -> None:
-        self._executor = executor
-        self._manager = manager
-        self._allocator = allocator
-        self._dispatcher = dispatcher
-        self._bindings = bindings
-        self._acts = acts
+        super().__init__(executor, manager, allocator, dispatcher, bindings, acts)
         self._omissions = Omissions(executor, manager, allocator, dispatcher, bindings, acts)
-
-    def __repr__(self) -> str:
-        return f"<Realignment of {self._executor!r}>"
 
     def adapt(
         self, func: Any, addresses: Sequence[int], place: Callable[[], str], changed: Callable[[], Iterable[int]]

@@ -9,50 +9,18 @@ as planned, and the step leaves its plan there.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from ooc.memory.no_room import NoRoom
-from ooc.memory.residency import ResidencyManager
-from ooc.replay.acts import ResidencyActs
-from ooc.replay.bindings import Bindings
-from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.plan_variables import PlanVariable
+from ooc.replay.replaying import PartOfReplay
 from ooc.units import format_nbytes
 from scheduler.plan import occupied_ticks
-from vmm.table import AllocatorTable
 
 
-class Serving(Protocol):
-    """What it needs of the executor; see there."""
-
-    active: ExecutablePlan | None
-
-    def check_deaths(self, executable: ExecutablePlan, tick: int) -> bool: ...
-    def bail_out(self, reason: str) -> None: ...
-
-
-class Unserved:
+class Unserved(PartOfReplay):
     """Of the plan that an executor replays, with the session's lock held. Owns nothing."""
-
-    def __init__(
-        self,
-        executor: Serving,
-        manager: ResidencyManager,
-        allocator: AllocatorTable,
-        dispatcher: Dispatcher,
-        bindings: Bindings,
-        acts: ResidencyActs,
-    ) -> None:
-        self._executor = executor
-        self._manager = manager
-        self._allocator = allocator
-        self._dispatcher = dispatcher
-        self._bindings = bindings
-        self._acts = acts
-
-    def __repr__(self) -> str:
-        return f"<Unserved of {self._executor!r}>"
 
     def serve(self, nbytes: int, *, is_whole: bool) -> int:
         """Serve an allocation of the session's thread. Its address; 0 if the plan has none here, or was left.
@@ -91,13 +59,11 @@ class Unserved:
         assert executable is not None
         if self._manager.num_free >= self._manager.chunks_of(nbytes) or cursor >= executable.num_ops:
             return 0
-        entries = executable.allocs_of(cursor)
-        capacity, variables = executable.allocs["capacity"], executable.allocs["variable"].tolist()
-        born = [v for v in (executable.variables[variables[i]] for i in entries) if executable.variable_alive[v.index]]
+        entries, alive = executable.allocs_of(cursor), executable.variable_alive
+        born = [variable for _, _, variable in entries if alive[variable.index]]
         taken = {chunk for variable in born for chunk in variable.residencies[0].planned.chunk_indices()}
-        for index in sorted((i for i in entries if capacity[i] >= nbytes), key=lambda i: (capacity[i], i)):
-            variable = executable.variables[variables[index]]
-            if self._is_ready(executable, variable, taken):
+        for index, capacity, variable in sorted(entries, key=lambda entry: entry[1]):
+            if capacity >= nbytes and self._is_ready(executable, variable, taken):
                 state.window_next = max(state.window_next, index + 1)
                 return self._bear(executable, variable, nbytes)
         return 0
