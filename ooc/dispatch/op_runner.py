@@ -259,13 +259,7 @@ class OpRunner:
     ) -> tuple[Any] | None:
         """Handle an op that native code ran, and that raised, or was refused memory and went on without.
 
-        Returns its result, in a tuple, if it was run in parts instead.
-
-        Args:
-            func, args, kwargs: The op.
-            records: Those it has pinned.
-            written: Addresses that it writes.
-            has_raised: Whether it raised.
+        It has pinned `records`, and writes what is at `written`. Its result in a tuple, if it was run in parts instead.
         """
         with self._lock:
             error = self.refusals.error((func, args, kwargs or {}), records, in_parts=True)
@@ -335,18 +329,24 @@ class OpRunner:
 
     def _run_beside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op without any managed operand while a plan is replayed, which can go on after it."""
-        self._has_served = False
+        self._has_served, beside, cursor = False, self._executor.beside, self._dispatcher.cursor
         try:
-            result = func(*args, **kwargs)
+            with beside.running():
+                result = func(*args, **kwargs)
         except BaseException:
             with self._lock:
                 error = self.refusals.error((func, args, kwargs), [])
+                self._note_failed_op(func)  # if it has left the plan
             if error is not None:
                 raise error from error.__cause__
             raise
-        if self._has_served:
+        active = self._executor.active
+        if active is None:  # left for what it has allocated
+            self.finish(cursor, func, args, kwargs, result)
+            return result
+        if self._has_served or cursor <= active.num_idle:
             with self._lock:
-                self._note_seen(result)
+                beside.note(cursor, active.num_idle, func, self._call_sites.of_this_op(), self._note_seen(result))
         return result
 
     def _adapt(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

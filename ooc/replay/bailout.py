@@ -11,6 +11,7 @@ from ooc.errors import StoreFailed
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.ops_beside import OpsBeside
 from ooc.replay.plan_variables import ExecutableResidency
 from ooc.replay.present_sizes import note_present_nbytes, trim
 from ooc.tracing.recorded_ops import OpRecord
@@ -63,7 +64,12 @@ def land_transfers(
 
 
 def recorder_so_far(
-    executable: ExecutablePlan, num_ops: int, *, start_records: Mapping[int, VariableRecord], events: list[Event]
+    executable: ExecutablePlan,
+    num_ops: int,
+    *,
+    start_records: Mapping[int, VariableRecord],
+    events: list[Event],
+    beside: OpsBeside,
 ) -> StepRecorder:
     """A recorder of the ops replayed so far, as if they had run on demand.
 
@@ -113,9 +119,9 @@ def recorder_so_far(
                 landed=[address[r] for r in landed],
             )
         )
-    recorder.extend(ops[::-1])
+    ops, recorder.events = beside.joined(ops[::-1], _without_omitted(events, executable.omitted), executable.omitted)
+    recorder.extend(ops)
     recorder.num_replayed = len(ops)
-    recorder.events = _without_omitted(events, executable.omitted)
     return recorder
 
 

@@ -31,6 +31,7 @@ from ooc.replay.border_relocation import BorderRelocation
 from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.op_watch import OpWatch, named_calls
+from ooc.replay.ops_beside import OpsBeside
 from ooc.replay.plan_switch import Handover, PlanChange, held_for
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
 from ooc.replay.planned_trials import TrialsInPlans
@@ -54,6 +55,7 @@ class Executor:
     Attributes:
         run_in_parts: Runs an op of the active plan in parts, called with the plan and the op's index before its
             arguments; to be set by whoever can.
+        beside: Ops that run beside the plan.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Executor:
         self.acts = ResidencyActs(manager, dispatcher, bail_out=self.bail_out)
         self._border = BorderRelocation(manager, self.acts, self.check_deaths, bail_out=self.bail_out)
         self._trials = new_trials(self.bail_out)
+        self.beside = OpsBeside()
         self.unserved = Unserved(self, manager, allocator, dispatcher, self._bindings, self.acts)
         self.realignment = Realignment(self, manager, allocator, dispatcher, self._bindings, self.acts)
         self.reruns = Reruns(
@@ -174,6 +177,7 @@ class Executor:
     def _start_period(self, executable: ExecutablePlan) -> None:
         self.events = EventLog()
         self.reruns.begin()
+        self.beside.begin()
         executable.between.begin()
         self.bailout_reason = ""
         self._next_death = 0
@@ -443,7 +447,10 @@ class Executor:
         self.absorb_events()
         start = {**self._start_foreign, **{record.address: record for _, record in self._start_successors}}
         num_ops = cursor if not is_over else 0  # of the plan; those left out are none of the recording's
-        recorder = recorder_so_far(executable, num_ops, start_records=start, events=self.events.take())
+        if is_over or cursor > executable.num_idle:
+            self.beside.begin()
+        events = self.events.take()
+        recorder = recorder_so_far(executable, num_ops, start_records=start, events=events, beside=self.beside)
         pinned = pinned_by(executable, cursor) if inside else set()
         self.reruns.leave(executable, cursor + 1 if inside else cursor)
         self.mid_op_pins += return_records(self._manager, self._allocator, executable, pinned)
@@ -454,9 +461,9 @@ class Executor:
                 self._bindings.bury(executable, variable)
         self._manager.retake_pool(self._new_pool())
         _log.info("left the plan at op %d: %s", cursor, reason)
-        if executable.omitted:  # the recording has fewer ops than the plan
-            state = self._allocator.state
-            (state.set_inside if inside else state.set_between)(recorder.num_ops)
+        if executable.omitted or recorder.num_ops != cursor or self.beside.is_running:
+            state = self._allocator.state  # the recording has fewer ops than the plan, or more
+            (state.set_inside if inside or self.beside.is_running else state.set_between)(recorder.num_ops)
         self._recording.resume(recorder)  # also when a transfer had failed: the step goes on on demand
         if failure is not None:
             raise failure

@@ -27,8 +27,8 @@ from vmm.testing.fake_cuda import RuleBroken
 pytest.importorskip("torch.testing._internal.distributed.fake_pg")
 Work = dist._Work
 NUM_RANKS = 2
-_data_ptr: Any = torch.Tensor.data_ptr
-"""As torch has it: a session replaces it by one that exports."""
+_data_ptr: tuple[Any] = (torch.Tensor.data_ptr,)
+"""As torch has it: a session replaces it by one that exports, also under names of modules."""
 
 
 class NcclMemory(FakeDeviceMemory):
@@ -165,7 +165,7 @@ def _let_registered_work_be_the_fakes(device: NcclDevice, monkeypatch: pytest.Mo
 
     def launched(self: Any, func: Any, args: Any, kwargs: Any, result: Any, first_serial: int) -> None:
         if func.namespace == "_c10d_functional":
-            device.memory.launch([(_data_ptr(result), result.nbytes)])
+            device.memory.launch([(_data_ptr[0](result), result.nbytes)])
         note_launch(self, func, args, kwargs, result, first_serial)
 
     def waited(self: Any) -> None:
