@@ -30,6 +30,7 @@ from ooc.interop.backward_passes import BackwardPasses
 from ooc.interop.collectives import Collectives
 from ooc.interop.compilation import Compilation
 from ooc.interop.cupy_pool import CupyPool
+from ooc.interop.earlier_modes import warn_of_earlier_modes
 from ooc.interop.exports import Exports
 from ooc.interop.forks import DeviceForks, Forks, HostForks
 from ooc.interop.graph_fusion import GraphFusion
@@ -255,6 +256,7 @@ class Engine:
         undo.callback(_current.release)
         claim(self)
         runner.start_recording()
+        warn_of_earlier_modes()
         undo.enter_context(runner.mode)  # last: from the next op on
 
     def _make_forks(self) -> Forks:

@@ -285,7 +285,8 @@ class StepCycle:
             self._tried.clear()
         grad_mode = torch.is_grad_enabled()
         is_head = not recorder.is_begun
-        if awaited is not None and awaited is self._entered and recorder.num_replayed > awaited.num_idle:
+        num_played = recorder.num_replayed - recorder.num_beside
+        if awaited is not None and awaited is self._entered and num_played > awaited.num_idle:
             awaited = self._awaited = None  # it was left in its middle
             self._watch()
         is_awaited = awaited is not None and grad_mode == awaited.grad_mode and func is awaited.head

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from ooc.dispatch.python_bodies import has_python_body, run_watched
 from ooc.replay.dispatcher import Dispatcher
 from ooc.tracing.collective_ops import is_collective
 
-__all__ = ["HiddenOperands", "hides_operands"]
+__all__ = ["HiddenOperands", "hides_operands", "uses_unnamed"]
 
 _BY_QUANTIZERS = frozenset(
     {
@@ -35,10 +36,10 @@ _READERS = frozenset({"aten", "quantized", "_quantized", "sparse", "mkldnn_prepa
 
 
 class HiddenOperands:
-    """Runs ops that hide operands.
+    """Runs ops that hide operands, and those that are Python functions.
 
     Attributes:
-        give_out: Told the address of each variable that is hidden.
+        give_out: Told the address of each variable that is hidden, or used unnamed.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -55,12 +56,19 @@ class HiddenOperands:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run an op, whatever it is, and give out what it hides."""
+        """Run an op, whatever it is, and give out what it hides, or uses unnamed."""
+        if has_python_body(func):
+            run = functools.partial(run_watched, run, dispatcher=self._dispatcher, give_out=self.give_out)
         result = run(func, args, kwargs)
         if hides_operands(func):
             for address in self._dispatcher.operands(*args, *kwargs.values(), result):
                 self.give_out(address)
         return result
+
+
+def uses_unnamed(func: Any) -> bool:
+    """Whether an op or a later one may use what no op names: it hides operands, or is a Python function."""
+    return hides_operands(func) or has_python_body(func)
 
 
 @functools.cache

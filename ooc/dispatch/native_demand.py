@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ooc.dispatch.hidden_operands import hides_operands
+from ooc.dispatch.hidden_operands import uses_unnamed
 from ooc.dispatch.signals import CriticalLock
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
@@ -73,8 +73,8 @@ def _describe(
 
 @functools.cache
 def is_special(func: Any) -> bool:
-    """Whether an op is run in parts, goes on after it has returned, or hides operands. One look, instead of four."""
-    return ops.way_in_parts(func) is not None or is_collective(func) or hides_operands(func)
+    """Whether an op is run in parts, goes on after it has returned, or uses what it does not name. One look at them."""
+    return ops.way_in_parts(func) is not None or is_collective(func) or uses_unnamed(func)
 
 
 class Intercepts:

@@ -20,7 +20,7 @@ from ooc.dispatch.borders import Borders
 from ooc.dispatch.collective_runs import CollectiveRuns
 from ooc.dispatch.extension import new_dispatcher
 from ooc.dispatch.guest_ops import GuestOps, is_guest
-from ooc.dispatch.hidden_operands import HiddenOperands, hides_operands
+from ooc.dispatch.hidden_operands import HiddenOperands, uses_unnamed
 from ooc.dispatch.mode import SessionMode, is_tracing
 from ooc.dispatch.native_demand import is_special, run_natively
 from ooc.dispatch.ops_in_parts import OpNotes, OpsInParts
@@ -287,7 +287,7 @@ class OpRunner:
             return self._run(func, args, kwargs)
         if (run_in_parts := ops.way_in_parts(func)) is not None:
             return run_in_parts(func, args, kwargs, limit_nbytes=self._split_nbytes, run=self._run)
-        way = self.hidden if hides_operands(func) else self.collectives
+        way = self.hidden if uses_unnamed(func) else self.collectives
         return way.run(self._run, func, args, kwargs)
 
     def dispatch_guest(self, func: Any, types: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -119,9 +119,9 @@ def recorder_so_far(
                 landed=[address[r] for r in landed],
             )
         )
-    ops, recorder.events = beside.joined(ops[::-1], _without_omitted(events, executable.omitted), executable.omitted)
-    recorder.extend(ops)
-    recorder.num_replayed = len(ops)
+    found, recorder.events = beside.joined(ops[::-1], _without_omitted(events, executable.omitted), executable.omitted)
+    recorder.extend(found)
+    recorder.num_replayed, recorder.num_beside = len(found), len(found) - len(ops)
     return recorder
 
 

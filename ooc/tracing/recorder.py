@@ -27,14 +27,16 @@ class StepRecorder:
         flight_nbytes: In the trace so many bytes at once stay in use by collectives under way. Of what is beyond,
             whoever moves it waits.
         grad_mode: Whether gradients were enabled when the first op ran that touches a variable.
-        num_replayed: How many of its ops were replayed from a plan, which was then left.
+        num_replayed: How many of its ops were replayed from a plan, which was then left, or ran beside it.
+        num_beside: How many of those ran beside it.
     """
 
     def __init__(self, start_records: Mapping[int, VariableRecord], *, is_cut: bool = False) -> None:
         self.start_records = dict(start_records)
         self.is_cut = is_cut
         self.flight_nbytes = 0
-        self.grad_mode, self.num_replayed, self._is_begun = True, 0, False
+        self.grad_mode, self._is_begun = True, False
+        self.num_replayed = self.num_beside = 0
         self.events: list[Event] = []
         self._ops = RecordedOps()
 

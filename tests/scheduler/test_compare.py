@@ -55,7 +55,7 @@ def test_the_steps_of_eight_models_are_there() -> None:
 def test_on_recorded_steps_plans_are_legal_above_the_bounds_and_auto_leads(name: str) -> None:
     trace = recorded(next(path for path in STEPS if path.name == f"{name}.json.gz"))
     device = replace(load_profile("desktop").machine(chunk_nbytes=1 << 14, num_chunks=0), latency_ns=1000)
-    for count in budgets_between(trace, device, 3)[:2]:
+    for count in budgets_between(trace, device, 3)[: 2 if name == "lstm" else 1]:
         outcomes = compare(trace, replace(device, num_chunks=count), sorted(POLICIES))
         (auto,) = (o for o in outcomes if o.policy == "auto")
         for outcome in outcomes:
@@ -81,7 +81,7 @@ def test_without_recomputation_only_moves_are_proposed_by_who_can_do_both() -> N
 
 
 def test_a_sweeps_auto_is_never_slower_with_more_memory() -> None:
-    for seed in range(12):
+    for seed in range(6):
         trace = random_trace(seed, num_ops=14)
         device = random_machine(seed, 0)
         points = sweep(trace, device, budgets_between(trace, device, 5), ("auto", "window"))
