@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 
 from ooc.cli.findings import Finding, Verdict
+from ooc.dispatch.extension import leave_unnoticed
+from ooc.dispatch.mode import SessionMode
 from ooc.settings import BadSetting, Resolved, check, check_environment, resolve
 from ooc.units import GIB, MIB, format_duration, format_nbytes, format_rate
 from vmm.files import default_directory, directory_facts
@@ -127,6 +129,20 @@ def torch_finding(version: str) -> Finding:
 def _compiler() -> Iterator[Finding]:
     yield Finding(name="compiler", value=" ".join(find_compiler()))
     yield Finding(name="native cache", value=str(cache_directory()))
+    yield _formulas()
+
+
+def _formulas() -> Finding:
+    """Whether torch computes by the same formulas in a session as without one."""
+    if leave_unnoticed(SessionMode):
+        return Finding(name="torch's formulas", value="the same in a session")
+    return Finding(
+        name="torch's formulas",
+        value="other ones in a session",
+        verdict=Verdict.NOTE,
+        remedy="This build of torch cannot be told to compute as without a dispatch mode. A few gradients (of prod, "
+        "masked_fill, svdvals, eigvalsh, norms of matrices) have other last bits in a session than in plain PyTorch.",
+    )
 
 
 def _machine(facts: MachineFacts) -> Iterator[Finding]:

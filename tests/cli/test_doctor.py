@@ -51,6 +51,14 @@ def test_no_compiler_stops_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert "set CXX" in findings["compiler"].remedy
 
 
+def test_it_says_where_torch_cannot_be_told_of_modes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert {f.name: f for f in doctor.examine(str(tmp_path))}["torch's formulas"].verdict is Verdict.FINE
+    monkeypatch.setattr(doctor, "leave_unnoticed", lambda _mode: False)
+    finding = {f.name: f for f in doctor.examine(str(tmp_path))}["torch's formulas"]
+    assert finding.verdict is Verdict.NOTE
+    assert "prod" in finding.remedy
+
+
 @pytest.mark.parametrize(
     ("version", "verdict"),
     [
