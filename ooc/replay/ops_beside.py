@@ -1,7 +1,9 @@
 """Ops without any variable that come while a plan is replayed which does not have them: they run beside it.
 
-Those at the plan's head may already be the first of something else, which shows only when that touches a variable, or
-has one made. The plan is left then, and the recording, which is to tell the next time what begins, needs them all.
+Those at the plan's head may already be the first of something else. That shows when one of them has a variable made,
+for which the plan leaves no room. The plan is left then, and the recording, which is to tell the next time what begins,
+needs them all. Where the plan is left for anything else they are none of what is to be known again: another number of
+them may come in each step.
 """
 
 from __future__ import annotations

@@ -286,9 +286,14 @@ def below_everything() -> Iterator[None]:
 
 
 def has_its_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a strided tensor's storage reaches as far as its elements: not once it was resized to 0 (FSDP)."""
+    """Whether a strided tensor's storage reaches as far as its elements.
+
+    Not once it was resized to 0 (FSDP), nor of zeros without memory (tangents of forward-mode AD).
+    """
     if tensor.numel() == 0:
         return True
+    if tensor._is_zerotensor():
+        return False
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return bool((tensor.storage_offset() + last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes())
 

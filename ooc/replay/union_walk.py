@@ -12,11 +12,13 @@ follows agrees.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from ooc.replay.union_anchors import UnionAnchors
 from ooc.replay.union_order import interleaved, longest_ascent
 from ooc.replay.union_parts import FreePhase, StepBirths, UnionOp, UnionVariable, is_born_later, later, outlive_uses
 from ooc.replay.union_turns import UnionTurns
@@ -40,6 +42,7 @@ class _Match:
         is_exact: Each of the step's operands is known to be what the union's op has.
         is_certain: Besides, one of them was made in the step.
         has_stand_ins: One of them is known to be something else so far.
+        is_small: Some of what the op has in other steps is too small for variables in this one, or was in those.
         roles: What the step's operands are from then on.
     """
 
@@ -48,6 +51,7 @@ class _Match:
     is_exact: bool
     is_certain: bool = False
     has_stand_ins: bool = False
+    is_small: bool = False
     roles: dict[int, UnionVariable] = field(default_factory=dict)
 
 
@@ -90,6 +94,8 @@ class UnionWalk:
         for op in ops:
             self._places.setdefault(op.func, []).append(op.place)
             self._places_of.setdefault((op.func, op.forward), []).append(op.place)
+        self._num_ours = Counter((op.func, op.where) for op in ops)
+        self._num_theirs = Counter(zip(observed.funcs, (op.where for op in observed.trace.ops), strict=True))
         self._touching = [op.place for op in ops if not op.is_bystander]
         self._coming = [i for i in range(len(observed.funcs)) if self._touches(i)]
         self._turns = UnionTurns(ops, observed, self._births)
@@ -108,15 +114,7 @@ class UnionWalk:
         self._stood_in: list[tuple[int, UnionOp, UnionVariable, UnionVariable]] = []
         self._not_born: list[UnionVariable] = []
         self.num_matched = self.num_new = 0
-        self._anchors = self._next_anchors()
-        self._anchor_places: dict[Any, list[int]] = {}
-        self._anchor_tokens: list[tuple[int, Any]] = []
-        for op in ops:
-            used = tuple(v if v.is_persistent else None for v in op.operands)
-            if any(not v.is_born and v.death is None for v in op.operands):
-                token = op.func, used
-                self._anchor_places.setdefault(token, []).append(op.place)
-                self._anchor_tokens.append((op.place, token))
+        self._anchors = UnionAnchors(ops, observed, self.roles)
         self._walk()
 
     def __repr__(self) -> str:
@@ -190,44 +188,9 @@ class UnionWalk:
         )
         return dict(longest_ascent(pairs))
 
-    def _next_anchors(self) -> list[int | None]:
-        """For each op of the step the first anchor from it on."""
-        variables, serials = self._observed.trace.variables, self._observed.start_serials
-        throughout = {i for i, v in enumerate(variables) if serials[i] is not None and v.death_tick is None}
-        found: list[int | None] = []
-        anchor: int | None = None
-        for index in reversed(range(len(self._observed.funcs))):
-            anchor = index if not throughout.isdisjoint(self._observed.occurrences[index]) else anchor
-            found.append(anchor)
-        return found[::-1]
-
-    def _belongs_to_new(self, index: int, place: int) -> bool:
-        """Whether an op of the step comes before an anchor that the union does not have, from here on."""
-        anchor = self._anchors[index]
-        if anchor is None or anchor == index:
-            return False
-        places = self._anchor_places.get(self._token(anchor), ())
-        return bisect_left(places, place) == len(places)
-
-    def _token(self, index: int) -> tuple[Any, tuple[UnionVariable | None, ...]]:
-        """What an op calls, and with which of what exists throughout."""
-        return self._observed.funcs[index], tuple(map(self._persistent_role, self._observed.occurrences[index]))
-
-    def _has_same_anchor(self, index: int, place: int) -> bool:
-        """Whether after an op of the step and after one of the union the same parameters are used first."""
-        anchor = self._anchors[index]
-        number = bisect_left(self._anchor_tokens, place, key=lambda each: each[0])
-        if anchor is None or number == len(self._anchor_tokens):
-            return True
-        return bool(self._token(anchor) == self._anchor_tokens[number][1])
-
-    def _persistent_role(self, other: int) -> UnionVariable | None:
-        role = self.roles.get(other)
-        return role if role is not None and role.is_persistent else None
-
     def _find(self, index: int, func: Any, place: int, stop: int) -> _Match | None:
         """The next op of the union, from one on and before another, that an op of the step may be."""
-        is_of_new = self._belongs_to_new(index, place)
+        is_of_new = self._anchors.belongs_to_new(index, place)
         role = self._turns.role(index, self.roles)
         if role is not None and role.birth is not None and role.birth.place < 0:
             return None  # of a turn that the union does not have
@@ -238,12 +201,16 @@ class UnionWalk:
             if not may_be_one_place(self._ops[candidate].where, self._observed.trace.ops[index].where):
                 continue
             match = self._compare(index, self._ops[candidate])
-            if match is None or (match.has_stand_ins and not self._has_same_anchor(index, candidate)):
+            if match is None:
+                continue
+            if match.has_stand_ins and not (
+                self._anchors.is_same(index, candidate) or self._is_only_there(index, self._ops[candidate])
+            ):
                 continue
             is_jump = first_touching < len(self._touching) and self._touching[first_touching] < candidate
             if is_of_new and (is_jump or not (self._goes_on and match.is_certain)):
                 continue
-            if not is_jump or match.is_exact or self._agrees(index, candidate):
+            if not is_jump or match.is_exact or self._agrees(index, candidate, may_lack=match.is_small):
                 return match
         return None
 
@@ -270,19 +237,27 @@ class UnionWalk:
         found = [places[start : start + _MOST_CANDIDATES] for places, start in zip(tables, starts, strict=True)]
         return found[0] if len(found) == 1 else sorted(chain(*found))
 
-    def _agrees(self, index: int, place: int) -> bool:
-        """Whether what comes after an op of the step is what comes after one of the union."""
+    def _is_only_there(self, index: int, op: UnionOp) -> bool:
+        """Whether an op of the step and one of the union are the only ones in them that come from their place."""
+        call = self._observed.funcs[index], self._observed.trace.ops[index].where
+        return call == (op.func, op.where) and self._num_theirs[call] == self._num_ours[call] == 1
+
+    def _agrees(self, index: int, place: int, *, may_lack: bool = False) -> bool:
+        """Whether what comes after an op of the step is what comes after one of the union, or is among that."""
         coming = bisect_left(self._coming, index + 1)
         there = bisect_left(self._touching, place + 1)
-        ours = [self._ops[p].func for p in self._touching[there : there + _LOOKAHEAD]]
+        ours = [self._ops[p].func for p in self._touching[there : there + _LOOKAHEAD * (1 + may_lack)]]
         theirs = [self._observed.funcs[i] for i in self._coming[coming : coming + _LOOKAHEAD]]
+        if may_lack:
+            left = iter(ours)
+            return all(func in left for func in theirs)
         length = min(len(ours), len(theirs))
         return ours[:length] == theirs[:length]
 
     def _compare(self, index: int, op: UnionOp) -> _Match | None:
         occurrences = self._observed.occurrences[index]
         if len(occurrences) != len(op.operands):
-            return self._compare_lists(index, op)
+            return self._compare_lists(index, op) or self._compare_small(index, op)
         if not are_one_to_one(op.operands, occurrences):
             return None
         num_exact, roles = 0, dict[int, UnionVariable]()
@@ -310,7 +285,7 @@ class UnionWalk:
         is_exact = num_exact == len(occurrences) > 0
         has_stand_ins = any(self.roles.get(other) not in (None, role) for other, role in roles.items())
         is_certain = is_exact and any(variable.is_born for variable in op.operands)
-        return _Match(op, tuple(operands), is_exact, is_certain, has_stand_ins, roles)
+        return _Match(op, tuple(operands), is_exact, is_certain, has_stand_ins, roles=roles)
 
     def _role_in(self, index: int, other: int, op: UnionOp, variable: UnionVariable) -> UnionVariable | None:
         """What a variable of the step is so far; what is not known yet may be the one that is there."""
@@ -371,6 +346,30 @@ class UnionWalk:
             else:
                 merged.append(role)
         return _Match(op, (*merged, *ours[at:]), is_exact=True)
+
+    def _compare_small(self, index: int, op: UnionOp) -> _Match | None:
+        """An op some of whose operands only one of the two has: the other one's are too small for variables."""
+        theirs, ours = self._observed.occurrences[index], op.operands
+        if not self._is_elastic or not ((ours and theirs) or self._is_only_there(index, op)):
+            return None  # no operand tells that it is the same, and the place does not
+        operands, roles, rest = list[UnionVariable](), dict[int, UnionVariable](), list(ours)
+        for other in theirs:
+            at = next((at for at, variable in enumerate(rest) if self._may_be(index, other, op, variable)), None)
+            if at is not None and roles.setdefault(other, rest[at]) is rest[at]:
+                operands += rest[: at + 1]
+                del rest[: at + 1]
+            elif at is None and len(theirs) > len(ours) and (role := self.roles.get(other)) is not None and role.is_new:
+                operands.append(role)
+            else:
+                return None
+        operands += rest
+        if any(variable in self._taken or not variable.is_born for variable in {*ours} - {*roles.values()}):
+            return None  # the step has it, or it is never too small
+        return _Match(op, tuple(operands), is_exact=bool(roles), is_certain=bool(roles), is_small=True, roles=roles)
+
+    def _may_be(self, index: int, other: int, op: UnionOp, variable: UnionVariable) -> bool:
+        """Whether a variable of the step is known to be this one of the union, or may be it, as nothing is known."""
+        return (self.roles.get(other) or self._role_in(index, other, op, variable)) is variable
 
     # -- noting what is found
 
@@ -468,6 +467,7 @@ class UnionWalk:
             op.place = place
         for there, variable in self._added:
             self._insert(there, variable)
+            variable.smallest = 0 if self._is_elastic else variable.nbytes  # what had the op before did not have it
         for op, operands in self._changed.items():
             op.operands = operands
             op.written = {v for v in op.written if v in operands}

@@ -182,6 +182,51 @@ def test_a_union_can_be_planned_for_less_than_it_needs() -> None:
     assert make_plan(trace, machine).predicted["loaded_nbytes"] > 0
 
 
+class Narrow(Recorded):
+    """Each layer narrows what it gets before it is used; in a short batch that is too small for a variable."""
+
+    def __init__(self, layers: Sequence[int], *, is_short: bool, state: int = 0) -> None:
+        self._begin(state)
+        (x,) = self.op("make", [], births=1)
+        kept = []
+        for layer in layers:
+            where = f"layer {layer}"
+            narrow = self.op("narrow", [x], births=not is_short, where=where)
+            wide = self.op("bend", narrow, births=not is_short, where=where)
+            (y,) = self.op("widen", [*wide, 100 + layer], births=1, where=where)
+            kept.append((layer, narrow, wide, y))
+            self.free(x)
+            x = y
+        for layer, narrow, wide, y in reversed(kept):
+            (g,) = self.op("widen_backward", [*wide, 100 + layer], births=1, where="backward")
+            self.op("update", [100 + layer, g], written=[100 + layer], where="optimizer")
+            self.free(*narrow, *wide, g, *([y] if y == x else []))
+
+
+def test_what_is_too_small_for_a_variable_in_some_steps() -> None:
+    """Also together with layers that are left out. Without the rule each short batch would be new, op by op."""
+    steps = [([0, 1, 3, 4], False), ([0, 2, 3, 4], True), ([0, 1, 2, 4], True)]
+    union: StepUnion | None = None
+    for state, (layers, is_short) in enumerate(steps):
+        observed = Narrow(layers, is_short=is_short, state=state).observed()
+        if union is None:
+            union = StepUnion(observed, "union", older_than=NUM_LAYERS, is_elastic=True)
+            continue
+        walk = union.walk(observed)
+        assert walk is not None, (layers, is_short)
+        union.add(observed, older_than=NUM_LAYERS, walk=walk)
+    assert union is not None
+    names = list(union.observed.funcs)
+    assert names.count("widen") == names.count("update") == 5
+    small = [v for v in union.variables if v.birth is not None and v.birth.func in ("narrow", "bend")]
+    assert len(small) == 8  # layer 2 has not been seen with a long batch
+    assert {v.smallest for v in small} == {0, NBYTES}  # nor layer 3 and others that no short one had
+    for layers, is_short in [*steps, ([0, 3], True), ([0, 4], False)]:
+        walk = union.walk(Narrow(layers, is_short=is_short, state=9).observed())
+        assert walk is not None
+        assert walk.num_new <= 1, (layers, is_short)
+
+
 def test_what_has_nothing_in_common_is_not_united() -> None:
     union = united([[0, 1, 2, 3]])
     other = Recorded([0, 1, 2, 3])

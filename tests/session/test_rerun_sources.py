@@ -127,3 +127,37 @@ def test_what_was_filled_beside_the_ops_is_not_made_again(fill: Callable[[Tensor
         assert train(session.step, num_steps) == expected
         modes = [row.mode for row in session.steps.rows]
     assert modes[-3:] == ["planned"] * 3, modes
+
+
+@pytest.mark.parametrize("is_tangent", [True, False])
+def test_zeros_without_memory(is_tangent: bool) -> None:
+    """The tangents of what does not vary. Whoever compared their bytes would read at address 0."""
+
+    def train() -> list[float]:
+        torch.manual_seed(0)
+        net = torch.nn.Linear(256, 256)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        found = []
+        for _ in range(8):
+            x, weight, bias = torch.randn(64, 256), net.weight.detach(), net.bias.detach()
+            if is_tangent:
+                _, tangent = torch.func.jvp(lambda b: nn.functional.linear(x, weight, b), (bias,), (torch.ones(256),))  # noqa: B023
+            else:
+                tangent = torch._efficientzerotensor((64, 256)) * 2 + x  # type: ignore[attr-defined]
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found += [loss.item(), tangent.sum().item()]
+        return found
+
+    expected = train()
+    with ooc.Session(
+        "4MiB",
+        chunk_nbytes="64KiB",
+        threshold_nbytes="16KiB",
+        plan_cache=False,
+        step_boundary="optimizer",
+        recompute=True,
+    ):
+        assert train() == expected
