@@ -56,7 +56,14 @@ def test_all_models(model: str, budget: str, debug: bool) -> None:
     _check(Recipe(workload=model), budget, debug=debug)
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "adamw_foreach", "adamw_fused"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param("adamw", marks=pytest.mark.slow),
+        pytest.param("adamw_foreach", marks=pytest.mark.slow),
+        "adamw_fused",
+    ],
+)
 def test_optimizers(optimizer: str) -> None:
     _check(Recipe(workload="gpt", optimizer=optimizer), "quarter")
 

@@ -51,7 +51,7 @@ def test_the_steps_of_eight_models_are_there() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["lstm", "unet"])
+@pytest.mark.parametrize("name", ["lstm", pytest.param("unet", marks=pytest.mark.slow)])
 def test_on_recorded_steps_plans_are_legal_above_the_bounds_and_auto_leads(name: str) -> None:
     trace = recorded(next(path for path in STEPS if path.name == f"{name}.json.gz"))
     device = replace(load_profile("desktop").machine(chunk_nbytes=1 << 14, num_chunks=0), latency_ns=1000)

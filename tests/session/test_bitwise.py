@@ -27,7 +27,7 @@ BUDGETS = ("peak", "half", "quarter", "smallest")
 _AMPLE_NBYTES = 24 << 20
 _SHARES = {"peak": 1.0, "half": 0.5, "quarter": 0.25}
 
-_LARGE = {"vgg16_cifar": ("half", "smallest"), "resnet50": ("peak", "quarter")}
+_LARGE = {"vgg16_cifar": ("smallest",), "resnet50": ("quarter",)}
 
 # Features that a model cannot have: no double backward through fused attention or through in-place
 # ReLU6; a reentrant checkpoint needs an input with a gradient; ragged shapes in the in-place step.
