@@ -8,37 +8,26 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ooc.memory.record import State, VariableRecord
-from ooc.memory.residency import ResidencyManager
-from ooc.replay.acts import ResidencyActs
-from ooc.replay.bindings import Bindings
-from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.omissions import Omissions
 from ooc.replay.plan_variables import PlanVariable
-from ooc.replay.replaying import PartOfReplay, Replaying
+from ooc.replay.replaying import PartOfReplay
 from scheduler.plan import Loaded
-from vmm.table import AllocatorTable
 
 
 class Realignment(PartOfReplay):
     """Of the plan that an executor replays, on the session's thread and with its lock held. Owns nothing."""
 
-    def __init__(
-        self,
-        executor: Replaying,
-        manager: ResidencyManager,
-        allocator: AllocatorTable,
-        dispatcher: Dispatcher,
-        bindings: Bindings,
-        acts: ResidencyActs,
-    ) -> None:
-        super().__init__(executor, manager, allocator, dispatcher, bindings, acts)
-        self._omissions = Omissions(executor, manager, allocator, dispatcher, bindings, acts)
+    @functools.cached_property
+    def _omissions(self) -> Omissions:
+        parts = self._executor, self._manager, self._allocator, self._dispatcher, self._bindings, self._acts
+        return Omissions(*parts)
 
     def adapt(
         self, func: Any, addresses: Sequence[int], place: Callable[[], str], changed: Callable[[], Iterable[int]]
