@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ooc.dispatch import hidden_operands, native_demand, op_runner
+from ooc.dispatch.hidden_operands import hides_operands
 from ooc.replay.rerun_trials import RerunTrial
 from tests.planner_faults import refuse_planner_faults
 from tests.store_speed import USUAL, store_speed
@@ -131,3 +133,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def whole_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ops run as a whole or not at all: for tests of what is said where one does not fit."""
     monkeypatch.setattr("ooc.dispatch.ops_in_parts.split_of", lambda *_: None)
+
+
+@pytest.fixture
+def kernels_in_cpp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Custom ops count as ones whose kernels are in C++: nobody looks into their bodies."""
+    for module in (native_demand, op_runner):
+        monkeypatch.setattr(module, "uses_unnamed", hides_operands)
+    monkeypatch.setattr(hidden_operands, "has_python_body", lambda _func: False)
+    native_demand.is_special.cache_clear()
+    yield
+    native_demand.is_special.cache_clear()

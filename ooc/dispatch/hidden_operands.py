@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ooc.dispatch.python_bodies import has_python_body, run_watched
+from ooc.memory.record import VariableRecord
 from ooc.replay.dispatcher import Dispatcher
 from ooc.tracing.collective_ops import is_collective
 
@@ -39,12 +40,12 @@ class HiddenOperands:
     """Runs ops that hide operands, and those that are Python functions.
 
     Attributes:
-        give_out: Told the address of each variable that is hidden, or used unnamed.
+        give_out: Told the address of each variable that is hidden, or used unnamed. Returns its record, if it has one.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self.give_out: Callable[[int], object] = lambda _address: None
+        self.give_out: Callable[[int], VariableRecord | None] = lambda _address: None
 
     def __repr__(self) -> str:
         return f"<HiddenOperands, told to {self.give_out!r}>"
@@ -58,12 +59,18 @@ class HiddenOperands:
     ) -> Any:
         """Run an op, whatever it is, and give out what it hides, or uses unnamed."""
         if has_python_body(func):
-            run = functools.partial(run_watched, run, dispatcher=self._dispatcher, give_out=self.give_out)
+            run = functools.partial(run_watched, run, dispatcher=self._dispatcher, give_out=self._give_out_seen)
         result = run(func, args, kwargs)
         if hides_operands(func):
             for address in self._dispatcher.operands(*args, *kwargs.values(), result):
                 self.give_out(address)
         return result
+
+    def _give_out_seen(self, address: int) -> None:
+        """Give out what an op within a Python function names: a cache of its own is no workspace, and may move."""
+        record = self.give_out(address)
+        if record is not None:
+            record.note_seen()
 
 
 def uses_unnamed(func: Any) -> bool:

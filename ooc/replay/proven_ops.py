@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -162,22 +162,28 @@ def _num_lacking(executable: ExecutablePlan, ops: Iterable[int], *, beside_all: 
     largest of these trials takes: another plan may leave nothing where this one leaves a part.
     """
     trace, machine = executable.trace, executable.plan.machine
-    free, births, lacking = _num_free(executable.plan, trace), executable.reruns.graph.births, 0
-    for index in ops:
+    ops, births, lacking = list(ops), executable.reruns.graph.births, 0
+    for index, num_free in zip(ops, _num_free(executable.plan, trace, ops), strict=True):
         written = {use.variable for use in trace.ops[index].uses if use.writes}
         needed = sum(machine.chunks_of(trace.variables[v].nbytes) for v in written.union(births[index]))
-        if needed > free[index]:
-            lacking = max(lacking, needed if beside_all else needed - free[index])
+        if needed > num_free:
+            lacking = max(lacking, needed if beside_all else needed - num_free)
     return lacking
 
 
-def _num_free(plan: Plan, trace: Trace) -> list[int]:
-    """For each op, the chunks that the plan leaves free throughout it."""
-    held = np.zeros(trace.num_ticks + 1, dtype=np.int64)
-    for residency in plan.residencies:
-        start, stop = occupied_ticks(residency, trace)
-        count = sum(count for _, count in residency.chunks)
-        held[start] += count
-        held[stop] -= count
-    held = np.cumsum(held)
-    return [plan.machine.num_chunks - int(held[op.start_tick : op.stop_tick + 1].max()) for op in trace.ops]
+def _num_free(plan: Plan, trace: Trace, ops: Iterable[int]) -> Iterator[int]:
+    """For each of these ops, the chunks that nothing of the plan has at any time of it.
+
+    Those are less than the plan has free at each time: what an op frees, it may allocate again.
+    """
+    runs = np.array(
+        [(*occupied_ticks(r, trace), first, first + count) for r in plan.residencies for first, count in r.chunks],
+        dtype=np.int64,
+    ).reshape(-1, 4)
+    for index in ops:
+        op = trace.ops[index]
+        held = runs[(runs[:, 0] <= op.stop_tick) & (runs[:, 1] > op.start_tick)]
+        changes = np.zeros(plan.machine.num_chunks + 1, dtype=np.int64)
+        np.add.at(changes, held[:, 2], 1)
+        np.add.at(changes, held[:, 3], -1)
+        yield int(np.count_nonzero(np.cumsum(changes[:-1]) == 0))

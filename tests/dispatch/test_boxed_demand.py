@@ -17,8 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import ooc
 import ooc.dispatch.mode
-from ooc.dispatch import native_demand, op_runner
-from ooc.dispatch.hidden_operands import hides_operands
 from ooc.errors import BudgetTooSmall
 from ooc.replay import unions
 from tests.dispatch.seen_ops import Seen
@@ -210,16 +208,6 @@ def test_what_is_recorded_is_that_of_the_way_through_python(
     assert boxed[1] == other[1]
     assert boxed[2] > 15
     assert other[2] == 0
-
-
-@pytest.fixture
-def kernels_in_cpp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The custom ops of this file count as ones whose kernels are in C++: nobody looks into their bodies."""
-    for module in (native_demand, op_runner):
-        monkeypatch.setattr(module, "uses_unnamed", hides_operands)
-    native_demand.is_special.cache_clear()
-    yield
-    native_demand.is_special.cache_clear()
 
 
 @pytest.mark.usefixtures("kernels_in_cpp")

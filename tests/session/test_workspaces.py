@@ -67,6 +67,7 @@ def _on_fake(debug: bool) -> ooc.Session:
     return CudaSession(BUDGET_NBYTES, device=FakeCudaDevice(), debug=debug)
 
 
+@pytest.mark.usefixtures("kernels_in_cpp")
 @pytest.mark.parametrize("debug", [False, True], ids=["standing", "debug"])
 @pytest.mark.parametrize("make_session", [_on_cpu, _on_fake], ids=["cpu", "fake"])
 def test_steps_are_planned_around_a_workspace(
@@ -81,6 +82,21 @@ def test_steps_are_planned_around_a_workspace(
         assert session.steps.rows[-1].evicted_nbytes > 0
         (record,) = session.engine.manager.workspaces()
         assert record.state is State.RESIDENT
+        assert session.report()["peak_nbytes"] <= BUDGET_NBYTES
+        library.workspaces.clear()
+
+
+@pytest.mark.parametrize("debug", [False, True], ids=["", "debug"])
+def test_what_a_python_function_keeps_is_given_out_and_may_make_way(library: Library, debug: bool) -> None:
+    """Its ops are seen, so that the cache is a variable as others, whose address shows its bytes wherever they are."""
+    expected = _train(None)
+    library.workspaces.clear()
+    with _on_cpu(debug) as session:
+        assert _train(session) == expected
+        assert library.num_wrong == 0
+        assert session.engine.manager.workspaces() == []
+        assert [row.mode for row in session.steps.rows][-3:] == ["planned"] * 3, session.steps.refusals
+        assert session.steps.rows[-1].evicted_nbytes > 0
         assert session.report()["peak_nbytes"] <= BUDGET_NBYTES
         library.workspaces.clear()
 
