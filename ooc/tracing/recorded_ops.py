@@ -160,13 +160,22 @@ class RecordedOps:
 
 
 def forward_ops(ops: Sequence[OpRecord]) -> tuple[int, ...]:
-    """For each op of a backward pass the op among these whose gradient it is a part of; -1: none, or nobody knows."""
-    made_by: dict[int, int] = {}
+    """For each op of a backward pass the op among these whose gradient it is a part of; -1: none, or nobody knows.
+
+    An op that writes to a view has made one more node when it was over, which no op came by: so the node is of the op
+    before it. Not beyond the last op going forward: what is made there is a checkpoint's, within the backward pass.
+    """
+    numbers, makers = list[int](), list[int]()
     found = []
     for index, op in enumerate(ops):
-        if op.node > 0:
-            made_by.setdefault(op.node, index)
-        found.append(made_by.get(-op.node, -1) if op.node < 0 else -1)
+        if op.node > 0 and (not numbers or op.node > numbers[-1]):
+            numbers.append(op.node)
+            makers.append(index)
+        found.append(-1)
+        if op.node < 0:
+            place = bisect_right(numbers, -op.node) - 1
+            if place >= 0 and (numbers[place] == -op.node or place + 1 < len(numbers)):
+                found[index] = makers[place]
     return tuple(found)
 
 

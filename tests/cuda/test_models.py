@@ -26,16 +26,11 @@ MODELS = (
 
 
 BRIEF = [
-    ("conv_stack", "peak", False),
     ("conv_stack", "half", True),
     ("conv_stack", "smallest", False),
-    ("unet", "quarter", True),
     ("unet", "smallest", False),
     ("lstm", "quarter", False),
-    ("gpt", "half", False),
     ("encoder", "quarter", True),
-    ("tied_frozen", "quarter", False),
-    ("densenet121", "half", True),
     ("pix2pix_hd", "quarter", False),
     ("deeplab_v3", "quarter", True),
     ("gpt_1b", "smallest", False),

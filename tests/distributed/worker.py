@@ -52,7 +52,8 @@ def compare(case: Case, rank: Rank) -> dict[str, Any]:
     dist.barrier()
     between = time.monotonic()
     budget = case.budgets.get(rank.index, case.budget)
-    session = ooc.Session(budget=budget, chunk_nbytes="64KiB", debug=case.debug) if budget else InCore()
+    options: dict[str, Any] = {"chunk_nbytes": "64KiB", "policy": case.policy, "debug": case.debug}
+    session = ooc.Session(budget=budget, **options) if budget else InCore()
     actual, report = run(case, rank, session)
     modes = [step["mode"] for step in report.get("steps", ())]
     wrong = [

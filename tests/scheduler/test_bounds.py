@@ -79,7 +79,7 @@ def every_plan(trace: Trace, machine: Machine) -> Iterator[Plan]:
         yield plan
 
 
-@settings(max_examples=40 * TIMES, deadline=None)
+@settings(max_examples=20 * TIMES, deadline=None)
 @given(seed=seeds)
 def test_no_plan_of_a_tiny_step_is_below_a_bound(seed: int) -> None:
     trace, machine = tiny_case(seed)
@@ -201,7 +201,7 @@ def test_what_may_be_made_again_waits_for_nothing() -> None:
     assert least_wait_ns(trace, machine, every, discards=True) == 0
 
 
-@settings(max_examples=60 * TIMES, deadline=None)
+@settings(max_examples=30 * TIMES, deadline=None)
 @given(seed=seeds)
 def test_looking_at_fewer_moments_never_raises_the_bound(seed: int) -> None:
     trace = random_trace(seed, num_ops=14)

@@ -48,7 +48,7 @@ def plan_or_none(trace: Trace, machine: Machine, policy: str) -> Plan | None:
 
 
 @policies
-@settings(max_examples=60 * TIMES, deadline=None)
+@settings(max_examples=30 * TIMES, deadline=None)
 @given(seed=seeds)
 def test_every_plan_is_legal_within_budget_and_above_the_bounds(policy: str, seed: int) -> None:
     trace, machine = some_case(seed)
@@ -63,7 +63,7 @@ def test_every_plan_is_legal_within_budget_and_above_the_bounds(policy: str, see
 
 
 @policies
-@settings(max_examples=15 * TIMES, deadline=None)
+@settings(max_examples=8 * TIMES, deadline=None)
 @given(seed=seeds)
 def test_same_input_same_plan_and_json_round_trip(policy: str, seed: int) -> None:
     trace, machine = some_case(seed)

@@ -135,3 +135,12 @@ def test_backward_ops_are_those_of_the_first_op_that_made_their_node() -> None:
     nodes = [1, 2, 2, 0, 3, -2, -2, -7, -1]
     ops = [OpRecord(func=n, where="", occurrences=(), written=(), node=node) for n, node in enumerate(nodes)]
     assert forward_ops(ops) == (-1, -1, -1, -1, -1, 1, 1, -1, 0)
+
+
+def test_a_node_that_is_made_when_its_op_is_over_is_of_that_op() -> None:
+    """A write to a view makes one for all of the storage. What comes after the last op going forward is nobody's."""
+    ops = [
+        OpRecord(func=n, where="", occurrences=(), written=(), node=node)
+        for n, node in enumerate([1, 3, 5, -2, -4, -5, -6])
+    ]
+    assert forward_ops(ops) == (-1, -1, -1, 0, 1, 2, -1)
