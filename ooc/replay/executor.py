@@ -447,7 +447,7 @@ class Executor:
         self.absorb_events()
         start = {**self._start_foreign, **{record.address: record for _, record in self._start_successors}}
         num_ops = cursor if not is_over else 0  # of the plan; those left out are none of the recording's
-        if is_over or not self.beside.is_running:
+        if is_over or not self.beside.is_running or cursor > executable.num_idle:
             self.beside.begin()  # what has begun is the plan's
         events = self.events.take()
         recorder = recorder_so_far(executable, num_ops, start_records=start, events=events, beside=self.beside)

@@ -17,6 +17,7 @@ from ooc.memory.record import State
 from ooc.replay.acts import ResidencyActs
 from tests.interop.cases import BUDGET, NUM_STEPS, PLANNED_STEP, WIDTH, InCore, build, contents, train
 from tests.session.program_reruns import counted_reruns, forced_reruns, slow_store
+from tests.thinned import thinned
 from vmm.addresses import AddressSpace
 from vmm.driver import MemoryFault
 
@@ -126,12 +127,15 @@ def _pointers_asked_for(session: Any) -> list[Any]:
 PROGRAMS = [_predictions_kept, _output_kept, _weights_held, _held_for_a_while, _pointers_asked_for]
 
 
-@pytest.mark.parametrize("boundary", ["explicit", "optimizer"])
-@pytest.mark.parametrize(("debug", "delay_ns"), [(False, 0), (False, 2_000_000), (True, 0)])
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__.strip("_"))
-def test_steps_are_planned_while_memory_is_given_out(
-    program: Program, debug: bool, delay_ns: int, boundary: Any
-) -> None:
+@thinned(
+    "program,how,boundary",
+    PROGRAMS,
+    [(False, 0), (False, 2_000_000), (True, 0)],
+    ["explicit", "optimizer"],
+    ids=lambda each: each.__name__.strip("_") if callable(each) else None,
+)
+def test_steps_are_planned_while_memory_is_given_out(program: Program, how: tuple[bool, int], boundary: Any) -> None:
+    debug, delay_ns = how
     expected = program(InCore())
     with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, step_boundary=boundary) as session:
         session.engine.memory.store.engine.inject_faults(delay_ns=delay_ns)
@@ -194,7 +198,7 @@ def test_a_store_that_fails_while_memory_is_given_out(is_write: bool) -> None:
         assert contents(model) != before
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0])
 def test_no_op_runs_again_from_what_may_have_been_written_meanwhile(seed: int) -> None:
     """Remedy: `Reruns.read_given_out`. Without it a re-run makes other bytes than the op made, and nobody notices."""
     for program in (_weights_held, _held_for_a_while, _predictions_kept):

@@ -11,13 +11,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import ooc
 from tests.interop.cases import SIDE, check_in_steps
 from tests.session.test_segments import digest, run
+from tests.thinned import thinned
 
 SIZE, NUM_STEPS = 256, 30
 imported_by_name = Tensor.numpy
@@ -65,8 +65,7 @@ def training(touch: Callable[[Tensor], Any]) -> list[Any]:
     return found + digest(net)
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("touch", [printed, gathered, applied, mapped, grown])
+@thinned("touch,debug", [printed, gathered, applied, mapped, grown], [False, True])
 def test_it_sees_and_changes_the_variables_own_bytes(touch: Callable[[Tensor], Any], debug: bool) -> None:
     for budget in ("2304KiB", "2560KiB", "3MiB"):
         rows = run(lambda: training(touch), budget=budget, debug=debug)
@@ -125,8 +124,7 @@ LATE: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("what", list(LATE))
+@thinned("what,debug", list(LATE), [False, True])
 def test_what_is_used_late_in_a_step(what: str, debug: bool) -> None:
     """The variable is used by ops at a step's start and end: in between it is away when it is used otherwise."""
     begin, use = LATE[what]

@@ -12,7 +12,7 @@ from scheduler.plan import Machine, Plan
 from scheduler.planning import make_plan
 from tests.scheduler.random_traces import random_machine, random_trace
 
-NUM_TRACES = 20
+NUM_TRACES = 40
 MACHINE = Machine(chunk_nbytes=1 << 16, num_chunks=1)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import ooc
 from tests.interop.cases import BUDGET, NUM_STEPS, WIDTH, InCore, build, contents, train
+from tests.thinned import thinned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,8 +36,7 @@ def _replace_state(_: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
         state["exp_avg"] = torch.from_numpy(state["exp_avg"].clone().numpy().copy())
 
 
-@pytest.mark.parametrize("leave", [_share, _share_all, _replace, _replace_state], ids=lambda leave: leave.__name__)
-@pytest.mark.parametrize("boundary", ["explicit", "optimizer"])
+@thinned("leave,boundary", [_share, _share_all, _replace, _replace_state], ["explicit", "optimizer"])
 def test_steps_are_planned_again_after_a_variable_has_left(leave: Leave, boundary: Any) -> None:
     """Each step planned anew, for variables that were gone, in the foreground: 8 to 19 times plain PyTorch's time."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.session.test_segments import SIZE, digest, run
+from tests.thinned import thinned
 
 NUM_STEPS = 30
 CHANGED_AT = 20
@@ -50,8 +50,7 @@ def statistics(_: Tensor, y: Tensor, small: Tensor, is_other: bool) -> None:
         torch.native_batch_norm(rows, None, None, mean, variance, True, 0.1, 1e-5)
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("change", [added, copied, extremes, statistics])
+@thinned("change,debug", [added, copied, extremes, statistics], [False, True])
 def test_what_an_op_changes_that_has_not_all_operands(change: Change, debug: bool) -> None:
     def program() -> list[Any]:
         torch.manual_seed(0)

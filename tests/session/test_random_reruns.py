@@ -9,7 +9,7 @@ import pytest
 
 from tests.session.program_runs import Tally, run_many
 
-NUM_PROGRAMS = 40
+NUM_PROGRAMS = 24
 RUNNER = "tests.session.program_reruns:run_seed"
 
 

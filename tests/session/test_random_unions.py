@@ -9,7 +9,7 @@ import pytest
 
 from tests.session.program_runs import Tally, run_many
 
-NUM_PROGRAMS = 20
+NUM_PROGRAMS = 12
 RUNNER = "tests.session.program_unions:run_seed"
 
 

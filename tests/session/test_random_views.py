@@ -9,8 +9,8 @@ import pytest
 
 from tests.session.program_runs import run_many
 
-NUM_PROGRAMS = 300
-NUM_WITH_RERUNS = 60
+NUM_PROGRAMS = 160
+NUM_WITH_RERUNS = 30
 
 
 @pytest.mark.parametrize(("runner", "count"), [("run_seed", NUM_PROGRAMS), ("run_recomputing", NUM_WITH_RERUNS)])

@@ -88,12 +88,9 @@ def check_pool(session: ooc.Session) -> None:
     ("model", "every"),
     [
         ("gpt", 12),
-        ("gpt", 60),
-        ("conv_stack", 12),
         ("conv_stack", 60),
         ("resnet18", 60),
         ("lstm", 12),
-        ("tied_frozen", 60),
     ],
 )
 def test_any_moment_and_any_size(model: str, every: int) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from tests.session.test_segments import digest, evaluate, model, planned_share, run, train_step
+from tests.thinned import thinned
 
 NUM_STEPS = 24
 
@@ -78,20 +78,11 @@ def _back_to_the_last(net: nn.Module, *_: Any) -> Any:
     return state
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize(
-    "snapshot",
-    [
-        _weights,
-        _all_state,
-        _legacy,
-        _saved_only,
-        _after_evaluation,
-        _deep_copy,
-        _average,
-        _back_to_the_last,
-    ],
-    ids=lambda snapshot: snapshot.__name__.strip("_"),
+@thinned(
+    "snapshot,every",
+    [_weights, _all_state, _legacy, _saved_only, _after_evaluation, _deep_copy, _average, _back_to_the_last],
+    [1, 3],
+    ids=lambda each: each.__name__.strip("_") if callable(each) else None,
 )
 def test_a_snapshot_that_is_kept_does_not_leave_the_plan(snapshot: Snapshot, every: int) -> None:
     """Remedies: `Exports.saving`, which leaves no plan; `is_compared`, since `torch.load` asks for addresses."""
