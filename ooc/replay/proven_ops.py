@@ -182,7 +182,7 @@ def _num_free(plan: Plan, trace: Trace, ops: Iterable[int]) -> Iterator[int]:
     ).reshape(-1, 4)
     for index in ops:
         op = trace.ops[index]
-        held = runs[(runs[:, 0] <= op.stop_tick) & (runs[:, 1] > op.start_tick)]
+        held = runs[(runs[:, 0] <= op.stop_tick) & (runs[:, 1] >= op.start_tick)]
         changes = np.zeros(plan.machine.num_chunks + 1, dtype=np.int64)
         np.add.at(changes, held[:, 2], 1)
         np.add.at(changes, held[:, 3], -1)
