@@ -79,7 +79,7 @@ def test_models(model: str, budget: str) -> None:
 
 @pytest.mark.parametrize(
     ("model", "optimizer"),
-    [*(("gpt", optimizer) for optimizer in OPTIMIZERS), ("resnet18", "adamw_foreach"), ("resnet18", "adamw_fused")],
+    [*(("gpt", optimizer) for optimizer in OPTIMIZERS), ("resnet18", "adamw_fused")],
 )
 def test_optimizers(model: str, optimizer: str) -> None:
     _check(Recipe(workload=model, optimizer=optimizer), "quarter")

@@ -13,7 +13,8 @@ import pytest
 from tests.session.program_runs import Tally, run_many
 from tests.session.programs import generate
 
-NUM_PROGRAMS = 2000
+NUM_PROGRAMS = 1600
+"""With those of views, loops, unions, segments, re-runs and of the fake device more than 2,000 are run by default."""
 NUM_PROCESSES = 2
 
 
