@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ooc.dispatch import hidden_operands, native_demand, op_runner
-from ooc.dispatch.hidden_operands import hides_operands
+from ooc.dispatch import hidden_operands, native_demand
 from ooc.replay.rerun_trials import RerunTrial
 from tests.planner_faults import refuse_planner_faults
 from tests.store_speed import USUAL, store_speed
@@ -138,8 +137,6 @@ def whole_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def kernels_in_cpp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Custom ops count as ones whose kernels are in C++: nobody looks into their bodies."""
-    for module in (native_demand, op_runner):
-        monkeypatch.setattr(module, "uses_unnamed", hides_operands)
     monkeypatch.setattr(hidden_operands, "has_python_body", lambda _func: False)
     native_demand.is_special.cache_clear()
     yield

@@ -22,7 +22,12 @@ from tests.scheduler.random_traces import random_trace
 from tests.session.test_bitwise import budget_nbytes_of
 
 ROOT = Path(__file__).parents[2]
-POLICIES = ("on_demand", "vdnn", "auto")
+POLICIES = (
+    "on_demand",
+    "vdnn",
+    "auto",
+    *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("lms", "window")),
+)
 
 
 def _run(policy: str, device: RemappingFakeDevice | None = None, budget: str = "half") -> None:

@@ -38,7 +38,6 @@ class Case:
         sizes: Numbers of processes to run it with.
         num_planned: At least so many of its steps are played from a plan.
         evicts: Whether something goes to the store.
-        policy: One that plans quickly: what is told apart here are collectives, in whatever plan.
         budgets: Of ranks that have another one; "" for a rank without a session.
     """
 
@@ -48,7 +47,6 @@ class Case:
     sizes: tuple[int, ...] = (2,)
     num_planned: int = 1
     evicts: bool = True
-    policy: str = "window"
     budgets: Mapping[int, str] = field(default_factory=dict)
 
 

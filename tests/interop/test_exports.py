@@ -183,7 +183,6 @@ ACTS = [
     "act,when",
     ACTS,
     [(1, False), (PLANNED_STEP, False), (PLANNED_STEP, True)],
-    ids=lambda each: each.__name__.strip("_") if callable(each) else None,
 )
 def test_exports(act: Act, when: tuple[int, bool]) -> None:
     at, inside = when
@@ -296,16 +295,14 @@ def test_resident_keeps_and_says_when_it_cannot() -> None:
 # -- stray touches
 
 
-@pytest.mark.parametrize(
-    ("boundary", "debug", "delay_ns"),
-    [("explicit", False, 3_000_000), ("explicit", True, 0), ("optimizer", False, 0), ("optimizer", True, 3_000_000)],
-)
-def test_raw_pointers_between_steps(boundary: Any, debug: bool, delay_ns: int) -> None:
+@thinned("boundary,how", ["explicit", "optimizer"], [(False, 3_000_000), (False, 0), (True, 3_000_000), (True, 0)])
+def test_raw_pointers_between_steps(boundary: Any, how: tuple[bool, int]) -> None:
     """Read through addresses alone: after planned steps that needs the fault handler.
 
     Ops that follow a step (here `loss.item()` and a norm) are played by the plan: loads and evictions
     go on meanwhile, and with a slow store they are still under way when the addresses are read.
     """
+    debug, delay_ns = how
     model, optimizer = build()
     expected = []
     for index in range(NUM_STEPS + 3):

@@ -132,7 +132,6 @@ PROGRAMS = [_predictions_kept, _output_kept, _weights_held, _held_for_a_while, _
     PROGRAMS,
     [(False, 0), (False, 2_000_000), (True, 0)],
     ["explicit", "optimizer"],
-    ids=lambda each: each.__name__.strip("_") if callable(each) else None,
 )
 def test_steps_are_planned_while_memory_is_given_out(program: Program, how: tuple[bool, int], boundary: Any) -> None:
     debug, delay_ns = how
@@ -198,7 +197,7 @@ def test_a_store_that_fails_while_memory_is_given_out(is_write: bool) -> None:
         assert contents(model) != before
 
 
-@pytest.mark.parametrize("seed", [0])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_no_op_runs_again_from_what_may_have_been_written_meanwhile(seed: int) -> None:
     """Remedy: `Reruns.read_given_out`. Without it a re-run makes other bytes than the op made, and nobody notices."""
     for program in (_weights_held, _held_for_a_while, _predictions_kept):

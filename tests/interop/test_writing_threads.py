@@ -16,6 +16,7 @@ import ooc
 from ooc.errors import StoreFailed
 from ooc.memory.guards import Guards
 from tests.interop.cases import BUDGET, NUM_STEPS, build, train
+from tests.thinned import thinned
 from vmm.addresses import AddressSpace
 from vmm.driver import MemoryFault
 
@@ -82,11 +83,9 @@ def _steps(session: Any, buffers: Buffers, number: int, *, varied: bool = False)
             train(model, optimizer, index)
 
 
-@pytest.mark.parametrize(
-    ("varied", "delay_ns", "whole"),
-    [(False, 0, True), (False, 2_000_000, False), (True, 0, False), (True, 2_000_000, True)],
-)
-def test_nothing_is_lost(varied: bool, delay_ns: int, whole: bool) -> None:
+@thinned("varied,how", [False, True], [(0, True), (0, False), (2_000_000, True), (2_000_000, False)])
+def test_nothing_is_lost(varied: bool, how: tuple[int, bool]) -> None:
+    delay_ns, whole = how
     with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session:
         buffers = Buffers(whole=whole)
         session.engine.memory.store.engine.inject_faults(delay_ns=delay_ns)

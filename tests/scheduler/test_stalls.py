@@ -26,6 +26,9 @@ CASES = {
 }
 
 
+THINNED = [pytest.param(case, marks=[pytest.mark.slow] if case == "resnet50" else []) for case in CASES]
+
+
 @cache
 def plan(case: str, policy: str = "auto", rate: float = 3.4e9) -> Plan:
     trace, share = CASES[case]
@@ -39,7 +42,7 @@ def plan(case: str, policy: str = "auto", rate: float = 3.4e9) -> Plan:
     return make_plan(trace, machine, policy)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "resnet50"])
+@pytest.mark.parametrize("case", THINNED)
 def test_stalls_below_three_percent(case: str) -> None:
     assert plan(case).predicted["stall_ns"] < 0.03 * CASES[case][0].duration_ns
 
@@ -57,7 +60,7 @@ def test_paging_without_foresight_is_slower(case: str) -> None:
     assert own < 1.02 * plan(case, "window", slow).predicted["duration_ns"]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "resnet50"])
+@pytest.mark.parametrize("case", THINNED)
 def test_moves_little_more_than_it_must(case: str) -> None:
     own = plan(case)
     assert own.predicted["evicted_nbytes"] <= 1.4 * own.bounds["evicted_nbytes"]

@@ -207,7 +207,7 @@ def sorted_plan(plan: Plan, trace: Trace) -> Plan:
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 def test_catches(mutation: Mutation) -> None:
     caught: Counter[str] = Counter()
-    for seed in range(24):
+    for seed in range(60):
         trace = random_trace(seed, num_ops=8)
         machine = random_machine(seed, 0)
         rng = random.Random(seed)
@@ -220,7 +220,7 @@ def test_catches(mutation: Mutation) -> None:
             verify(sorted_plan(damaged, trace), trace)
         assert caught_error.value.violations
         caught["illegal"] += 1
-    assert caught["illegal"] >= 2
+    assert caught["illegal"] >= 5
 
 
 def test_wants_the_residencies_in_order() -> None:

@@ -88,9 +88,12 @@ def check_pool(session: ooc.Session) -> None:
     ("model", "every"),
     [
         ("gpt", 12),
+        pytest.param("gpt", 60, marks=pytest.mark.slow),
+        pytest.param("conv_stack", 12, marks=pytest.mark.slow),
         ("conv_stack", 60),
         ("resnet18", 60),
         ("lstm", 12),
+        pytest.param("tied_frozen", 60, marks=pytest.mark.slow),
     ],
 )
 def test_any_moment_and_any_size(model: str, every: int) -> None:

@@ -82,7 +82,6 @@ def _back_to_the_last(net: nn.Module, *_: Any) -> Any:
     "snapshot,every",
     [_weights, _all_state, _legacy, _saved_only, _after_evaluation, _deep_copy, _average, _back_to_the_last],
     [1, 3],
-    ids=lambda each: each.__name__.strip("_") if callable(each) else None,
 )
 def test_a_snapshot_that_is_kept_does_not_leave_the_plan(snapshot: Snapshot, every: int) -> None:
     """Remedies: `Exports.saving`, which leaves no plan; `is_compared`, since `torch.load` asks for addresses."""
