@@ -138,7 +138,11 @@ class Engine:
             recompute=options.recompute,
         )
         act_natively(
-            self.runner.dispatcher, manager=self.manager, acts=self.runner.executor.acts, lock=self.runner.lock
+            self.runner.dispatcher,
+            manager=self.manager,
+            acts=self.runner.executor.acts,
+            lock=self.runner.lock,
+            not_quiet=(self.runner.collectives.launches, self.runner.executor.reruns.broken),
         )
         undo.callback(self.runner.parts.close)
         self.collectives = self.runner.collectives

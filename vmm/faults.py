@@ -190,7 +190,7 @@ class FaultTable:
             MemoryError: As `new_entry`.
         """
         submit, wait, handle = engine.native_calls
-        segments, num_segments = job.segments.native
+        segments, num_segments = job.segments.address, job.segments.num
         move = _Move(submit, wait, handle, segments, job.offset, num_segments, job.kind, job.descriptor, job.flags)
         rows = array("q", [field for call in shown for field in call])
         ticket = ctypes.c_int64()

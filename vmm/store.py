@@ -29,7 +29,7 @@ from vmm.files import (
 from vmm.ranges import FreeRanges
 from vmm.sizes import format_exactly, format_nbytes
 from vmm.store_speed import PROBE_FILE_NBYTES, StoreSpeed, check_buffer, measure
-from vmm.transfers import Direction, Job, Segments, TransferEngine, TransferRecord, TransferStatistics
+from vmm.transfers import DROP_CACHE, Direction, Job, Segments, TransferEngine, TransferRecord, TransferStatistics
 
 __all__ = ["FileStore", "Slot", "StoreError", "StoreFull", "StoreUnavailable", "Transfer"]
 
@@ -183,6 +183,11 @@ class FileStore:
     def descriptor(self) -> int:
         """The open file, for reading a slot by other means (`os.pread` in a forked child)."""
         return self._descriptor
+
+    @property
+    def native_file(self) -> tuple[int, int]:
+        """The open file, and the flags of each transfer, for native code that asks the engine (its `native_calls`)."""
+        return self._descriptor, 0 if self._is_direct else DROP_CACHE
 
     @property
     def engine(self) -> TransferEngine:

@@ -20,14 +20,24 @@ from typing import Any, Literal, NamedTuple, Self
 
 from vmm.native_build import build
 
-__all__ = ["Direction", "Job", "Segments", "TransferEngine", "TransferError", "TransferRecord", "TransferStatistics"]
+__all__ = [
+    "DROP_CACHE",
+    "Direction",
+    "Job",
+    "Segments",
+    "TransferEngine",
+    "TransferError",
+    "TransferRecord",
+    "TransferStatistics",
+]
 
 Direction = Literal["write", "read"]
 
 _KINDS: dict[Direction, int] = {"write": 0, "read": 1}
 _DIRECTIONS: tuple[Direction, Direction] = ("write", "read")
 _EITHER_KIND = 2
-_DROP_CACHE = 1
+DROP_CACHE = 1
+"""A flag of native jobs: sync what was written, and drop it from the page cache."""
 _PIECE_NBYTES = 4 << 20
 _WAIT_SLICE_NS = 100_000_000
 """A wait comes back to Python this often, so that Ctrl-C is heard."""
@@ -107,11 +117,12 @@ class TransferStatistics:
 class Segments:
     """Memory of one transfer, prepared once and submitted many times (saves about a microsecond)."""
 
-    __slots__ = ("_array", "_num", "nbytes")
+    __slots__ = ("_array", "address", "nbytes", "num")
 
     def __init__(self, segments: Sequence[tuple[int, int]]) -> None:
         """Take `(address, nbytes)` pairs in the order of the file's bytes."""
         self.nbytes = 0
+        """Bytes of all of them."""
         flat: list[int] = []
         for address, nbytes in segments:
             if address <= 0 or nbytes <= 0:
@@ -120,13 +131,11 @@ class Segments:
             flat += (address, nbytes)
         if not flat:
             raise ValueError("a transfer needs at least one segment")
-        self._num = len(segments)
+        self.num = len(segments)
+        """How many there are."""
         self._array = (ctypes.c_uint64 * len(flat))(*flat)
-
-    @property
-    def native(self) -> tuple[int, int]:
-        """Where native code finds them, while this object lives, and how many they are."""
-        return ctypes.addressof(self._array), self._num
+        self.address = ctypes.addressof(self._array)
+        """Where native code finds them, while this object lives."""
 
 
 class Job(NamedTuple):
@@ -262,7 +271,7 @@ class TransferEngine:
     @staticmethod
     def job(direction: Direction, descriptor: int, offset: int, segments: Segments, *, drop_cache: bool = False) -> Job:
         """What `submit_write` or `submit_read` would submit, for native code to do so."""
-        return Job(_KINDS[direction], descriptor, offset, segments, _DROP_CACHE if drop_cache else 0)
+        return Job(_KINDS[direction], descriptor, offset, segments, DROP_CACHE if drop_cache else 0)
 
     @property
     def native_calls(self) -> tuple[int, int, int]:
@@ -364,9 +373,9 @@ class TransferEngine:
         if not isinstance(segments, Segments):
             segments = Segments(segments)
         predecessors = (ctypes.c_int64 * len(after))(*after) if after else None
-        flags = _DROP_CACHE if drop_cache else 0
+        flags = DROP_CACHE if drop_cache else 0
         ticket: int = self._lib.submit(
-            self._handle, kind, descriptor, offset, flags, segments._array, segments._num, predecessors, len(after)
+            self._handle, kind, descriptor, offset, flags, segments._array, segments.num, predecessors, len(after)
         )
         if ticket < 0:
             raise self.refusal(ticket, f"submit_{_DIRECTIONS[kind]}(offset={offset}, after={list(after)})")

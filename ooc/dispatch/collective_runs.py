@@ -9,6 +9,10 @@ from typing import Any, Protocol
 class CollectiveRuns(Protocol):
     """What becomes of ops that go on after they have returned: `ooc.interop.collectives.Collectives`."""
 
+    @property
+    def launches(self) -> list[list[int]]:
+        """Of each op that is being launched: ops whose acts come when it is. One list for good."""
+
     def run(
         self,
         run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],

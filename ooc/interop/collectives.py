@@ -46,6 +46,7 @@ class Collectives:
     """The collectives of one session. Ops and allocations come here from its `OpRunner`.
 
     Attributes:
+        launches: Of each that is being launched, ops whose acts wait until its operands are known to be in flight.
         num_apart, apart_nbytes: Allocations of the backend's threads so far, outside the budget.
     """
 
@@ -62,7 +63,7 @@ class Collectives:
         self._runner = runner
         self._is_open = is_open
         self._thread = threading.get_ident()
-        self._postponed: list[int] | None = None  # ops whose acts wait until their operands are known to be in flight
+        self.launches: list[list[int]] = []
         self._operands: WeakKeyDictionary[Any, Sequence[int]] = WeakKeyDictionary()  # by what the program waits for
         self._functional: dict[int, _FunctionalLanding] = {}  # by a result's address
         self._waited_before = -1  # the op that comes after the program's own wait
@@ -92,13 +93,13 @@ class Collectives:
             return result
         with self._runner.lock:
             postponed: list[int] = []
-            self._postponed = postponed
+            self.launches.append(postponed)
             first_serial = self._manager.num_serials
             try:
                 result = run(func, args, kwargs)
                 self._note_launch(func, args, kwargs, result, first_serial)
             finally:
-                self._postponed = None
+                self.launches.pop()
             for index in postponed:
                 if self._runner.executor.active is not None:
                     self._runner.executor.after(index)
@@ -106,9 +107,9 @@ class Collectives:
 
     def postpones(self, index: int) -> bool:
         """Whether a planned op's acts after it must wait, since it is a collective being launched. Takes note of it."""
-        if self._postponed is None:
+        if not self.launches:
             return False
-        self._postponed.append(index)
+        self.launches[-1].append(index)
         return True
 
     def take_landed(self, op_index: int) -> Sequence[int]:
@@ -126,7 +127,7 @@ class Collectives:
         While a collective is launched or under way its threads may need memory at any moment. It is not part of the
         step: it would come at other places in each, and would wait for us, who may be waiting for the collective.
         """
-        if not self._manager.is_host or (self._postponed is None and not self._flights) or not is_foreign_thread():
+        if not self._manager.is_host or not (self.launches or self._flights) or not is_foreign_thread():
             return False
         self.num_apart += 1
         self.apart_nbytes += nbytes

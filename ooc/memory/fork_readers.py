@@ -58,21 +58,25 @@ class _ForkReader:
 
 
 class ForkReaders:
-    """The forked processes that may still read slots of the store, and which slots. One thread at a time."""
+    """The forked processes that may still read slots of the store, and which slots. One thread at a time.
+
+    Attributes:
+        held: How many of them may read a slot, by its offset.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._readers: list[_ForkReader] = []
-        self._held: Counter[int] = Counter()  # by a slot's offset
+        self.held: Counter[int] = Counter()
         self._retired: dict[int, Slot] = {}  # freed by us, still read by a forked process
 
     def __repr__(self) -> str:
-        return f"<ForkReaders: {len(self._readers)}, {len(self._held)} slots held, {len(self._retired)} retired>"
+        return f"<ForkReaders: {len(self._readers)}, {len(self.held)} slots held, {len(self._retired)} retired>"
 
     @property
     def num_held(self) -> int:
         """Slots that a forked process may read."""
-        return len(self._held)
+        return len(self.held)
 
     @property
     def num_retired(self) -> int:
@@ -81,7 +85,7 @@ class ForkReaders:
 
     def hold(self, slot: Slot) -> bool:
         """Whether a forked process may read the slot, so that it must not be written."""
-        return bool(self._held) and slot.offset in self._held
+        return bool(self.held) and slot.offset in self.held
 
     def is_retired(self, slot: Slot) -> bool:
         """Whether the slot was freed, and is still there since a forked process may read it: nobody else uses it."""
@@ -105,7 +109,7 @@ class ForkReaders:
         os.set_blocking(pipe, False)
         reader = _ForkReader(pipe, tuple(slot.offset for slot in slots))
         self._readers.append(reader)
-        self._held.update(reader.offsets)
+        self.held.update(reader.offsets)
 
     def forget_gone(self) -> None:
         """Free the slots that only forked processes held which have ended since."""
@@ -113,9 +117,9 @@ class ForkReaders:
             reader.close()
             self._readers.remove(reader)
             for offset in reader.offsets:
-                self._held[offset] -= 1
-                if self._held[offset] == 0:
-                    del self._held[offset]
+                self.held[offset] -= 1
+                if self.held[offset] == 0:
+                    del self.held[offset]
                     slot = self._retired.pop(offset, None)
                     if slot is not None:
                         self._store.free(slot)
@@ -125,4 +129,4 @@ class ForkReaders:
         for reader in self._readers:
             reader.close()
         self._readers.clear()
-        self._held.clear()
+        self.held.clear()

@@ -28,7 +28,7 @@ class ResidencyActs:
         bail_out: Leaves the plan, for the reason given.
 
     Attributes:
-        writes, loads: Residencies whose transfer is under way, or has failed.
+        writes, loads: Residencies whose transfer is under way, or has failed. Native code has these lists, too.
         guards_releases: Whether code that no op tells us of may touch variables now: between steps.
     """
 
@@ -298,5 +298,5 @@ class ResidencyActs:
 
     def prune(self) -> None:
         """Forget transfers that have ended well. A failed one stays, and fails the action that needs it."""
-        self.writes = [residency for residency in dict.fromkeys(self.writes) if not has_landed(residency)]
-        self.loads = [residency for residency in dict.fromkeys(self.loads) if not has_landed(residency)]
+        for noted in self.writes, self.loads:
+            noted[:] = [residency for residency in dict.fromkeys(noted) if not has_landed(residency)]

@@ -47,6 +47,14 @@ class Dispatcher(Protocol):
     def num_acts(self) -> int:
         """Planned ops, so far, before which something was to be done, and Python had no part in it (native/acts.h)."""
 
+    @property
+    def num_acts_after(self) -> int:
+        """The same after planned ops."""
+
+    @property
+    def num_moves(self) -> int:
+        """Planned transfers that began without Python so far (native/moves.h)."""
+
     def install(self, *arguments: Any) -> None:
         """Take a plan's tables (`ExecutablePlan.install_arguments`)."""
 
@@ -60,7 +68,7 @@ class Dispatcher(Protocol):
         """Say what ops on demand need (`ooc.dispatch.op_runner`)."""
 
     def prepare_acts(self, *arguments: Any) -> None:
-        """Say what goes before planned ops, and where that is noted (`ooc.dispatch.native_acts`)."""
+        """Say what goes before and after planned ops, and where that is noted (`ooc.dispatch.native_acts`)."""
 
     def meet(self, address: int, record: VariableRecord, /) -> None:
         """Let planned ops of this step use what was allocated there, beside the plan; it stays where it is."""

@@ -387,7 +387,14 @@ class ExecutablePlan:
             self.op_stop_ns.ctypes.data,
             self.op_nodes.ctypes.data,
             self.num_ops,
-            (self.before, self.variable_alive.ctypes.data, self._deaths.ctypes.data, self._num_deaths.ctypes.data),
+            (
+                self.before,
+                [acts if not self.parts.marks_after(op) else None for op, acts in enumerate(self.after)],
+                self.variable_alive.ctypes.data,
+                self.variable_nbytes.ctypes.data,
+                self._deaths.ctypes.data,
+                self._num_deaths.ctypes.data,
+            ),
         )
 
     def allocs_of(self, op: int) -> list[tuple[int, int, PlanVariable]]:

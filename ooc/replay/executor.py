@@ -334,7 +334,7 @@ class Executor:
             if variable.record is not None:
                 variable.record.written()
         if self.reruns.broken:
-            self.bail_out(self.reruns.broken)
+            self.bail_out(self.reruns.broken[-1])
             return
         for residency in acts.writes:
             record = self.acts.movable(executable, residency)

@@ -69,7 +69,8 @@ class Reruns:
     """Notes recipes, discards, and runs ops again, for the plan that is being replayed.
 
     Attributes:
-        broken: Why some op left no recipe; empty if all did. The plan is to be left at the next opportunity.
+        broken: Why ops left no recipe; empty if all did. The plan is to be left at the next opportunity. One list for
+            good, which native code looks at.
         pending: What was discarded when a plan was left and is not made again yet.
     """
 
@@ -98,7 +99,7 @@ class Reruns:
         self._ghosts: dict[int, VariableRecord] = {}
         self._checksums: dict[int, int] = {}
         self._present: dict[int, int] = {}  # bytes of what ops with recipes have allocated in this step
-        self.broken = ""
+        self.broken: list[str] = []
         self.pending: Remake | None = None
 
     def __repr__(self) -> str:
@@ -113,7 +114,7 @@ class Reruns:
         self._ghosts.clear()
         self._checksums.clear()
         self._present.clear()
-        self.broken = ""
+        self.broken.clear()
 
     def calls_of(self, executable: ExecutablePlan, calls: list[Any]) -> list[Any]:
         """The functions to call for a plan's ops: those that re-runs need leave a recipe behind."""
@@ -157,13 +158,13 @@ class Reruns:
                 stream=stream,
             )
         except NoRecipe as error:
-            self.broken = f"op {index} ({executable.funcs[index]}) cannot be run again: {error}"
+            self.broken.append(f"op {index} ({executable.funcs[index]}) cannot be run again: {error}")
         self._allocator.state.num_counted = 0  # what the recipe has copied is no allocation of the op's
         forget_births(executable, index)
         kind, result = self._trials.call_tried(executable, index, call, args, kwargs)
         self._present.update(births_of(executable, index))
         if not self._trials.repeats(kind):  # with other numbers than before, or other threads
-            self.broken = f"op {index} ({executable.funcs[index]}) may not repeat its bits"
+            self.broken.append(f"op {index} ({executable.funcs[index]}) may not repeat its bits")
         return result
 
     # -- discards

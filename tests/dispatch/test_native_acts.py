@@ -1,11 +1,13 @@
-"""What goes before planned ops and needs no Python (native/acts.h): done like Python does it, or left to it."""
+"""What goes before and after planned ops and needs no Python (native/acts.h, moves.h): done like Python does it, or
+left to it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -69,18 +71,52 @@ def befores(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
+def afters(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The same after which it was."""
+    asked: list[int] = []
+    after = Executor.after
+
+    def note(executor: Executor, index: int) -> None:
+        asked.append(index)
+        after(executor, index)
+
+    monkeypatch.setattr(Executor, "after", note)
+    return asked
+
+
+def begins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The planned transfers, from here on, that Python began."""
+    begun: list[str] = []
+    for name in "_start_load", "_write":
+        function = getattr(ResidencyActs, name)
+
+        def noted(*arguments: Any, name: str = name, function: Callable[..., Any] = function) -> Any:
+            begun.append(name)
+            return function(*arguments)
+
+        monkeypatch.setattr(ResidencyActs, name, noted)
+    return begun
+
+
 @pytest.mark.parametrize("debug", [True, False])
 def test_python_is_asked_less(debug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same plans, bits and bytes moved; and what Python did before ops, native code does now."""
-    asked = befores(monkeypatch)
+    """The same plans, bits and bytes moved; and what Python did around ops, native code does now."""
+    asked, asked_after, begun = befores(monkeypatch), afters(monkeypatch), begins(monkeypatch)
     session = compare(debug=debug)
-    num_done, natively = session.engine.runner.dispatcher.num_acts, list(asked)
-    asked.clear()
+    dispatcher = session.engine.runner.dispatcher
+    num_done, natively, num_after, num_begun = dispatcher.num_acts, len(asked), len(asked_after), len(begun)
+    for noted in asked, asked_after, begun:
+        noted.clear()
     monkeypatch.setattr(ooc.engine, "act_natively", lambda *_, **__: None)
     other = compare(debug=debug)
     assert other.engine.runner.dispatcher.num_acts == 0
     assert num_done > 0
-    assert len(natively) + num_done == len(asked)
+    assert natively + num_done == len(asked)
+    assert num_after + dispatcher.num_acts_after == len(asked_after)
+    assert num_begun + dispatcher.num_moves == len(begun)
+    if not debug:
+        assert dispatcher.num_acts_after > num_after
+        assert dispatcher.num_moves > num_begun
     rows, other_rows = session.steps.rows, other.steps.rows
     assert [row.mode for row in rows] == [row.mode for row in other_rows]
     assert rows[-1].mode == "planned"
@@ -105,6 +141,61 @@ def test_what_is_still_on_its_way_is_waited_for(debug: bool) -> None:
         assert train(session.step, num_steps=NUM_STEPS, within=within) == expected
         assert session.steps.rows[-1].mode == "planned"
         assert session.steps.rows[-1].stall_s > 0
+
+
+def loops(
+    step: Callable[[], contextlib.AbstractContextManager[object]], sizes: Sequence[int] = (160, 128, 96, 144)
+) -> list[float]:
+    """Products on batches of other sizes in each step, going back and updated."""
+    torch.manual_seed(0)
+    weights = [(torch.randn(160, 160) / 13).requires_grad_() for _ in range(8)]
+    out = []
+    for index in range(3 * NUM_STEPS):
+        with step():
+            h = torch.full((sizes[index % len(sizes)], 160), 0.1 * (index % 7))
+            for weight in weights:
+                h = (h @ weight).sin()
+            loss = h.square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for weight in weights:
+                    weight.sub_(weight.grad, alpha=0.1)
+                    weight.grad = None
+            out.append(float(loss.detach()))
+    return out
+
+
+def test_what_moves_has_the_size_of_the_present_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan for batches of any size: as many bytes go each way, natively, as by Python, and the bits are equal."""
+    expected = loops(contextlib.nullcontext)
+    moved = []
+    for is_native in True, False:
+        if not is_native:
+            monkeypatch.setattr(ooc.engine, "act_natively", lambda *_, **__: None)
+        with open_session() as session:
+            assert loops(session.step) == expected
+        rows = session.steps.rows[-8:]
+        assert {row.mode for row in rows} == {"planned"}
+        assert len({row.evicted_nbytes for row in rows}) > 1
+        moved.append([(row.loaded_nbytes, row.evicted_nbytes, row.dropped_nbytes) for row in rows])
+        assert (session.engine.runner.dispatcher.num_moves > 0) == is_native
+    assert moved[0] == moved[1]
+
+
+def test_a_transfer_that_is_refused_is_an_error() -> None:
+    """Where the engine takes nothing any more, the step fails by its words, whoever asks."""
+
+    def within(index: int, x: Tensor) -> Tensor:
+        if index == 6:
+            assert session.engine.runner.executor.active is not None
+            session.engine.manager.store.engine.close()
+        return x
+
+    with (
+        pytest.raises(RuntimeError, match="a planned transfer: the transfer engine is closed"),
+        open_session() as session,
+    ):
+        train(session.step, num_steps=NUM_STEPS, within=within)
 
 
 def chain(

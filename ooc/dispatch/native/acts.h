@@ -1,82 +1,73 @@
-// What goes before a planned op where nothing is to be moved or waited for: variables that should be dead are, what is
-// released is in the store, what was loaded has arrived, and what is born finds its chunks mapped. What
-// `Executor.before` does for such an op, under the session's lock like there. Any doubt, and all of it is Python's:
-// nothing is changed before everything has been looked at. Guards are Python's, too; it is called for each.
-//
-// Residencies, variables, records, reservations and transfers are Python objects with slots, read and written in
-// place. So there is one truth, whoever looks.
+// What goes before and after a planned op where nothing is to be waited for: variables that should be dead are, what is
+// released is in the store, what was loaded has arrived, what is born finds its chunks mapped, and transfers begin. What
+// `Executor.before` and `after` do for such an op, under the session's lock like there. Any doubt, and all of it is
+// Python's: nothing is changed before everything has been looked at. Guards are Python's, too; it is called for each.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <array>
-#include <atomic>
 #include <cstdint>
 
-#include "demand.h"
+#include "moves.h"
 #include "set_aside.h"
+#include "slots.h"
 
 namespace ooc {
-
-// The slots that are used, in the order of `_SLOTS` in ooc/dispatch/native_acts.py.
-enum Slot : int {
-  kReleases, kLoads, kArrivals, kRerun, kBirths,                    // Before
-  kVariable, kPlannedRuns, kTransfer, kWaits,                       // ExecutableResidency
-  kRecord, kSuccessor, kIndex, kPlannedNbytes, kEvictable, kDiesWithin,  // PlanVariable
-  kState, kRuns, kStored, kRecordTransfer, kExports, kSeen, kGuard, kNbytes, kReservation,  // VariableRecord
-  kGiven, kIsProtected,                                             // Reservation
-  kTicket,                                                          // Transfer
-  kNumSlots
-};
 
 // The tables of a plan that its acts need; the plan owns them.
 struct PlanActs {
   PyObject* before = nullptr;            // owned: a list, per op a Before or None
+  PyObject* after = nullptr;             // owned: the same of After
   const uint8_t* alive = nullptr;        // per variable
   const uint32_t* deaths = nullptr;      // variables that are freed in the step, in that order
   const uint32_t* num_deaths = nullptr;  // per op: how many of them are freed before it
 };
 
-class Acts {
+class Acts : public Slots {
  public:
   enum class Outcome { kDone, kPythons, kLeft, kError };  // left: the step is off its plan
 
-  // All of these are owned. `empty`: lists that hold something while collectives are under way.
+  // All of these are owned. `empty`: lists that hold something while there is more to do than is done here.
   PyObject *acquire = nullptr, *release = nullptr, *resident = nullptr, *loading = nullptr, *away = nullptr;
-  PyObject *empty = nullptr, *transfer_type = nullptr;
+  PyObject* empty = nullptr;
   PyObject *lift = nullptr, *reread = nullptr, *guard = nullptr;  // functions of Python's: see `arrive` and `play`
   PyObject* records = nullptr;    // a dict: `ResidencyManager.records`
   PyObject* strangers = nullptr;  // a dict: the record of what was allocated beside the plan in this step, by address
   PyObject* met = nullptr;        // a list: those of them that the op which comes next, or runs, uses
-  const std::atomic<int64_t>* ring = nullptr;  // TransferEngine.finished_ring
-  int64_t ring_length = 0;
   long no_guard = 0;
   enum Releases : int { kNone = 0, kGuarded = 1, kAll = 2 };
   Releases releases = kNone;  // kGuarded: all, and stray touches are served of what is not born and freed in the step
-  std::array<Py_ssize_t, kNumSlots> slots{};
   PlanActs plan;
+  Moves moves{*this};
   uint32_t num_dead = 0;   // deaths seen in this step
-  uint64_t num_done = 0;
+  uint64_t num_done = 0, num_followed = 0;  // ops before and after which Python had no part in it
 
   Acts() = default;
   Acts(const Acts&) = delete;
   Acts& operator=(const Acts&) = delete;
   ~Acts() {
-    for (PyObject* object : objects()) Py_XDECREF(object);
-    Py_XDECREF(plan.before);
+    for_each_owned([](PyObject* object) { Py_XDECREF(object); });
   }
 
-  std::array<PyObject*, 13> objects() const {
-    return {acquire, release, resident, loading, away, empty, transfer_type, lift, reread, guard, records, strangers, met};
+  template <class Visit>
+  void for_each_owned(Visit&& visit) const {
+    for (PyObject* object : {acquire, release, resident, loading, away, empty, lift, reread, guard, records, strangers,
+                             met, reinterpret_cast<PyObject*>(transfer_type), plan.before, plan.after}) {
+      visit(object);
+    }
+    for (PyObject* object : moves.objects()) visit(object);
   }
   // What was parsed is borrowed until `own`; `disown` forgets it.
-  void own() const {  // before there are strangers
-    for (PyObject* object : objects()) Py_XINCREF(object);
+  void own() const {  // before there are strangers, and a plan
+    for_each_owned([](PyObject* object) { Py_XINCREF(object); });
   }
   void disown() {
-    acquire = release = resident = loading = away = empty = transfer_type = lift = reread = guard = nullptr;
+    acquire = release = resident = loading = away = empty = lift = reread = guard = nullptr;
     records = strangers = met = nullptr;
+    transfer_type = nullptr;
+    moves.disown();
   }
 
   // Op `cursor` comes next; with 0 a step begins.
@@ -95,10 +86,10 @@ class Acts {
   // plan, is no stranger any more, and another may be at its address. Sets no Python error.
   bool meets_stranger(uint64_t address) const {
     if (PyDict_GET_SIZE(strangers) == 0) return false;
-    PyObject* number = PyLong_FromUnsignedLongLong(address);
-    PyObject* record = number != nullptr ? PyDict_GetItemWithError(strangers, number) : nullptr;
-    const bool is_managed = record != nullptr && PyDict_GetItemWithError(records, number) == record;
-    Py_XDECREF(number);
+    PyObject* key = PyLong_FromUnsignedLongLong(address);
+    PyObject* record = key != nullptr ? PyDict_GetItemWithError(strangers, key) : nullptr;
+    const bool is_managed = record != nullptr && PyDict_GetItemWithError(records, key) == record;
+    Py_XDECREF(key);
     const bool is_met = is_managed && at(record, kState) == resident && PyList_Append(met, record) == 0;
     PyErr_Clear();
     if (!is_met) return false;
@@ -110,33 +101,44 @@ class Acts {
   // Do what goes before op `index`. `is_expected()`: whether the plan is still at this op, once the lock is held.
   template <class IsExpected>
   Outcome play(uint32_t index, IsExpected&& is_expected) {
-    if (plan.before == nullptr) return Outcome::kPythons;
-    PyObject* acts = PyList_GET_ITEM(plan.before, index);
-    if (acts == Py_None || at(acts, kRerun) != Py_None || size(acts, kLoads) != 0) return Outcome::kPythons;
-    PyObject* locked = PyObject_CallNoArgs(acquire);
-    if (locked == nullptr) return Outcome::kError;
-    Py_DECREF(locked);
-    Outcome outcome = Outcome::kPythons;
-    if (is_expected() && is_quiet() && are_dead(index) && may_play(acts)) {
+    PyObject* acts = plan.before != nullptr ? PyList_GET_ITEM(plan.before, index) : Py_None;
+    if (acts == Py_None || at(acts, kRerun) != Py_None) return Outcome::kPythons;
+    return locked([&] {
+      if (!is_expected() || !is_quiet() || !are_dead(index) || !may_play(acts)) return Outcome::kPythons;
       const Kept kept(acts);  // Python may be called: whatever comes of that, it stays
-      outcome = carry_out(acts, is_expected);
       ++num_done;
-    }
-    SetAside error;  // of Python's, if it has raised
-    PyObject* unlocked = PyObject_CallNoArgs(release);
-    error.pass_on(unlocked, nullptr);
-    if (unlocked == nullptr) return Outcome::kError;
-    return outcome;
+      return carry_out(acts, is_expected);
+    });
+  }
+
+  // Do what goes after op `index`, likewise. kLeft: there may be nothing left to do, since it is.
+  template <class IsExpected>
+  Outcome follow(uint32_t index, IsExpected&& is_expected) {
+    PyObject* acts = plan.after != nullptr ? PyList_GET_ITEM(plan.after, index) : Py_None;
+    if (acts == Py_None || size(acts, kDiscards) != 0) return Outcome::kPythons;
+    return locked([&] {
+      if (!is_expected() || !is_quiet() || releases == kNone || !may_follow(acts)) return Outcome::kPythons;
+      const Kept kept(acts);
+      ++num_followed;
+      return carry_out_after(acts, is_expected);
+    });
   }
 
  private:
-  enum class Ended { kWell, kNot, kUnknown };  // unknown: it failed, or that was long ago
+  bool is_zero(PyObject* object, Slot slot) const { return number(object, slot) == 0; }
 
-  PyObject* at(PyObject* object, Slot slot) const { return Demand::get(object, slots[slot]); }
-  void set(PyObject* object, Slot slot, PyObject* value) const { Demand::set(object, slots[slot], Py_NewRef(value)); }
-  bool is_true(PyObject* object, Slot slot) const { return at(object, slot) == Py_True; }
-  bool is_zero(PyObject* object, Slot slot) const { return PyLong_AsLong(at(object, slot)) == 0; }
-  Py_ssize_t size(PyObject* acts, Slot list) const { return PyList_GET_SIZE(at(acts, list)); }
+  // Under the session's lock.
+  template <class Do>
+  Outcome locked(Do&& act) const {
+    PyObject* taken = PyObject_CallNoArgs(acquire);
+    if (taken == nullptr) return Outcome::kError;
+    Py_DECREF(taken);
+    const Outcome outcome = act();
+    SetAside error;  // of Python's, if it has raised
+    PyObject* unlocked = PyObject_CallNoArgs(release);
+    error.pass_on(unlocked, nullptr);
+    return unlocked == nullptr ? Outcome::kError : outcome;
+  }
 
   // Holds an object while Python is called.
   class Kept {
@@ -152,20 +154,13 @@ class Acts {
 
   // What has been looked at is done, in the order of `Executor.before`.
   template <class IsExpected>
-  Outcome carry_out(PyObject* acts, IsExpected&& is_expected) const {
-    Outcome outcome = Outcome::kDone;
+  Outcome carry_out(PyObject* acts, IsExpected&& is_expected) {
     PyObject* to_guard = nullptr;
-    const bool is_listed =
-        each(acts, kReleases, [&](PyObject* residency) { return let_go(residency, to_guard); });
-    if (to_guard != nullptr) {  // what was released is guarded, in one go, or Python leaves the plan
-      PyObject* stays = is_listed ? PyObject_CallOneArg(guard, to_guard) : nullptr;
-      Py_DECREF(to_guard);
-      if (stays != nullptr) outcome = stays == Py_True && is_expected() ? Outcome::kDone : Outcome::kLeft;
-      Py_XDECREF(stays);
-      if (stays == nullptr) return Outcome::kError;
-    }
-    if (!is_listed) return Outcome::kError;
-    const bool have_arrived = outcome == Outcome::kDone && each(acts, kArrivals, [&](PyObject* residency) {
+    const bool is_listed = each(acts, kReleases, [&](PyObject* residency) { return let_go(residency, to_guard); });
+    Outcome outcome = guard_all(to_guard, is_listed, is_expected);
+    if (outcome != Outcome::kDone) return outcome;
+    if (!each(acts, kLoads, [&](PyObject* residency) { return load(residency); })) return Outcome::kError;
+    const bool have_arrived = each(acts, kArrivals, [&](PyObject* residency) {
       outcome = arrive(residency, is_expected);
       return outcome == Outcome::kDone;
     });
@@ -173,12 +168,37 @@ class Acts {
     return outcome;
   }
 
-  template <class Visit>
-  bool each(PyObject* acts, Slot list, Visit&& visit) const {
-    for (Py_ssize_t i = 0; i < size(acts, list); ++i) {
-      if (!visit(PyList_GET_ITEM(at(acts, list), i))) return false;
-    }
-    return true;
+  // The same of `Executor.after`.
+  template <class IsExpected>
+  Outcome carry_out_after(PyObject* acts, IsExpected&& is_expected) {
+    each(acts, kDirties, [&](PyObject* variable) {
+      if (at(variable, kRecord) != Py_None) set(at(variable, kRecord), kStored, Py_False);
+      return true;
+    });
+    const auto write = [&](PyObject* residency) {
+      PyObject* record = live(residency);
+      return record == nullptr || moves.write(residency, record);
+    };
+    PyObject* to_guard = nullptr;
+    const bool is_done = each(acts, kWrites, write) && each(acts, kDrops, [&](PyObject* residency) {
+      return write(residency) && let_go(residency, to_guard);
+    });
+    return guard_all(to_guard, is_done, is_expected);
+  }
+
+  // What was released is guarded, in one go, or Python leaves the plan. Takes over the list, null: of nothing. Without
+  // `is_well` there is an error already.
+  template <class IsExpected>
+  Outcome guard_all(PyObject* to_guard, bool is_well, IsExpected&& is_expected) const {
+    if (to_guard == nullptr) return is_well ? Outcome::kDone : Outcome::kError;
+    SetAside error;
+    PyObject* stays = PyObject_CallOneArg(guard, to_guard);
+    Py_DECREF(to_guard);
+    if (!is_well) return error.pass_on(stays, nullptr), Outcome::kError;
+    if (stays == nullptr) return Outcome::kError;
+    const bool is_left = stays != Py_True || !is_expected();
+    Py_DECREF(stays);
+    return is_left ? Outcome::kLeft : Outcome::kDone;
   }
 
   bool is_quiet() const {
@@ -198,8 +218,13 @@ class Acts {
 
   bool may_play(PyObject* acts) const {
     return each(acts, kReleases, [&](PyObject* residency) { return may_let_go(residency); }) &&
+           each(acts, kLoads, [&](PyObject* residency) { return may_load(residency); }) &&
            each(acts, kArrivals, [&](PyObject* residency) { return may_arrive(residency); }) &&
            each(acts, kBirths, [&](PyObject* residency) { return may_bear(residency); });
+  }
+  bool may_follow(PyObject* acts) const {
+    return each(acts, kWrites, [&](PyObject* residency) { return may_write(residency); }) &&
+           each(acts, kDrops, [&](PyObject* residency) { return may_write(residency) && may_be_away(residency); });
   }
 
   // The record of a residency whose variable is alive, borrowed, or null.
@@ -210,36 +235,24 @@ class Acts {
   }
   bool is_alive(PyObject* variable) const { return plan.alive[PyLong_AsSize_t(at(variable, kIndex))] != 0; }
 
-  // How a transfer has ended, if it has; none at all has ended well.
-  Ended ended(PyObject* transfer) const {
-    if (transfer == Py_None) return Ended::kWell;
-    if (reinterpret_cast<PyObject*>(Py_TYPE(transfer)) != transfer_type) return Ended::kUnknown;
-    const int64_t ticket = PyLong_AsLongLong(at(transfer, kTicket));
-    const int64_t last = ring[ticket % ring_length].load(std::memory_order_acquire);
-    if (last == ticket) return Ended::kWell;
-    return (last < 0 ? -last : last) < ticket ? Ended::kNot : Ended::kUnknown;
-  }
-
-  bool is_guarded(PyObject* record) const { return PyLong_AsLong(at(record, kGuard)) != no_guard; }
+  bool is_guarded(PyObject* record) const { return number(record, kGuard) != no_guard; }
 
   // Whether its addresses show these chunks, but for a guard.
   bool shows(PyObject* record, PyObject* runs) const {
     PyObject* reservation = at(record, kReservation);
-    if (at(reservation, kIsProtected) != Py_False) return false;
-    PyObject* given = at(reservation, kGiven);
-    if (given == runs) return true;
-    const int are_equal = PyObject_RichCompareBool(given, runs, Py_EQ);  // tuples of numbers
-    if (are_equal < 0) PyErr_Clear();
-    return are_equal == 1;
+    return at(reservation, kIsProtected) == Py_False && are_equal(at(reservation, kGiven), runs);
   }
 
   bool may_let_go(PyObject* residency) const {
     PyObject* record = live(residency);
     if (record == nullptr) return true;
     if (at(record, kState) != resident) return at(record, kState) != loading;
-    return releases != kNone && is_zero(record, kExports) && is_true(record, kStored) &&
-           (is_true(record, kSeen) || is_true(at(residency, kVariable), kEvictable)) &&
-           ended(at(residency, kTransfer)) != Ended::kUnknown;
+    return releases != kNone && is_zero(record, kExports) && is_true(record, kStored) && may_be_away(residency);
+  }
+  bool may_be_away(PyObject* residency) const {
+    PyObject* record = live(residency);
+    return record == nullptr || ((is_true(record, kSeen) || is_true(at(residency, kVariable), kEvictable)) &&
+                                 ended(at(residency, kTransfer)) != Ended::kUnknown);
   }
   // ResidencyActs.release. What is to be guarded is appended to a list, made for the first one. False with an error.
   bool let_go(PyObject* residency, PyObject*& to_guard) const {
@@ -252,6 +265,25 @@ class Acts {
     if (releases == kAll || is_true(at(residency, kVariable), kDiesWithin)) return true;
     if (to_guard == nullptr) to_guard = PyList_New(0);
     return to_guard != nullptr && PyList_Append(to_guard, record) == 0;
+  }
+
+  // Of what is not in memory Python has its own ways to make that known.
+  bool may_write(PyObject* residency) const {
+    PyObject* record = live(residency);
+    return record == nullptr || (at(record, kState) == resident && moves.may_write(residency, record));
+  }
+
+  bool may_load(PyObject* residency) const {
+    PyObject* record = live(residency);
+    if (record == nullptr) return !is_alive(at(residency, kVariable)) && moves.is_free(residency);
+    if (releases == kNone || at(record, kState) != away || !moves.may_load(residency, record)) return false;
+    return releases == kAll || !is_true(at(record, kReservation), kIsFile);
+  }
+  // False with an error.
+  bool load(PyObject* residency) {
+    PyObject* record = live(residency);
+    if (record == nullptr) return moves.forget_ended(residency), true;
+    return moves.count(kNumCrowded, 1) && moves.load(residency, record, loading);
   }
 
   bool may_arrive(PyObject* residency) const {

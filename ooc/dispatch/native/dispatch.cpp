@@ -195,20 +195,22 @@ PyObject* dispatcher_occurrences(PyObject* object, PyObject* positional) {
   return result;
 }
 
-// install(funcs, calls, buffers, ops, uses, variable_address, start_ns, stop_ns, nodes, num_ops, (before, variable_alive,
-// deaths, num_deaths)): the tables of a plan, as addresses; `buffers` owns them. The last four: see `PlanActs`.
+// install(funcs, calls, buffers, ops, uses, variable_address, start_ns, stop_ns, nodes, num_ops, (before, after,
+// variable_alive, variable_nbytes, deaths, num_deaths)): the tables of a plan, as addresses; `buffers` owns them. The last
+// six: see `PlanActs`, `Moves`.
 PyObject* dispatcher_install(PyObject* object, PyObject* positional) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
-  PyObject *funcs, *calls, *buffers, *before;
-  unsigned long long ops, uses, variable_address, start_ns, stop_ns, nodes, alive, deaths, num_deaths;
+  PyObject *funcs, *calls, *buffers, *before, *after;
+  unsigned long long ops, uses, variable_address, start_ns, stop_ns, nodes, alive, nbytes, deaths, num_deaths;
   unsigned int num_ops;
-  if (!PyArg_ParseTuple(positional, "O!O!OKKKKKKI(O!KKK)", &PyList_Type, &funcs, &PyList_Type, &calls, &buffers, &ops,
+  if (!PyArg_ParseTuple(positional, "O!O!OKKKKKKI(O!O!KKKK)", &PyList_Type, &funcs, &PyList_Type, &calls, &buffers, &ops,
                         &uses, &variable_address, &start_ns, &stop_ns, &nodes, &num_ops, &PyList_Type, &before,
-                        &alive, &deaths, &num_deaths)) {
+                        &PyList_Type, &after, &alive, &nbytes, &deaths, &num_deaths)) {
     return nullptr;
   }
-  if (PyList_GET_SIZE(funcs) != num_ops || PyList_GET_SIZE(calls) != num_ops || PyList_GET_SIZE(before) != num_ops) {
-    PyErr_SetString(PyExc_ValueError, "install: one function, one callable and one list of acts per op, please");
+  for (PyObject* list : {funcs, calls, before, after}) {
+    if (PyList_GET_SIZE(list) == num_ops) continue;
+    PyErr_SetString(PyExc_ValueError, "install: one function, one callable and acts before and after per op, please");
     return nullptr;
   }
   PyObject* schemas = self->schemas_of != nullptr ? self->schemas_of(funcs, calls) : PyBytes_FromString("");
@@ -229,6 +231,8 @@ PyObject* dispatcher_install(PyObject* object, PyObject* positional) {
   self->planned = 0;
   if (self->acts != nullptr) {
     Py_XSETREF(self->acts->plan.before, Py_NewRef(before));
+    Py_XSETREF(self->acts->plan.after, Py_NewRef(after));
+    self->acts->moves.variable_nbytes = reinterpret_cast<const uint64_t*>(nbytes);
     self->acts->plan.alive = reinterpret_cast<const uint8_t*>(alive);
     self->acts->plan.deaths = reinterpret_cast<const uint32_t*>(deaths);
     self->acts->plan.num_deaths = reinterpret_cast<const uint32_t*>(num_deaths);
@@ -347,10 +351,6 @@ PyObject* get_num_boxed(PyObject* object, void*) {
 PyObject* get_num_boxed_demand(PyObject* object, void*) {
   return PyLong_FromUnsignedLongLong(reinterpret_cast<Dispatcher*>(object)->num_boxed_demand);
 }
-PyObject* get_num_acts(PyObject* object, void*) {
-  const ooc::Acts* acts = reinterpret_cast<Dispatcher*>(object)->acts;
-  return PyLong_FromUnsignedLongLong(acts != nullptr ? acts->num_done : 0);
-}
 PyObject* get_planned(PyObject* object, void*) {
   return PyBool_FromLong(reinterpret_cast<Dispatcher*>(object)->planned);
 }
@@ -428,8 +428,9 @@ int dispatcher_traverse(PyObject* object, visitproc visit, void* arg) {
     for (PyObject* owned : self->demand->objects()) Py_VISIT(owned);
   }
   if (self->acts != nullptr) {
-    for (PyObject* owned : self->acts->objects()) Py_VISIT(owned);
-    Py_VISIT(self->acts->plan.before);
+    int stop = 0;
+    self->acts->for_each_owned([&](PyObject* owned) { stop = stop != 0 || owned == nullptr ? stop : visit(owned, arg); });
+    if (stop != 0) return stop;
   }
   Py_VISIT(self->awaited_func);
   Py_VISIT(self->owner);
@@ -504,6 +505,8 @@ PyGetSetDef dispatcher_getset[] = {
     {"num_boxed", get_num_boxed, nullptr, "Planned ops that were played without Python so far.", nullptr},
     {"num_boxed_demand", get_num_boxed_demand, nullptr, "Ops on demand that were run without Python so far.", nullptr},
     {"num_acts", get_num_acts, nullptr, "Planned ops before which Python had nothing to do, though something was.", nullptr},
+    {"num_acts_after", get_num_acts, nullptr, "The same after planned ops.", reinterpret_cast<void*>(1)},
+    {"num_moves", get_num_acts, nullptr, "Planned transfers that began without Python.", reinterpret_cast<void*>(2)},
     {"planned", get_planned, nullptr, "Whether ops are compared with a plan.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 

@@ -121,6 +121,11 @@ bool stop_planned(Dispatcher* self, uint32_t index) {
 // Evictions and drops after an op. False with an error.
 bool finish_planned(Dispatcher* self, uint32_t index, uint32_t flags) {
   if (!(flags & kAfter)) return true;
+  if (self->acts != nullptr) {
+    using Outcome = ooc::Acts::Outcome;
+    const auto outcome = self->acts->follow(index, [&] { return self->planned && self->cursor == index + 1; });
+    if (outcome != Outcome::kPythons) return outcome != Outcome::kError;
+  }
   PyObject* done = call_with_index(self->after, index);
   Py_XDECREF(done);
   return done != nullptr;

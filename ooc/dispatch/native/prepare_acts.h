@@ -17,18 +17,22 @@ Py_ssize_t slot_offset(PyObject* descriptor) {
 }
 
 // prepare_acts(acquire, release, resident, loading, away, empty, transfer_type, ring, ring_length, no_guard,
-//              (lift, reread, guard), records, slots): see `Acts`.
+//              (lift, reread, guard), records, slots, (engine, refusal, note, held, counters, writes, loads),
+//              (submit, handle, descriptor, flags)): see `Acts`, `Moves`.
 PyObject* dispatcher_prepare_acts(PyObject* object, PyObject* positional) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   auto* acts = new (std::nothrow) ooc::Acts();
   if (acts == nullptr) return PyErr_NoMemory();
-  unsigned long long ring = 0;
+  unsigned long long ring = 0, submit = 0, handle = 0;
+  ooc::Moves& moves = acts->moves;
   long long length = 0;
   PyObject* slots = nullptr;
-  bool is_right = PyArg_ParseTuple(positional, "OOOOOO!OKLl(OOO)O!O!", &acts->acquire, &acts->release, &acts->resident,
-                                   &acts->loading, &acts->away, &PyTuple_Type, &acts->empty, &acts->transfer_type,
-                                   &ring, &length, &acts->no_guard, &acts->lift, &acts->reread, &acts->guard,
-                                   &PyDict_Type, &acts->records, &PyTuple_Type, &slots);
+  bool is_right = PyArg_ParseTuple(
+      positional, "OOOOOO!O!KLl(OOO)O!O!(OOOO!OO!O!)(KKii)", &acts->acquire, &acts->release, &acts->resident,
+      &acts->loading, &acts->away, &PyTuple_Type, &acts->empty, &PyType_Type, &acts->transfer_type, &ring, &length,
+      &acts->no_guard, &acts->lift, &acts->reread, &acts->guard, &PyDict_Type, &acts->records, &PyTuple_Type, &slots,
+      &moves.engine, &moves.refusal, &moves.note, &PyDict_Type, &moves.held, &moves.counters, &PyList_Type,
+      &moves.writes, &PyList_Type, &moves.loads, &submit, &handle, &moves.descriptor, &moves.flags);
   if (is_right && (PyTuple_GET_SIZE(slots) != ooc::kNumSlots || length <= 0)) {
     PyErr_Format(PyExc_ValueError, "prepare_acts: %zd slots, please, and a ring", Py_ssize_t{ooc::kNumSlots});
     is_right = false;
@@ -44,6 +48,8 @@ PyObject* dispatcher_prepare_acts(PyObject* object, PyObject* positional) {
   }
   acts->ring = reinterpret_cast<const std::atomic<int64_t>*>(ring);
   acts->ring_length = length;
+  moves.submit = reinterpret_cast<ooc::Moves::Submit>(submit);
+  moves.handle = reinterpret_cast<void*>(handle);
   acts->own();
   acts->strangers = PyDict_New();
   acts->met = PyList_New(0);
@@ -77,6 +83,14 @@ PyObject* dispatcher_meet(PyObject* object, PyObject* positional) {
 PyObject* dispatcher_met(PyObject* object, PyObject*) {
   const auto* self = reinterpret_cast<Dispatcher*>(object);
   return self->acts != nullptr ? PySequence_List(self->acts->met) : PyList_New(0);
+}
+
+// `which`: 0: before planned ops, 1: after them, 2: of transfers.
+PyObject* get_num_acts(PyObject* object, void* which) {
+  const ooc::Acts* acts = reinterpret_cast<Dispatcher*>(object)->acts;
+  if (acts == nullptr) return PyLong_FromLong(0);
+  const uint64_t counts[] = {acts->num_done, acts->num_followed, acts->moves.num_begun};
+  return PyLong_FromUnsignedLongLong(counts[reinterpret_cast<intptr_t>(which)]);
 }
 
 }  // namespace
