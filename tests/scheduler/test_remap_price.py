@@ -46,7 +46,6 @@ def test_it_survives_the_file_and_counts_in_the_predicted_time() -> None:
 def test_dear_remaps_are_few() -> None:
     """Over some steps together: one plan may happen on fewer by luck."""
     cheap, dear = (
-        sum(planned(seed, price_ns).predicted["num_remapped_chunks"] for seed in SEEDS)
-        for price_ns in (0, 50_000_000)
+        sum(planned(seed, price_ns).predicted["num_remapped_chunks"] for seed in SEEDS) for price_ns in (0, 50_000_000)
     )
     assert dear < cheap
