@@ -344,17 +344,19 @@ def test_the_largest_batch_is_the_largest(limit: int, most: int) -> None:
     assert len(tried) == len(set(tried))
 
 
-def test_fit_records_the_script_at_each_batch_that_it_tries() -> None:
-    done = ooc("fit", "--json", "--budget", "16MiB", "--most", "2", SCRIPT, "--batch-size", "{batch}")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"batch": 2, "budget_nbytes": 16 * MIB, "policy": "auto"}
-    assert "batch 1: fits" in done.stderr
-
-
 @pytest.mark.usefixtures("records_in_forks")
-def test_fit_says_why_not_even_one_row_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", "--budget", "1MiB", str(SCRIPT), "--batch-size", "{batch}"]) == 1
-    assert "not even a batch of 1: op " in capsys.readouterr().err
+def test_fit_records_the_script_at_each_batch_that_it_tries(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--json", "--budget", "16MiB", "--most", "2", str(SCRIPT), "--batch-size", "{batch}"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {"batch": 2, "budget_nbytes": 16 * MIB, "policy": "auto"}
+    assert "batch 1: fits" in told.err
+
+
+def test_fit_says_why_not_even_one_row_fits() -> None:
+    """As a command, which records in a process of its own."""
+    none = ooc("fit", "--budget", "1MiB", SCRIPT, "--batch-size", "{batch}")
+    assert none.returncode == 1
+    assert "not even a batch of 1: op " in none.stderr
 
 
 @pytest.mark.usefixtures("records_in_forks")
