@@ -50,22 +50,20 @@ class Moment:
         marker: The line of the script's output with which it begins.
         longest_s: The signal comes at random within this time after the line.
         steps: Of the run, at most.
-        policy: Who plans.
     """
 
     name: str
     marker: str
     longest_s: float
     steps: int = 1_000_000
-    policy: str = "auto"
 
 
 MOMENTS = (
     Moment(name="opening", marker="opening", longest_s=0.4),
     Moment(name="learning", marker="step 0", longest_s=0.3),
     Moment(name="planning", marker="step 2", longest_s=0.5),
-    Moment(name="played", marker="step 8", longest_s=0.3, policy="window"),
-    Moment(name="closing", marker="closing", longest_s=0.05, steps=8, policy="window"),
+    Moment(name="played", marker="step 8", longest_s=0.3),
+    Moment(name="closing", marker="closing", longest_s=0.05, steps=8),
 )
 
 
@@ -99,16 +97,8 @@ def interrupt(moment: Moment, seed: int, directory: Path) -> Ending:
     if moment.name != "opening" or seed % 2:  # else it is interrupted while it compiles, too
         _copy_libraries(directory / "cache" / "ooc")
     chance = random.Random(f"{moment.name} {seed}")
-    options = ["run", "--budget", BUDGET, "--policy", moment.policy, "--store", str(directory / "store")]
-    options += [
-        "--report",
-        str(report),
-        str(SCRIPT),
-        "--steps",
-        str(moment.steps),
-        "--workers",
-        str(int(seed % 3 == 0)),
-    ]
+    options = ["run", "--budget", BUDGET, "--store", str(directory / "store"), "--report", str(report), str(SCRIPT)]
+    options += ["--steps", str(moment.steps), "--workers", str(int(seed % 3 == 0))]
     shared_before, spent_before_s = shared_memory(), _spent_by_children_s()
     process = subprocess.Popen(
         [sys.executable, "-c", _LAUNCH, *options],
