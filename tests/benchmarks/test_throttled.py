@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ def _options(store: Path) -> TrialOptions:
     )
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_rival_in_the_backward_pass_does_without_most_gradients(tmp_path: Path) -> None:
     """Of a model's gradients only few are alive at once, so it needs at least half of their bytes less."""
     gradients = 4 * models.num_parameters(models.get("encoder", "small").build())
@@ -29,15 +31,27 @@ def test_a_rival_in_the_backward_pass_does_without_most_gradients(tmp_path: Path
     assert plain - ahead >= gradients // 2
 
 
-def test_a_rival_in_the_backward_pass_has_the_same_losses(tmp_path: Path) -> None:
-    losses = []
-    for variant in ("stock", CHECKPOINT_IN_BACKWARD):
-        command = [sys.executable, "-m", "benchmarks.child", variant, json.dumps(asdict(_options(tmp_path)))]
-        told = subprocess.run(command, input="step\n" * 4, capture_output=True, text=True, check=True, timeout=300)
-        events = [json.loads(line) for line in told.stdout.splitlines()]
-        losses.append([event["loss"] for event in events if event["event"] == "step"])
-    assert len(losses[0]) == 4
-    assert losses[0] == losses[1]
+def _told_by(variant: str, options: TrialOptions) -> list[dict[str, Any]]:
+    """What a child says of four steps."""
+    command = [sys.executable, "-m", "benchmarks.child", variant, json.dumps(asdict(options))]
+    told = subprocess.run(command, input="step\n" * 4, capture_output=True, text=True, check=True, timeout=300)
+    return [json.loads(line) for line in told.stdout.splitlines()]
+
+
+def _losses(events: list[dict[str, Any]]) -> list[str]:
+    return [event["loss"] for event in events if event["event"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def stock_losses(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    losses = _losses(_told_by("stock", _options(tmp_path_factory.mktemp("stock"))))
+    assert len(losses) == 4
+    return losses
+
+
+def test_a_rival_in_the_backward_pass_has_the_same_losses(tmp_path: Path, stock_losses: list[str]) -> None:
+    events = _told_by(CHECKPOINT_IN_BACKWARD, _options(tmp_path))
+    assert _losses(events) == stock_losses
 
 
 def test_gradients_are_as_large_as_parameters() -> None:
@@ -52,14 +66,7 @@ def test_energy_is_of_what_computes_and_of_what_moves() -> None:
     assert joules(2.0, step, 100) == pytest.approx(0.5 * 3.0 + 0.15 + 3 * 0.15)
 
 
-def test_a_paper_policy_trains_with_the_same_losses(tmp_path: Path) -> None:
-    options = replace(_options(tmp_path), budget_nbytes=8 << 20)
-    losses = []
-    for variant in ("stock", f"{BY_POLICY}melon"):
-        command = [sys.executable, "-m", "benchmarks.child", variant, json.dumps(asdict(options))]
-        told = subprocess.run(command, input="step\n" * 4, capture_output=True, text=True, check=True, timeout=300)
-        events = [json.loads(line) for line in told.stdout.splitlines()]
-        losses.append([event["loss"] for event in events if event["event"] == "step"])
-        if variant != "stock":
-            assert events[-1]["report"]["policy"] == "melon"
-    assert losses[0] == losses[1]
+def test_a_paper_policy_trains_with_the_same_losses(tmp_path: Path, stock_losses: list[str]) -> None:
+    events = _told_by(f"{BY_POLICY}melon", replace(_options(tmp_path), budget_nbytes=8 << 20))
+    assert events[-1]["report"]["policy"] == "melon"
+    assert _losses(events) == stock_losses

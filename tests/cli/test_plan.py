@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,17 @@ def fake_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     assert "fake tensors do not have" in done.stderr  # the script prints its loss
     return path
+
+
+@pytest.fixture
+def records_in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ooc fit` within this process; those in which it records are forked from one that has imported torch."""
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert command[0] == sys.executable
+        return python(*command[1:])
+
+    monkeypatch.setattr(fit, "subprocess", SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired))
 
 
 def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -332,23 +344,30 @@ def test_the_largest_batch_is_the_largest(limit: int, most: int) -> None:
     assert len(tried) == len(set(tried))
 
 
-def test_fit_records_the_script_at_each_batch_that_it_tries() -> None:
-    done = ooc("fit", "--json", "--budget", "16MiB", "--most", "2", SCRIPT, "--batch-size", "{batch}")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"batch": 2, "budget_nbytes": 16 * MIB, "policy": "auto"}
-    assert "batch 1: fits" in done.stderr
+@pytest.mark.usefixtures("records_in_forks")
+def test_fit_records_the_script_at_each_batch_that_it_tries(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--json", "--budget", "16MiB", "--most", "2", str(SCRIPT), "--batch-size", "{batch}"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {"batch": 2, "budget_nbytes": 16 * MIB, "policy": "auto"}
+    assert "batch 1: fits" in told.err
+
+
+def test_fit_says_why_not_even_one_row_fits() -> None:
+    """As a command, which records in a process of its own."""
     none = ooc("fit", "--budget", "1MiB", SCRIPT, "--batch-size", "{batch}")
     assert none.returncode == 1
     assert "not even a batch of 1: op " in none.stderr
 
 
+@pytest.mark.usefixtures("records_in_forks")
 def test_fit_finds_the_parts_of_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    done = ooc("fit", "--json", "--budget", "64MiB", "--micro-batch", "8", SCRIPT, "--batch-size", "{batch}")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    parts = ["fit", "--json", "--budget", "64MiB", "--micro-batch", "8", str(SCRIPT), "--batch-size", "{batch}"]
+    assert main(parts) == 0
+    told = capsys.readouterr()
+    found = json.loads(told.out)
     assert (found["micro_batch"], found["batch"]) == (8, 8)  # there is room for all, and parts only add up gradients
     for line in ("1 x 8: ", "2 x 4: ", "8 x 1: "):
-        assert line in done.stderr
+        assert line in told.err
     assert main(["fit", "--micro-batch", "8", str(SCRIPT), "--batch-size", "{batch}"]) == 2
     assert "--micro-batch goes with --budget SIZE" in capsys.readouterr().err
     assert main(["fit", "--budget", "1MiB", "--micro-batch", "0", str(SCRIPT), "--batch-size", "{batch}"]) == 2
@@ -357,12 +376,12 @@ def test_fit_finds_the_parts_of_a_batch(capsys: pytest.CaptureFixture[str]) -> N
     assert fit.part_sizes(1) == (1,)
 
 
-def test_the_budget_that_fit_names_runs_and_hardly_less_does() -> None:
+@pytest.mark.usefixtures("records_in_forks")
+def test_the_budget_that_fit_names_runs_and_hardly_less_does(capsys: pytest.CaptureFixture[str]) -> None:
     """Real steps: with the ops' own temporaries (oneDNN's copies), and ops run in parts as that budget has them."""
-    arguments = ("--batch-size", "48")
-    done = ooc("fit", "--json", "--policy", "on_demand", SCRIPT, *arguments)
-    assert done.returncode == 0, done.stderr
-    budget_nbytes = json.loads(done.stdout)["budget_nbytes"]
+    arguments = ("--batch-size", "16")
+    assert main(["fit", "--json", "--policy", "on_demand", str(SCRIPT), *arguments]) == 0
+    budget_nbytes = json.loads(capsys.readouterr().out)["budget_nbytes"]
     good = ooc("run", "--budget", str(budget_nbytes), SCRIPT, *arguments)
     assert good.returncode == 0, good.stderr
     bad = ooc("run", "--budget", str(budget_nbytes * 9 // 10), SCRIPT, *arguments)
@@ -370,6 +389,7 @@ def test_the_budget_that_fit_names_runs_and_hardly_less_does() -> None:
     assert "BudgetTooSmall: " in bad.stderr
 
 
+@pytest.mark.usefixtures("records_in_forks")
 def test_fit_counts_what_runs_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The step needs a few MiB; 16 MiB of data are sorted before it (in, out, and 32 MiB of indices)."""
     script = tmp_path / "setup.py"

@@ -44,7 +44,7 @@ def _run(device: FakeCudaDevice | None, fail_call: int, *, times: int = 1) -> tu
     has_failed = is_reached = False
     kept = ""
     with fixed_speed():
-        session = CudaSession(BUDGET_NBYTES, device=device) if device is not None else None
+        session = CudaSession(BUDGET_NBYTES, device=device, policy="window") if device is not None else None
         try:
             mine = [c.clone() for c in constants]
             weights = [torch.randn(160, 160, requires_grad=True) for _ in range(6)]

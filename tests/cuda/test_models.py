@@ -26,21 +26,20 @@ MODELS = (
 
 
 BRIEF = [
-    ("conv_stack", "half", True),
-    ("conv_stack", "smallest", False),
-    ("unet", "smallest", False),
-    ("lstm", "quarter", False),
-    ("encoder", "quarter", True),
-    ("pix2pix_hd", "quarter", False),
-    ("deeplab_v3", "quarter", True),
-    ("gpt_1b", "smallest", False),
+    ("conv_stack", "half", True, "auto"),
+    ("conv_stack", "smallest", False, "auto"),
+    ("unet", "smallest", False, "auto"),
+    ("lstm", "quarter", False, "window"),
+    ("encoder", "quarter", True, "window"),
+    ("pix2pix_hd", "quarter", False, "auto"),
+    ("gpt_1b", "smallest", False, "window"),
 ]
-"""Run by default; `pytest -m slow` runs all."""
+"""Run by default, some by a policy that plans sooner; `pytest -m slow` runs all, by `auto`."""
 
 
-@pytest.mark.parametrize(("model", "budget", "debug"), BRIEF)
-def test_models(model: str, budget: str, debug: bool) -> None:
-    _check(Recipe(workload=model), budget, debug=debug)
+@pytest.mark.parametrize(("model", "budget", "debug", "policy"), BRIEF)
+def test_models(model: str, budget: str, debug: bool, policy: str) -> None:
+    _check(Recipe(workload=model), budget, debug=debug, policy=policy)
 
 
 @pytest.mark.slow
@@ -60,7 +59,7 @@ def test_all_models(model: str, budget: str, debug: bool) -> None:
     ],
 )
 def test_optimizers(optimizer: str) -> None:
-    _check(Recipe(workload="gpt", optimizer=optimizer), "quarter")
+    _check(Recipe(workload="gpt", optimizer=optimizer), "quarter", policy="window")
 
 
 @pytest.mark.parametrize(("seed", "eagerness"), [(1, 0.0), (2, 0.9), (3, 0.0)])
@@ -68,11 +67,15 @@ def test_whatever_the_device_does_first(seed: int, eagerness: float) -> None:
     _check(Recipe(workload="conv_stack"), "quarter", seed=seed, eagerness=eagerness)
 
 
-def _check(recipe: Recipe, budget: str, *, debug: bool = False, seed: int = 0, eagerness: float = 0.3) -> None:
+def _check(
+    recipe: Recipe, budget: str, *, debug: bool = False, seed: int = 0, eagerness: float = 0.3, policy: str = "auto"
+) -> None:
     device = FakeCudaDevice(seed=seed, eagerness=eagerness, host_budget=256 << 20)
     budget_nbytes = budget_nbytes_of(recipe, budget)
     with fixed_speed():
-        run = run_out_of_core(recipe, budget_nbytes, lambda nbytes: CudaSession(nbytes, device=device, debug=debug))
+        run = run_out_of_core(
+            recipe, budget_nbytes, lambda nbytes: CudaSession(nbytes, device=device, debug=debug, policy=policy)
+        )
     assert_equal(run_in_core(recipe), run)
     modes = num_steps_by_mode(run)
     assert modes.get("planned", 0) >= 3, f"steps by mode: {modes}; {run.report['unplannable']}"

@@ -45,20 +45,20 @@ def without(rule: WaitRule | None) -> Iterator[list[WaitRule]]:
         yield asked
 
 
-def train(seed: int, model: str, budget: str, *, debug: bool = False) -> None:
+def train(seed: int, model: str, budget: str, *, policy: str = "auto") -> None:
     """A run that must equal the one in core, without a race (`CudaSession` looks)."""
     recipe = Recipe(workload=model)
     expected, budget_nbytes = run_in_core(recipe), budget_nbytes_of(recipe, budget)
     device = FakeCudaDevice(seed=seed, eagerness=0.1)
     with fixed_speed():
-        actual = run_out_of_core(recipe, budget_nbytes, lambda n: CudaSession(n, device=device, debug=debug))
+        actual = run_out_of_core(recipe, budget_nbytes, lambda n: CudaSession(n, device=device, policy=policy))
     assert_equal(expected, actual)
 
 
 def test_training_asks_for_the_waits_that_are_disabled_below() -> None:
     with without(None) as asked:
-        for model in ("conv_stack", "tied_frozen"):
-            train(0, model, "quarter")
+        train(0, "conv_stack", "quarter")
+        train(0, "tied_frozen", "quarter", policy="window")
     assert set(asked) >= {*IN_TRAINING, WaitRule.HOST_AFTER_TRANSFER}
 
 
@@ -76,9 +76,9 @@ IN_TRAINING = [
 @pytest.mark.parametrize("rule", IN_TRAINING, ids=lambda rule: rule.name)
 def test_training_needs_each_wait(rule: WaitRule) -> None:
     # In the convolutions every load finds its chunks left long ago.
-    model = "tied_frozen" if rule is WaitRule.LOAD_AFTER_HOLDER else "conv_stack"
+    model, policy = ("tied_frozen", "window") if rule is WaitRule.LOAD_AFTER_HOLDER else ("conv_stack", "auto")
     with without(rule), pytest.raises((AssertionError, RuleBroken)):
-        train(0, model, "quarter")
+        train(0, model, "quarter", policy=policy)
 
 
 def out_and_in(scene: Scene) -> None:

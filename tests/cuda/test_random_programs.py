@@ -14,8 +14,7 @@ from tests.cuda.cases import CudaSession, fixed_speed
 from tests.session import programs
 from tests.session.program_runs import run_many
 
-NUM_PROGRAMS = 24
-PLAIN = [seed for seed in range(3 * NUM_PROGRAMS) if not programs.generate(seed).debug]
+PLAIN = [seed for seed in range(72) if not programs.generate(seed).debug][:24]
 DEBUG = [seed for seed in range(70) if programs.generate(seed).debug]
 
 
@@ -38,8 +37,10 @@ def run_seed(seed: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "seeds",
     [
-        pytest.param(PLAIN[:NUM_PROGRAMS], id="plain"),
-        pytest.param(DEBUG, id="debug"),
+        pytest.param(PLAIN[::2], id="plain"),
+        pytest.param(DEBUG[::2], id="debug"),
+        pytest.param(PLAIN[1::2], id="plain, more", marks=pytest.mark.slow),
+        pytest.param(DEBUG[1::2], id="debug, more", marks=pytest.mark.slow),
     ],
 )
 def test_random_programs(seeds: list[int]) -> None:

@@ -117,7 +117,7 @@ class World:
         return birth_tick is not None and op.start_tick <= birth_tick < op.stop_tick
 
 
-@settings(max_examples=120 * TIMES, deadline=None)
+@settings(max_examples=50 * TIMES, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_after_a_switch_the_rest_of_the_step_finds_what_it_needs(seed: int) -> None:
     rng = random.Random(seed)

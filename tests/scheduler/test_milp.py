@@ -54,14 +54,18 @@ def check_against(case: dict[str, Any]) -> None:
     assert solution.peak_nbytes <= case["ram_budget"]
 
 
-@pytest.mark.parametrize("chip", ["m0", "m4", "a72"])
-def test_reproduces_poets_optima_of_the_linear_network(chip: str) -> None:
+@pytest.mark.parametrize("is_thinned", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["thinned", "rest"])
+@pytest.mark.parametrize(("first", "chip"), enumerate(["m0", "m4", "a72"]))
+def test_reproduces_poets_optima_of_the_linear_network(first: int, chip: str, is_thinned: bool) -> None:
+    """Budgets, deadlines and what is allowed; every fifth case meets each value of each of them."""
     cases = [case for case in REFERENCE if (case["model"], case["chip"]) == ("linear", chip)]
     assert len(cases) == 36
-    for case in cases:
-        check_against(case)
+    for index, case in enumerate(cases):
+        if (index % 5 == first) == is_thinned:
+            check_against(case)
 
 
+@pytest.mark.slow
 def test_reproduces_poets_optimum_of_resnet18_on_a_raspberry_pi() -> None:
     (case,) = (case for case in REFERENCE if (case["model"], case["chip"]) == ("resnet18_cifar", "a72"))
     check_against(case)

@@ -138,8 +138,8 @@ def test_every_planner_is_valid_and_never_below_the_bound(problem: Problem) -> N
         assert placement.planner == name
 
 
-def test_every_planner_on_thousands_of_problems() -> None:
-    for seed in range(1500):
+def test_every_planner_on_hundreds_of_problems() -> None:
+    for seed in range(600):
         rng = random.Random(seed)
         rows = []
         for _ in range(rng.randint(0, 30)):
@@ -505,7 +505,7 @@ def test_while_a_capacity_is_out_of_reach_the_best_height_goes_on_falling(monkey
         return None if height == CAPACITY and not limits["is_short"] else attempt(self, height, **limits)
 
     monkeypatch.setattr(Descents, "attempt", unlucky)
-    found = exact(problem, max_nodes=60_000)
+    found = exact(problem, max_nodes=40_000)
     require_valid(problem, found)
     assert found.height < search(problem).height
 
@@ -531,14 +531,14 @@ def test_the_tightest_gap_is_a_placement_too() -> None:
     assert lowest_fit(problem, order, tightest=True)[5] == 7
 
 
-def test_fifty_thousand_buffers() -> None:
+def test_twenty_thousand_buffers() -> None:
     """One order of each kind, without overlaps at any of 40 times."""
-    problem = tiled(5, num_buffers=50_000, num_times=20_000, height=1 << 26, unit=256)
+    problem = tiled(5, num_buffers=20_000, num_times=8_000, height=1 << 26, unit=256)
     order = sorted(range(len(problem.buffers)), key=lambda i: (-problem.buffers[i].nbytes, problem.buffers[i].start))
     offsets = lowest_fit(problem, order)
     height = max(offset + b.nbytes for offset, b in zip(offsets, problem.buffers, strict=True))
     assert height <= lower_bound(problem) * 1.1
-    for time in range(0, 20_000, 500):
+    for time in range(0, 8_000, 200):
         alive = sorted(
             (o, o + b.nbytes) for o, b in zip(offsets, problem.buffers, strict=True) if b.start <= time < b.stop
         )

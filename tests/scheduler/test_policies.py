@@ -48,7 +48,7 @@ def plan_or_none(trace: Trace, machine: Machine, policy: str) -> Plan | None:
 
 
 @policies
-@settings(max_examples=30 * TIMES, deadline=None)
+@settings(max_examples=20 * TIMES, deadline=None)
 @given(seed=seeds)
 def test_every_plan_is_legal_within_budget_and_above_the_bounds(policy: str, seed: int) -> None:
     trace, machine = some_case(seed)
@@ -63,7 +63,7 @@ def test_every_plan_is_legal_within_budget_and_above_the_bounds(policy: str, see
 
 
 @policies
-@settings(max_examples=8 * TIMES, deadline=None)
+@settings(max_examples=5 * TIMES, deadline=None)
 @given(seed=seeds)
 def test_same_input_same_plan_and_json_round_trip(policy: str, seed: int) -> None:
     trace, machine = some_case(seed)
@@ -108,7 +108,7 @@ def needs_of_ops(trace: Trace, machine: Machine) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", ["auto", "on_demand"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25 * TIMES, deadline=None)
 @given(seed=seeds)
 def test_feasible_exactly_if_each_op_fits(policy: str, seed: int) -> None:
     trace = random_trace(seed, num_ops=8, between_ops=False, not_evictable=False)
@@ -154,7 +154,7 @@ from scheduler.planning import BudgetTooSmall, make_plan
 from scheduler.policies import POLICIES
 assert "torch" not in sys.modules and "vmm" not in sys.modules and "ooc" not in sys.modules
 text = ""
-for seed in range(12):
+for seed in range(5):
     for policy in sorted(POLICIES):
         try:
             text += make_plan(random_trace(seed), Machine(chunk_nbytes=4, num_chunks=80), policy).to_json()

@@ -279,7 +279,7 @@ def test_poet_says_what_is_wrong_with_its_parameters() -> None:
 # -- auto ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16 * TIMES, deadline=None)
 @given(seed=seeds)
 def test_auto_recomputes_only_where_it_is_told_to_and_never_gets_slower_by_it(seed: int) -> None:
     trace, machine = some_case(seed)
@@ -295,7 +295,7 @@ def test_auto_recomputes_only_where_it_is_told_to_and_never_gets_slower_by_it(se
     assert unmarked.residencies == moving.residencies
 
 
-@settings(max_examples=12 * TIMES, deadline=None)
+@settings(max_examples=5 * TIMES, deadline=None)
 @given(seed=seeds)
 @example(seed=1031)  # `checkmate` falls short of chunks, and does better than all others when planned for fewer
 @example(seed=14450)  # the best over the border is an estimate, and worse when coloured

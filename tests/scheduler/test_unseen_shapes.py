@@ -16,10 +16,10 @@ from tests.scheduler.unseen_traces import UNSEEN
 
 SMALL: dict[str, dict[str, int]] = {
     "dense_blocks": {"blocks": 2, "layers": 3},
-    "ragged_trees": {"trees": 2, "leaves": 6},
+    "ragged_trees": {"trees": 1, "leaves": 6},
     "unrolled_gan": {"looks": 2, "layers": 3},
-    "u_net": {"depth": 3, "convs": 1},
-    "experts": {"layers": 1, "num_experts": 4},
+    "u_net": {"depth": 2, "convs": 1},
+    "experts": {"layers": 1, "num_experts": 2},
 }
 MOST_BEHIND = 1e-4  # a plan that waits for less than 0.002 % of the step is not improved on
 
