@@ -28,7 +28,7 @@ _REMEDIES = {
         "With fewer kinds of steps (batches padded to a few sizes) it keeps up; with OOC_BACKGROUND_PLANNING=0 it "
         "takes what time it needs, and plans are made while training waits"
     ),
-    "again": "the run ended before a plan was made",
+    "again": "the run ended before a plan was made, or was expected where it would have done",
     "unknown": "most steps were not like one that was seen twice",
     "first": "the run ended before a step came twice",
 }

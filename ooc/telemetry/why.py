@@ -25,10 +25,10 @@ Cause = Literal[
     "", "first", "again", "sizes", "ops", "left", "refused", "segment", "unplannable", "unlearned", "fits", "unknown"
 ]
 """Kinds of reasons; empty where the step was planned. first: no step came before it, or the one that also made the
-model; again: it was as the one before, and is planned once it was seen twice and its plan is made; sizes: the same
-ops on other sizes; ops: other ops; left: it left its plan; refused: a plan could not be entered; segment: a part of
-it is not planned; unplannable: no plan can be made; unlearned: learning has taken its share of the time; fits:
-nothing has to move, so there is no need of a plan; unknown: not compared."""
+model; again: it was as the one before, and is planned once it was seen twice, its plan is made, and it is expected;
+sizes: the same ops on other sizes; ops: other ops; left: it left its plan; refused: a plan could not be entered;
+segment: a part of it is not planned; unplannable: no plan can be made; unlearned: learning has taken its share of the
+time; fits: nothing has to move, so there is no need of a plan; unknown: not compared."""
 
 
 class Comparable(Protocol):
@@ -55,8 +55,12 @@ class Reason:
     text: str = ""
 
 
-_BEING_PLANNED = Reason(cause="again", text="as those before it: their plan is being made")
-_STEPS_BEFORE = Reason(cause="again", text="the steps before it were alike: their plan is being made")
+_BEING_PLANNED = Reason(
+    cause="again", text="as those before it: their plan is being made, or another one was expected here"
+)
+_STEPS_BEFORE = Reason(
+    cause="again", text="the steps before it were alike: their plan is being made, or another one was expected here"
+)
 _AFTER_THE_FIRST = Reason(
     cause="first",
     text="what came before it was the first, and made the model, too: a step is planned when it has been seen twice",
