@@ -157,7 +157,6 @@ def _tried(probe: Recipe, budget_nbytes: int) -> tuple[bool, int]:
         with mock.patch("ooc.dispatch.ops_in_parts.split_of", return_value=None):
             run = run_out_of_core(probe, budget_nbytes, _session)
     except ooc.BudgetTooSmall as refusal:
-        assert refusal.needed_nbytes > budget_nbytes, f"refused {budget_nbytes} bytes, and asked for no more"
         return False, refusal.needed_nbytes
     return True, run.report["in_core_peak_nbytes"]
 
@@ -172,4 +171,5 @@ def _accepted(probe: Recipe, budget_nbytes: int) -> tuple[int, int]:
         runs, nbytes = _tried(probe, budget_nbytes)
         if runs:
             return budget_nbytes, nbytes
+        assert nbytes > budget_nbytes, f"refused {budget_nbytes} bytes, and asked for no more"
         budget_nbytes = nbytes
