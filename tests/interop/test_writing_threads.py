@@ -86,11 +86,11 @@ def _steps(session: Any, buffers: Buffers, number: int, *, varied: bool = False)
 @thinned("varied,how", [False, True], [(0, True), (0, False), (2_000_000, True), (2_000_000, False)])
 def test_nothing_is_lost(varied: bool, how: tuple[int, bool]) -> None:
     delay_ns, whole = how
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", policy="window") as session:
         buffers = Buffers(whole=whole)
         session.engine.memory.store.engine.inject_faults(delay_ns=delay_ns)
         with buffers.written():
-            _steps(session, buffers, 2 * NUM_STEPS, varied=varied)
+            _steps(session, buffers, NUM_STEPS, varied=varied)
         rows = list(session.steps.rows)
     assert buffers.num_written
     assert not buffers.num_lost
@@ -98,12 +98,12 @@ def test_nothing_is_lost(varied: bool, how: tuple[int, bool]) -> None:
 
 
 def test_nothing_is_lost_while_the_budget_changes_and_memory_is_lent() -> None:
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", policy="window") as session:
         buffers = Buffers(whole=False)
         model, optimizer = build()
         with buffers.written():
-            for index in range(3 * NUM_STEPS):
-                session.set_budget(("1MiB", "2MiB")[index % 2 if index < NUM_STEPS else index // 6 % 2])
+            for index in range(2 * NUM_STEPS):
+                session.set_budget(("1MiB", "2MiB")[index % 2 if index < NUM_STEPS // 2 else index // 6 % 2])
                 with session.step():
                     buffers.use()
                     train(model, optimizer, index)
@@ -117,11 +117,11 @@ def test_nothing_is_lost_while_the_budget_changes_and_memory_is_lent() -> None:
 @pytest.mark.parametrize("direction", ["write", "read"])
 def test_nothing_is_lost_where_transfers_fail(direction: Any) -> None:
     num_failed = 0
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", policy="window") as session:
         buffers = Buffers(whole=False)
         model, optimizer = build()
         with buffers.written():
-            for index in range(3 * NUM_STEPS):
+            for index in range(2 * NUM_STEPS):
                 if index % 3 == 2:
                     faults = {"fail_call": 1 + index, "direction": direction}
                     session.engine.memory.store.engine.inject_faults(**faults)

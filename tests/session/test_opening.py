@@ -26,6 +26,7 @@ from tests.vmm.memory_cases import num_threads
 from vmm.torch_cpu import MODE_OFF, cpu_allocator
 
 BUDGET = "2MiB"
+_SLOW = pytest.mark.slow
 BUDGET_NBYTES = 8 << 20
 RECIPE = Recipe(workload="tied_frozen", num_steps=4)
 OURS = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("ooc", "vmm", "scheduler"))
@@ -110,13 +111,16 @@ def sites_of_an_opening() -> list[Site]:
     return list(found)
 
 
-@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_whichever_step_fails_nothing_is_left(error: type[BaseException]) -> None:
+@pytest.mark.parametrize(
+    ("error", "every"),
+    [(OSError, 5), (KeyboardInterrupt, 15), *(pytest.param(e, 1, marks=_SLOW) for e in (OSError, KeyboardInterrupt))],
+)
+def test_whichever_step_fails_nothing_is_left(error: type[BaseException], every: int) -> None:
     open_session().close()  # what a process takes once, it keeps
     before = held_by_the_process()
     sites = sites_of_an_opening()
     assert len(sites) > 150
-    sites = sites[:: 3 if error is OSError else 9]  # all end by way of the same clean-up; the last ones have most to do
+    sites = sites[::every]  # all end by way of the same clean-up; the last ones have most to do
     num_failed = 0
     for site in sites:
         has_raised = False

@@ -91,7 +91,7 @@ def check_pool(session: ooc.Session) -> None:
         pytest.param("gpt", 60, marks=pytest.mark.slow),
         pytest.param("conv_stack", 12, marks=pytest.mark.slow),
         ("conv_stack", 60),
-        ("resnet18", 60),
+        pytest.param("resnet18", 60, marks=pytest.mark.slow),
         ("lstm", 12),
         pytest.param("tied_frozen", 60, marks=pytest.mark.slow),
     ],

@@ -182,7 +182,7 @@ def test_more_at_once_than_the_queue_takes(engine: TransferEngine, memory: Memor
 def test_many_engines_leave_nothing(end: Callable[[TransferEngine], None], memory: Memory, file: int) -> None:
     """Each is ended while its jobs are under way."""
     threads, contexts = num_threads(), num_contexts()
-    for turn in range(100):
+    for turn in range(40):
         engine = TransferEngine(num_writers=1, num_readers=1)
         for index in range(turn % 20):
             engine.submit_write(file, index * 64 * KIB, [(memory.address + index * 64 * KIB, 64 * KIB)])
