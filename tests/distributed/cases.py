@@ -66,7 +66,7 @@ def add(name: str, budget: str, **rest: Any) -> Callable[[Run], Run]:
 # -- models and loops
 
 
-def mlp(width: int = 256, depth: int = 4) -> nn.Module:
+def mlp(width: int = 256, depth: int = 6) -> nn.Module:
     """256 KiB a weight: four granules."""
     layers: list[nn.Module] = []
     for _ in range(depth):
@@ -109,7 +109,7 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = mlp(depth=2), mlp(depth=2)
+        self.first, self.second = mlp(depth=3), mlp(depth=3)
         self.step = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class Statistics(nn.Module):
 
 def with_norms() -> nn.Module:
     layers: list[nn.Module] = []
-    for index in range(4):
+    for index in range(6):
         layers += [nn.Linear(256, 256), nn.BatchNorm1d(256), nn.Tanh()]
         if index % 2:
             layers.append(Statistics())
@@ -171,10 +171,10 @@ add("ddp, unused in turn, views", "2MiB")(
 )
 add("ddp, static graph", "2MiB")(_ddp(static_graph=True))
 add("ddp, batch norm", "2MiB")(_ddp(with_norms))
-add("ddp, fp16 hook", "2MiB")(_ddp(hook="fp16"))
-add("ddp, builtin fp16 hook", "2MiB")(_ddp(hook="builtin fp16"))
+add("ddp, fp16 hook", "3MiB")(_ddp(hook="fp16", num_steps=8))
+add("ddp, builtin fp16 hook", "3MiB")(_ddp(hook="builtin fp16"))
 # (One bucket: between two, Gloo's threads and the program launch PowerSGD's collectives in any order, without us, too.)
-add("ddp, PowerSGD hook, debug", "4MiB", debug=True)(_ddp(hook="powersgd", num_steps=9, bucket_cap_mb=25))
+add("ddp, PowerSGD hook, debug", "6MiB", debug=True)(_ddp(hook="powersgd", num_steps=9, bucket_cap_mb=25))
 
 
 @add("ddp, no_sync", "3MiB")
@@ -200,7 +200,7 @@ def join(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
 
 
 def constructor(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
-    """The constructor broadcasts the model, 1 MiB, within the budget. Each rank has drawn other weights."""
+    """The constructor broadcasts the model, 1.5 MiB, within the budget. Each rank has drawn other weights."""
     torch.manual_seed(100 + rank.index)
     model = DistributedDataParallel(mlp(), find_unused_parameters=True, bucket_cap_mb=0.5)
     yield state_of(model)
@@ -208,8 +208,8 @@ def constructor(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
 
 
 add("ddp, constructor", "2MiB", sizes=(2, 3))(constructor)
-add("ddp, constructor, other budgets", "3MiB", budgets={1: "2MiB"})(constructor)
-add("ddp, constructor, one session", "3MiB", budgets={1: ""})(constructor)
+add("ddp, constructor, other budgets", "4MiB", budgets={1: "2MiB"})(constructor)
+add("ddp, constructor, one session", "4MiB", budgets={1: ""})(constructor)
 
 
 @add("ddp, first bucket", "2MiB", num_planned=0, evicts=False)
@@ -261,7 +261,7 @@ def _fsdp(*, offloads: bool = False, is_mixed: bool = False) -> Run:
                 fully_shard(layer, mesh=mesh, **policies)
         fully_shard(model, mesh=mesh, **policies)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        for step in range(NUM_STEPS):
+        for step in range(NUM_STEPS + 2):
             with session.step():
                 optimizer.zero_grad(set_to_none=True)
                 model(batch(rank, step)).square().mean().backward()

@@ -143,7 +143,7 @@ def test_one_session_after_another() -> None:
     """Counts must be what they were. What grows does so in each third: malloc may come to what it keeps in one."""
 
     def one() -> None:
-        with ooc.Session(BUDGET, policy="window") as session:
+        with ooc.Session(BUDGET) as session:
             trainer = Trainer()
             for index in range(4):
                 with session.step():
