@@ -22,7 +22,7 @@ demo: $(READY)
 # A worker takes over what another has not come to yet, so neighbours stay together and share what they have made.
 # Compiled modules are kept, whatever the environment says: the tests start a few hundred interpreters.
 test: $(READY)
-	@echo "The whole suite takes 15 to 25 minutes on two cores; ARGS='tests/vmm' runs a part of it."
+	@echo "The whole suite takes 20 to 40 minutes on two cores; ARGS='tests/vmm' runs a part of it."
 	OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 # Constrained to the torch that is there, so that nothing brings another build of it.
