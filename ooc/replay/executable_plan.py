@@ -308,6 +308,8 @@ class ExecutablePlan:
                 | (_TOUCHES if index == self.num_idle and self.occurrences[index] and not self.is_elastic else 0)
             )
             self._ops[index] = (first_use, len(uses), first_alloc, len(allocs), flags, 0)
+        # Marks are skipped by Python.
+        self._native_after = [None if self.parts.marks_after(op) else acts for op, acts in enumerate(self.after)]
         self.doubts = Doubts(self.observed, self._ops["flags"], may_omit=self.may_omit)
         self._uses = np.array(uses or [0], dtype=np.uint32)
         self._allocs = np.array(allocs or [(0, 0, 0, 0, 0)], dtype=PLANNED_ALLOC_DTYPE)
@@ -389,7 +391,7 @@ class ExecutablePlan:
             self.num_ops,
             (
                 self.before,
-                [acts if not self.parts.marks_after(op) else None for op, acts in enumerate(self.after)],
+                self._native_after,
                 self.variable_alive.ctypes.data,
                 self.variable_nbytes.ctypes.data,
                 self._deaths.ctypes.data,

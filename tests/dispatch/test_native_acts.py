@@ -58,50 +58,25 @@ def compare(within: Callable[[int, Tensor], Tensor] | None = None, *, debug: boo
     return session
 
 
-def befores(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The ops, from here on, before which Python was asked."""
-    asked: list[int] = []
-    before = Executor.before
+def calls_of(monkeypatch: pytest.MonkeyPatch, owner: type, *names: str) -> list[Any]:
+    """The first argument of each call of these methods from here on, in order."""
+    found: list[Any] = []
+    for name in names:
+        function = getattr(owner, name)
 
-    def note(executor: Executor, index: int) -> bool:
-        asked.append(index)
-        return before(executor, index)
+        def noted(own: Any, *arguments: Any, function: Callable[..., Any] = function) -> Any:
+            found.append(arguments[0])
+            return function(own, *arguments)
 
-    monkeypatch.setattr(Executor, "before", note)
-    return asked
-
-
-def afters(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The same after which it was."""
-    asked: list[int] = []
-    after = Executor.after
-
-    def note(executor: Executor, index: int) -> None:
-        asked.append(index)
-        after(executor, index)
-
-    monkeypatch.setattr(Executor, "after", note)
-    return asked
-
-
-def begins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The planned transfers, from here on, that Python began."""
-    begun: list[str] = []
-    for name in "_start_load", "_write":
-        function = getattr(ResidencyActs, name)
-
-        def noted(*arguments: Any, name: str = name, function: Callable[..., Any] = function) -> Any:
-            begun.append(name)
-            return function(*arguments)
-
-        monkeypatch.setattr(ResidencyActs, name, noted)
-    return begun
+        monkeypatch.setattr(owner, name, noted)
+    return found
 
 
 @pytest.mark.parametrize("debug", [True, False])
 def test_python_is_asked_less(debug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same plans, bits and bytes moved; and what Python did around ops, native code does now."""
-    asked, asked_after, begun = befores(monkeypatch), afters(monkeypatch), begins(monkeypatch)
+    asked, asked_after = calls_of(monkeypatch, Executor, "before"), calls_of(monkeypatch, Executor, "after")
+    begun = calls_of(monkeypatch, ResidencyActs, "_start_load", "_write")
     session = compare(debug=debug)
     dispatcher = session.engine.runner.dispatcher
     num_done, natively, num_after, num_begun = dispatcher.num_acts, len(asked), len(asked_after), len(begun)
@@ -303,7 +278,7 @@ def test_what_may_not_be_let_go_is_pythons(
     change: Callable[[VariableRecord], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the store does not have, or somebody outside may write, leaves its plan instead of its chunks."""
-    asked = befores(monkeypatch)
+    asked = calls_of(monkeypatch, Executor, "before")
     expected = train(contextlib.nullcontext, num_steps=NUM_STEPS)
     found: list[tuple[int, VariableRecord]] = []
 

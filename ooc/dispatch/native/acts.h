@@ -125,8 +125,6 @@ class Acts : public Slots {
   }
 
  private:
-  bool is_zero(PyObject* object, Slot slot) const { return number(object, slot) == 0; }
-
   // Under the session's lock.
   template <class Do>
   Outcome locked(Do&& act) const {
@@ -247,7 +245,7 @@ class Acts : public Slots {
     PyObject* record = live(residency);
     if (record == nullptr) return true;
     if (at(record, kState) != resident) return at(record, kState) != loading;
-    return releases != kNone && is_zero(record, kExports) && is_true(record, kStored) && may_be_away(residency);
+    return releases != kNone && number(record, kExports) == 0 && is_true(record, kStored) && may_be_away(residency);
   }
   bool may_be_away(PyObject* residency) const {
     PyObject* record = live(residency);
@@ -260,7 +258,7 @@ class Acts : public Slots {
     if (record == nullptr || at(record, kState) != resident) return true;
     if (ended(at(residency, kTransfer)) == Ended::kWell) set(residency, kTransfer, Py_None);
     set(record, kState, away);
-    Demand::set(record, slots[kRuns], PyTuple_New(0));  // the one empty tuple
+    take(record, kRuns, PyTuple_New(0));  // the one empty tuple
     set(record, kRecordTransfer, at(residency, kTransfer));
     if (releases == kAll || is_true(at(residency, kVariable), kDiesWithin)) return true;
     if (to_guard == nullptr) to_guard = PyList_New(0);
@@ -319,16 +317,11 @@ class Acts : public Slots {
     if (successor != Py_None && is_alive(successor) && at(successor, kRecord) == record) return false;
     PyObject* own = at(residency, kTransfer);  // of the step before: however it has ended
     if (own != Py_None && ended(own) != Ended::kWell) return false;
-    PyObject* waits = at(residency, kWaits);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(waits); ++i) {
-      if (ended(at(PyTuple_GET_ITEM(waits, i), kTransfer)) != Ended::kWell) return false;
-    }
-    return !is_guarded(record) && shows(record, at(residency, kPlannedRuns));
+    return moves.is_free(residency) && !is_guarded(record) && shows(record, at(residency, kPlannedRuns));
   }
   void bear(PyObject* residency) const {  // ResidencyActs.prepare_birth
     PyObject* record = at(at(residency, kVariable), kRecord);
-    PyObject* waits = at(residency, kWaits);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(waits); ++i) set(PyTuple_GET_ITEM(waits, i), kTransfer, Py_None);
+    moves.forget_ended(residency);
     set(record, kNbytes, at(at(residency, kVariable), kPlannedNbytes));
     set(record, kState, resident);
     set(record, kRuns, at(residency, kPlannedRuns));

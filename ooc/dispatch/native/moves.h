@@ -47,21 +47,21 @@ class Moves {
   // Whether a record that is away may be loaded into the chunks of a residency.
   bool may_load(PyObject* residency, PyObject* record) const {
     return may_move(residency, record, slots_.number(record, kNbytes)) &&
-           slots_.at(slots_.at(record, kRecordSlot), kLastWrite) != Py_None && !waits_for(residency, Ended::kUnknown);
+           slots_.at(slots_.at(record, kRecordSlot), kLastWrite) != Py_None &&
+           each_wait(residency, [&](PyObject* other) { return ended(other) != Ended::kUnknown; });
   }
 
   // Whether nothing that has used a residency's chunks before is still, or may be, on its way.
   bool is_free(PyObject* residency) const {
-    return !waits_for(residency, Ended::kNot) && !waits_for(residency, Ended::kUnknown);
+    return each_wait(residency, [&](PyObject* other) { return ended(other) == Ended::kWell; });
   }
 
   // Forgets what has used a residency's chunks before and is over.
   void forget_ended(PyObject* residency) const {
-    PyObject* waits = slots_.at(residency, kWaits);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(waits); ++i) {
-      PyObject* other = PyTuple_GET_ITEM(waits, i);
-      if (slots_.ended(slots_.at(other, kTransfer)) == Ended::kWell) slots_.set(other, kTransfer, Py_None);
-    }
+    each_wait(residency, [&](PyObject* other) {
+      if (ended(other) == Ended::kWell) slots_.set(other, kTransfer, Py_None);
+      return true;
+    });
   }
 
   // ResidencyActs.start_write. False with an error.
@@ -86,8 +86,7 @@ class Moves {
   bool load(PyObject* residency, PyObject* record, PyObject* loading) {
     after_.clear();
     forget_ended(residency);
-    PyObject* waits = slots_.at(residency, kWaits);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(waits); ++i) add_ticket(slots_.at(PyTuple_GET_ITEM(waits, i), kTransfer));
+    each_wait(residency, [&](PyObject* other) { return add_ticket(slots_.at(other, kTransfer)), true; });
     add_ticket(slots_.at(record, kRecordTransfer));
     PyObject* slot = slots_.at(record, kRecordSlot);
     after_.push_back(slots_.number(slot, kLastWrite));  // also when it is over: if it failed there is nothing to read
@@ -141,12 +140,16 @@ class Moves {
     return found;
   }
 
-  bool waits_for(PyObject* residency, Ended how) const {
+  Ended ended(PyObject* residency) const { return slots_.ended(slots_.at(residency, kTransfer)); }
+
+  // Visits the earlier holders of a residency's chunks until `visit` returns false, as this does then.
+  template <class Visit>
+  bool each_wait(PyObject* residency, Visit&& visit) const {
     PyObject* waits = slots_.at(residency, kWaits);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(waits); ++i) {
-      if (slots_.ended(slots_.at(PyTuple_GET_ITEM(waits, i), kTransfer)) == how) return true;
+      if (!visit(PyTuple_GET_ITEM(waits, i))) return false;
     }
-    return false;
+    return true;
   }
 
   std::vector<int64_t> under_way(PyObject* tickets) const {
