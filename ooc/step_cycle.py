@@ -221,7 +221,8 @@ class StepCycle:
                 if self.rounds.num_steps > 1:
                     self.rounds.note_period(is_new=is_new)
                 else:
-                    self._segmentation.note_whole(is_new=is_new)
+                    unions = self._unions.num_begun, self._unions.has_any(is_segment=False)
+                    self._segmentation.note_whole(is_new=is_new, num_unions=unions[0], has_union=unions[1])
             self._at_start = self._num_ops()
             if is_other:  # what begins now begins as one of the plans so far, and would leave it
                 self._segmentation = Segmentation()

@@ -1,22 +1,25 @@
 """Python processes for tests, forked from one that has imported torch.
 
 A process that trains spends three seconds on imports (torch, and its compiler as soon as there is an optimizer) and
-a tenth of a second on what a test is about. `run` stands in for `subprocess.run`: a server, started once for each
-environment, has imported torch and nothing of ours, and forks for each command a child that becomes it: its own
-`__main__`, arguments, directory, environment and standard files, its own interpreter shutdown and exit status.
+a tenth of a second on what a test is about. `run` stands in for `subprocess.run`, and `start` for
+`subprocess.Popen`: a server, started once for each environment, has imported torch and nothing of ours, and forks for
+each command a child that becomes it: its own `__main__`, arguments, directory, environment and standard files, its own
+interpreter shutdown and exit status.
 
-What is about a process itself (signals from outside, control groups, peaks of memory) starts real ones.
+What is about a process itself (control groups, peaks of memory, how it starts) starts real ones.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
 import json
 import os
 import runpy
+import selectors
 import signal
 import socket
 import subprocess
@@ -34,37 +37,77 @@ _READ_AT_START = ("OMP_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH", "LD_", "MALLOC
 """Beginnings of variables that the interpreter or a library reads once: a server serves one set of them."""
 
 
-def run(
-    words: Sequence[str], *, env: Mapping[str, str], cwd: str | Path | None = None, timeout: float
-) -> subprocess.CompletedProcess[str]:
-    """Run `python script.py`, `python -m module` or `python -c code` to the end, as `subprocess.run` would.
+class Forked:
+    """A running process, as `start` gives it; what one needs of `subprocess.Popen`."""
+
+    def __init__(self, words: Sequence[str], channel: socket.socket) -> None:
+        self._words, self._channel = list(words), channel
+        self.pid = int(channel.recv(64))
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status, as `subprocess.Popen.wait`'s.
+
+        Raises:
+            subprocess.TimeoutExpired: It takes longer; it goes on.
+        """
+        if self.returncode is None:
+            self._channel.settimeout(timeout)
+            try:
+                self.returncode = int(self._channel.recv(64))
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(self._words, timeout or 0) from None
+            self._channel.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal; nothing if it has been waited for."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended, and nobody has waited
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+def start(
+    words: Sequence[str], *, env: Mapping[str, str], files: Sequence[Any], cwd: str | Path | None = None
+) -> Forked:
+    """Begin to run `python script.py`, `python -m module` or `python -c code`. Many may run at once.
 
     Args:
         words: The command line; its first word is `sys.executable`.
         env: The whole environment. One thread in ops (`OMP_NUM_THREADS=1`), since the server must have no others.
+        files: Its standard input, output and error; they stay the caller's, too.
         cwd: Where to run it; None: here.
-        timeout: Seconds, after which the process is killed.
-
-    Raises:
-        subprocess.TimeoutExpired: It took longer.
     """
     if words[0] != sys.executable or env.get("OMP_NUM_THREADS") != "1":
         raise ValueError(f"a forked process is {sys.executable} with OMP_NUM_THREADS=1, not {words[0]}")
     server = _server(tuple(sorted((k, v) for k, v in env.items() if k.startswith(_READ_AT_START))))
     request = json.dumps({"words": list(words[1:]), "env": dict(env), "cwd": str(cwd or Path.cwd())}).encode()
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        socket.send_fds(server, [request], [its.fileno(), *(file.fileno() for file in files)])
+    return Forked(words, ours)
+
+
+def run(
+    words: Sequence[str], *, env: Mapping[str, str], cwd: str | Path | None = None, timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to the end, as `subprocess.run` would; arguments as of `start`.
+
+    Raises:
+        subprocess.TimeoutExpired: It took longer, and was killed.
+    """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors, open(os.devnull) as nothing:
-        files = [nothing.fileno(), output.fileno(), errors.fileno()]
-        server.settimeout(None)
-        socket.send_fds(server, [request], files)
-        pid = int(server.recv(64))
+        process = start(words, env=env, files=(nothing, output, errors), cwd=cwd)
         try:
-            server.settimeout(timeout)
-            status = int(server.recv(64))
-        except TimeoutError:
-            os.kill(pid, signal.SIGKILL)
-            server.settimeout(None)
-            server.recv(64)
-            raise subprocess.TimeoutExpired(list(words), timeout) from None
+            status = process.wait(timeout)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
         output.seek(0)
         errors.seek(0)
         return subprocess.CompletedProcess(list(words), status, output.read(), errors.read())
@@ -106,25 +149,51 @@ def serve(descriptor: int) -> Callable[[], Any]:
     gc.collect()
     gc.freeze()
     with socket.socket(fileno=descriptor) as connection:
-        while True:
-            try:
-                body, files, _, _ = socket.recv_fds(connection, _MAX_REQUEST_NBYTES, 3)
-            except KeyboardInterrupt:  # for the tests, in a terminal
-                os._exit(130)
-            if not body:
-                os._exit(0)
-            pid = os.fork()
-            if pid == 0:
-                break
-            for file in files:
-                os.close(file)
-            connection.send(str(pid).encode())
-            _, status = os.waitpid(pid, 0)
-            connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+        try:
+            body, files = _serve(connection)
+        except KeyboardInterrupt:  # for the tests, in a terminal
+            os._exit(130)
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
     return functools.partial(_become, **json.loads(body))
+
+
+def _serve(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """Fork, and tell how children end. Returns only in a child: its request, and its standard files."""
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(connection, selectors.EVENT_READ)
+        while True:
+            for key, _ in waiting.select():
+                if key.data is not None:
+                    waiting.unregister(key.fileobj)
+                    _tell_end(key.fd, *key.data)
+                    continue
+                body, received, _, _ = socket.recv_fds(connection, _MAX_REQUEST_NBYTES, 4)
+                if not body:
+                    os._exit(0)
+                channel, *files = received
+                pid = os.fork()
+                if pid == 0:
+                    for other in waiting.get_map().values():
+                        if other.data is not None:
+                            os.close(other.fd)
+                            other.data[1].close()
+                    os.close(channel)
+                    return body, files
+                for file in files:
+                    os.close(file)
+                child = (pid, socket.socket(fileno=channel))
+                child[1].send(str(pid).encode())
+                waiting.register(os.pidfd_open(pid), selectors.EVENT_READ, child)
+
+
+def _tell_end(descriptor: int, pid: int, channel: socket.socket) -> None:
+    """A child has ended: say how, to whom it was started for."""
+    os.close(descriptor)
+    _, status = os.waitpid(pid, 0)
+    with channel, contextlib.suppress(BrokenPipeError):
+        channel.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
 def _become(words: list[str], env: dict[str, str], cwd: str) -> None:

@@ -155,7 +155,7 @@ def return_records(
         note_present_nbytes(executable, variable)
         if variable.is_born:
             record.serial = manager.next_serial()
-            record.birthplace = variable.origin
+            record.origin = record.birthplace = variable.origin
         record.used_ns = time.monotonic_ns()
         manager.records[record.address] = record
         if record.state is State.RESIDENT and manager.guards.was_served(record):

@@ -41,6 +41,7 @@ class Bindings:
         """Why the last `bind` or `map_all` said no."""
         self.keep_room: Collection[VariableRecord] = ()
         """What `expel` leaves as large as the plan has it."""
+        self._first_serial = 0  # of this period; what has a smaller one existed before
 
     def __repr__(self) -> str:
         return f"<Bindings over {self._manager!r}>"
@@ -53,6 +54,7 @@ class Bindings:
         With `is_begun`, not those that are freed before the first op that touches a variable: that is about to run.
         """
         records = self._manager.records
+        self._first_serial = self._manager.next_serial()
         executable.num_entered = len(records)
         by_serial = {record.serial: record for record in records.values()}
         ranks = ranks_by_age(records.values())
@@ -383,6 +385,9 @@ class Bindings:
         """Rebind records for the next step of the same plan: each that lives on passes to its variable's successor."""
         manager = self._manager
         alive = executable.variable_alive
+        for managed in manager.records.values():
+            if managed.serial < self._first_serial:
+                managed.origin = None  # it was not born in the step that ends
         for index in executable.dies[alive[executable.dies] != 0].tolist():
             self.expel(executable, executable.variables[index])
         promoted = []
@@ -423,6 +428,7 @@ class Bindings:
         for variable in executable.successors:
             if not alive[variable.index]:
                 executable.variable_address[variable.index] = 0  # not bound in this step
+        self._first_serial = manager.next_serial()
 
     # -- single variables
 
@@ -518,7 +524,7 @@ class Bindings:
         if variable.is_born or variable.predecessor is not None:
             record.serial = manager.next_serial()
         if variable.is_born:
-            record.birthplace = variable.origin
+            record.origin = record.birthplace = variable.origin
         if record.state is State.RESIDENT:
             record.released()
         if not any(record is kept for kept in self.keep_room):

@@ -28,7 +28,7 @@ class Segmentation:
 
     def __init__(self) -> None:
         self.is_on = False
-        self._num_steps = 0
+        self._num_steps = self._num_unions = self._tried_until = 0
         self._most_new = _MOST_NEW
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self._strings: deque[Hashable] = deque(maxlen=_NUM_EQUAL)
@@ -36,12 +36,22 @@ class Segmentation:
     def __repr__(self) -> str:
         return f"<Segmentation {'on' if self.is_on else 'off'}>"
 
-    def note_whole(self, *, is_new: bool) -> None:
-        """Note a step that could be planned whole. It is new if it ran on demand, and was not like one before."""
+    def note_whole(self, *, is_new: bool, num_unions: int = 0, has_union: bool = False) -> None:
+        """Note a step that could be planned whole.
+
+        Args:
+            is_new: It ran on demand, and was not like one before.
+            num_unions: Unions that were begun so far (`ooc.replay.unions`). After one of whole steps was begun, steps
+                stay whole for some time: it remains to be seen what that plans.
+            has_union: There is one of whole steps.
+        """
         self._num_steps += 1
+        if num_unions > self._num_unions:
+            self._num_unions, self._tried_until = num_unions, self._num_steps + _WINDOW
         if self._num_steps > _NUM_FIRST:
             self._recent.append(is_new)
-        if sum(self._recent) >= self._most_new:
+        is_tried = has_union and self._num_steps < self._tried_until
+        if sum(self._recent) >= self._most_new and not is_tried:
             self.is_on = True
             self._strings.clear()
 

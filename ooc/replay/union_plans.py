@@ -33,26 +33,37 @@ class UnionPlans:
     def __repr__(self) -> str:
         return f"<UnionPlans: {self._unions!r}>"
 
+    @property
+    def num_begun(self) -> int:
+        """Unions that were begun so far."""
+        return self._unions.num_begun
+
+    def has_any(self, *, is_segment: bool) -> bool:
+        """Whether there are unions of segments, or of whole steps."""
+        return self._unions.has_any(is_segment=is_segment)
+
     def note(self, recording: RecordedStep, machine: Callable[[], Machine]) -> str:
         """Note a step that ran on demand, as `Sequences.note` does; one that is like no other joins a union."""
         older_than, is_segment = self._unions.note(recording), self._sequences.is_segmented
-        key = self._join(recording, older_than, machine) if self._unions.has_any(is_segment=is_segment) else None
+        key = self._join(recording, older_than, None, machine) if self._unions.has_any(is_segment=is_segment) else None
         if key is not None:
             return key
         is_unforeseen = self._sequences.active_key is not None  # another one was expected
         is_unlike = self._sequences.key_of(recording.signature) is None
         key = self._sequences.note(recording, machine)
         if is_unforeseen or (is_unlike and self._sequences.is_new(key)):
-            return self._join(recording, older_than, machine) or key
+            return self._join(recording, older_than, key, machine) or key
         return key
 
-    def _join(self, recording: RecordedStep, older_than: int, machine: Callable[[], Machine]) -> str | None:
+    def _join(
+        self, recording: RecordedStep, older_than: int, key: str | None, machine: Callable[[], Machine]
+    ) -> str | None:
         """Add a step to the union that it belongs to, and have that planned. Its key, if there is one."""
         sequences = self._sequences
         if not self._is_on:
             return None
         try:
-            found = self._unions.join(recording, older_than, is_segment=sequences.is_segmented)
+            found = self._unions.join(recording, older_than, is_segment=sequences.is_segmented, key=key)
         except Exception:  # noqa: BLE001 - it must not end the user's training
             _log.exception("a fault in the planner; steps that differ are planned no more. Please report it")
             self._is_on = False
@@ -77,11 +88,8 @@ class UnionPlans:
 
     def note_played(self, executable: ExecutablePlan) -> None:
         """Note that a plan was replayed to its end. It may have been given up then."""
-        self._unions.note_period()
-        key = self._sequences.key_of_plan(executable)
-        if key is not None:
-            self._unions.note_played(key, executable.omitted)
-            self._give_up_forgotten()
+        self._unions.note_played(self._sequences.key_of_plan(executable), executable.omitted)
+        self._give_up_forgotten()
 
     def note_refused(self, executable: ExecutablePlan) -> None:
         """Note that a plan waits for variables that will not come back."""

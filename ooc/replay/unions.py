@@ -15,6 +15,10 @@ _NUM_UNLIKE, _WINDOW = 3, 5
 """If so many of the latest were unlike earlier ones, or not what was expected, they are taken for parts of one step;
 so many kinds, that is, by their ops. Sooner than for a sign that steps are to be cut into segments
 (`ooc.replay.segmentation`)."""
+_NUM_MIXED, _LONG_WINDOW = 4, 12
+"""Of two kinds that are taken for each other, so many must have come."""
+_OLDEST = 64
+"""Steps and segments after which one of these is forgotten in any case."""
 _MOST_UNIONS = 4
 _MOST_MISSES = 16
 """Where recordings do not go together, so many at most are passed before it is tried again."""
@@ -35,6 +39,19 @@ _REST, _LONGEST_REST = 32, 1024
 """Recordings to pass after a union was given up; each time twice as many."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Unlike:
+    """A step or segment that was unlike earlier ones, or not what was expected."""
+
+    recording: RecordedStep
+    older_than: int
+    is_segment: bool
+    key: str
+    """Of its sequence, as it was learned now."""
+    turn: int
+    period: int
+
+
 @dataclass(slots=True)
 class _Played:
     """What came of a union's plan of late."""
@@ -50,17 +67,19 @@ class Unions:
     """Keeps unions of the steps that were not like any other; steps and segments apart.
 
     Attributes:
+        num_begun: Unions that were begun so far.
         forgotten: Those that are kept no more; for whoever has plans for them to empty.
     """
 
     def __init__(self) -> None:
         self._unions: dict[str, StepUnion] = {}  # the one that grew last at the end
-        self._unlike: deque[tuple[RecordedStep, int, bool, int]] = deque(maxlen=_NUM_UNLIKE)
-        self._num_seen = self._num_made = self._num_periods = 0
+        self._unlike: deque[_Unlike] = deque(maxlen=_LONG_WINDOW)
+        self._num_seen = self._num_made = self._num_periods = self._num_turns = 0
         self._older_than = -1
         self._num_misses = self._num_to_pass = 0
         self._played: dict[str, _Played] = {}
         self._rest = _REST
+        self.num_begun = 0
         self.forgotten: list[str] = []
 
     def __repr__(self) -> str:
@@ -71,13 +90,16 @@ class Unions:
         older_than = self._older_than
         self._older_than = max((v.serial for v in recording.start.values()), default=-1) + 1
         self._num_seen += 1
-        self.note_period()
+        self._num_turns += 1
+        self._note_period()
         return older_than
 
-    def note_period(self) -> None:
-        """Note that a step, or a segment, has ended."""
+    def _note_period(self) -> None:
         self._num_periods += 1
-        while self._unlike and self._num_periods - self._unlike[0][3] >= _WINDOW:
+        while self._unlike and (
+            self._num_turns - self._unlike[0].turn >= _LONG_WINDOW
+            or self._num_periods - self._unlike[0].period >= _OLDEST
+        ):
             self._unlike.popleft()
 
     def of(self, key: str) -> StepUnion | None:
@@ -88,21 +110,31 @@ class Unions:
         """Whether there are unions of segments, or of whole steps."""
         return any(union.is_of_segments == is_segment for union in self._unions.values())
 
-    def join(self, recording: RecordedStep, older_than: int, *, is_segment: bool) -> tuple[str, StepUnion] | None:
-        """Add a step that was like no other to the union that it belongs to, or begin one. Its key, and the union.
+    def join(
+        self, recording: RecordedStep, older_than: int, *, is_segment: bool, key: str | None
+    ) -> tuple[str, StepUnion] | None:
+        """Add a step to the union that it belongs to; or begin one, if it was like no other or not what was expected.
 
         Args:
             recording: The step.
             older_than: What `note` has returned.
             is_segment: Whether it is a part of a step: those have unions of their own.
+            key: That of its sequence; None: nobody has looked for it yet, and no union is begun.
+
+        Returns:
+            The union's key, and the union; None: there is none for it.
         """
         if self._num_seen <= _NUM_FIRST:
             return None
         if self._num_to_pass > 0:
             self._num_to_pass -= 1
             return None
-        found = self._extended(recording, older_than, is_segment) or self._begun(recording, older_than, is_segment)
-        if found is None and len(self._unlike) == _NUM_UNLIKE:
+        found, is_missed = self._extended(recording, older_than, is_segment), False
+        if found is None and key is not None:
+            steps = self._noted(_Unlike(recording, older_than, is_segment, key, self._num_turns, self._num_periods))
+            found = self._begun(steps, is_segment) if steps else None
+            is_missed = bool(steps) and found is None
+        if is_missed:
             self._num_misses = min(2 * self._num_misses + 1, _MOST_MISSES)
             self._num_to_pass = self._num_misses
         elif found is not None:
@@ -127,43 +159,44 @@ class Unions:
         played.num_much_grown = played.num_much_grown + 1 if is_much else 0
         return played.num_much_grown >= _MOST_MUCH_GROWN and self.give_up(key)
 
-    def _begun(self, recording: RecordedStep, older_than: int, is_segment: bool) -> tuple[str, StepUnion] | None:
-        for known in [each for each in self._unlike if each[0].signature == recording.signature]:
-            self._unlike.remove(known)  # of one kind, the latest
-        self._unlike.append((recording, older_than, is_segment, self._num_periods))
-        alike = [(each, older) for each, older, was_segment, _ in self._unlike if was_segment == is_segment]
-        if len(alike) < _NUM_UNLIKE:
-            return None
+    def _noted(self, latest: _Unlike) -> list[_Unlike]:
+        """Of which steps a union is to be begun now: the latest of each kind, in order. None yet: empty."""
+        self._unlike.append(latest)
+        alike = [each for each in self._unlike if each.is_segment == latest.is_segment]
+        kinds = {each.recording.signature: each for each in alike}
+        of_late = [each for each in kinds.values() if self._num_turns - each.turn < _WINDOW]
+        are_mixed = len(kinds) >= 2 and len(alike) >= _NUM_MIXED
+        return sorted(kinds.values(), key=lambda it: it.period) if are_mixed or len(of_late) >= _NUM_UNLIKE else []
+
+    def _begun(self, steps: Sequence[_Unlike], is_segment: bool) -> tuple[str, StepUnion] | None:
         self._num_made += 1
-        latest, older_than = alike[-1]
-        if not may_belong(latest.build()):
+        latest = steps[-1].recording.build()
+        if not may_belong(latest):
             return None
-        union = self._union_of(alike, is_segment=is_segment, is_elastic=False)
-        if union is None or union.num_ops > _ELASTIC * len(latest.build().funcs):  # it has these, whatever it is
-            elastic = self._union_of(alike, is_segment=is_segment, is_elastic=True)
+        union = self._union_of(steps, is_segment=is_segment, is_elastic=False)
+        if union is None or union.num_ops > _ELASTIC * len(latest.funcs):  # it has these, whatever it is
+            elastic = self._union_of(steps, is_segment=is_segment, is_elastic=True)
             if union is None or (elastic is not None and elastic.num_ops * _ELASTIC < union.num_ops):
                 union = elastic
         if union is None:
             return None
-        union.note_latest(latest.build(), older_than)
+        union.note_latest(latest, steps[-1].older_than)
         self._unlike.clear()
+        self.num_begun += 1
         key = f"union {self._num_made} of steps"
         self._unions[key] = union
         for old in list(self._unions)[:-_MOST_UNIONS]:
             self._forget(old)
         return key, union
 
-    def _union_of(
-        self, steps: Sequence[tuple[RecordedStep, int]], *, is_segment: bool, is_elastic: bool
-    ) -> StepUnion | None:
+    def _union_of(self, steps: Sequence[_Unlike], *, is_segment: bool, is_elastic: bool) -> StepUnion | None:
         """Of the last of these steps, and of others that have much in common with it. None: there is none."""
-        latest, older_than = steps[-1]
-        name = f"union {self._num_made}"
-        union = StepUnion(latest.build(), name, older_than=older_than, is_of_segments=is_segment, is_elastic=is_elastic)
-        for each, older in steps[:-1]:
-            observed = each.build()
+        name, latest, older_than = f"union {self._num_made}", steps[-1].recording.build(), steps[-1].older_than
+        union = StepUnion(latest, name, older_than=older_than, is_of_segments=is_segment, is_elastic=is_elastic)
+        for each in steps[:-1]:
+            observed = each.recording.build()
             if (walk := union.walk(observed)) is not None:
-                union.add(observed, older_than=older, walk=walk)
+                union.add(observed, older_than=each.older_than, walk=walk)
         return union if union.num_seen >= 2 else None
 
     def note_left(self, key: str, *, has_news: bool) -> None:
@@ -178,9 +211,11 @@ class Unions:
         if played.num_left > _MOST_LEFT or played.num_grown > _MOST_GROWN:
             self.give_up(key)
 
-    def note_played(self, key: str, omitted: Sequence[int]) -> None:
-        """Note that a step has played the plan of a union to its end. The union may be given up then."""
-        if key not in self._unions:
+    def note_played(self, key: str | None, omitted: Sequence[int]) -> None:
+        """Note that a step has played a plan to its end: a union's, which may be given up then, or another's."""
+        self._num_turns += any(each.key == key for each in self._unlike)  # others do not count: they take no turns
+        self._note_period()
+        if key is None or key not in self._unions:
             return
         played, latest = self._played.setdefault(key, _Played()), tuple(omitted)
         played.num_left = played.num_grown = played.num_much_grown = 0

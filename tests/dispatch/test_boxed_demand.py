@@ -218,6 +218,7 @@ def test_a_kind_that_python_has_tried_is_known_on_torchs_stack(
     """So no op needs Python in the end but those that run in parts, and those that raise."""
     seen: list[str] = []
     monkeypatch.setattr(unions, "_NUM_UNLIKE", 99)  # they are to run on demand
+    monkeypatch.setattr(unions, "_NUM_MIXED", 99)
     with opened(recompute=True) as session:
         runner = session.engine.runner
         run = runner._run

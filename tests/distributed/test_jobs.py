@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.distributed.collective_cases import ALL_CASES
 
 _TIMEOUT_S = 850
@@ -65,9 +66,9 @@ def _run(size: int, folder: Path, *names: str) -> None:
     ranks = []
     for index in range(size):
         (folder / f"rank{index}.json").write_text("{}")
-        with open(folder / f"rank{index}.log", "w") as log:
+        with open(folder / f"rank{index}.log", "w") as log, open(os.devnull) as nothing:
             command = [sys.executable, "-m", "tests.distributed.worker", str(index), str(size), str(folder), *names]
-            ranks.append(subprocess.Popen(command, cwd=_ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT))
+            ranks.append(forked.start(command, cwd=_ROOT, env=environment(), files=(nothing, log, log)))
     try:
         for rank in ranks:
             rank.wait(timeout=_TIMEOUT_S)

@@ -311,6 +311,7 @@ def test_what_a_session_plans_is_measured_on_demand_before(monkeypatch: pytest.M
 
     monkeypatch.setattr(LearningBudget, "note_stay", note_stay)
     monkeypatch.setattr(unions, "_NUM_UNLIKE", 99)
+    monkeypatch.setattr(unions, "_NUM_MIXED", 99)
     torch.manual_seed(0)
     with ooc.Session("4MiB", step_boundary="optimizer") as session:
         cells = nn.ModuleList([nn.Linear(256, 256) for _ in range(4)])

@@ -236,19 +236,46 @@ def test_what_has_nothing_in_common_is_not_united() -> None:
     assert not may_belong(StepRecorder({}).build({}))
 
 
+def join(unions: Unions, layers: Sequence[int], number: int, *, key: str | None = "") -> str | None:
+    """Record a step, of a sequence that has this key; none is asked for by default. The key of the union it joined."""
+    recording = Recorded(layers, state=number).recording()
+    found = unions.join(recording, unions.note(recording), is_segment=False, key=str(layers) if key == "" else key)
+    return found[0] if found is not None else None
+
+
 def test_unions_begin_when_steps_are_unlike() -> None:
-    unions, keys = Unions(), []
-    for number, length in enumerate((5, 4, 6, 5, 7, 6, 5, 4)):
-        layers = range(length)
-        recording = Recorded(layers, state=number).recording()
-        older_than = unions.note(recording)
-        found = unions.join(recording, older_than, is_segment=False)
-        keys.append(found[0] if found is not None else None)
+    unions = Unions()
+    keys = [join(unions, range(length), number) for number, length in enumerate((5, 4, 6, 5, 7, 6, 5, 4))]
     assert keys[:4] == [None] * 4
     assert len(set(keys[4:])) == 1
     assert keys[4] is not None
     assert unions.give_up(keys[4])
     assert not unions.has_any(is_segment=False)
+
+
+def begun_by(steps: Sequence[int | str]) -> list[int]:
+    """With which of these a union is begun: steps of so many layers that are recorded, or sequences that are played."""
+    unions, found = Unions(), []
+    for number, step in enumerate((2, 2, *steps)):
+        if isinstance(step, str):
+            unions.note_played(step, ())
+        elif join(unions, range(step), number, key=f"length {step}") is not None:
+            found.append(number - 2)
+    return found[:1]
+
+
+def test_unions_begin_when_two_kinds_are_taken_for_each_other() -> None:
+    assert begun_by([5, 4, 5, 4]) == [3]
+    assert begun_by([5, "length 5", 4, 4, "length 4", "length 4", 5]) == [6]
+    assert begun_by([5, 5, 5, 5, 5, 5]) == []  # of one kind, however often: it is not known yet
+    assert begun_by([5, 4, *["length 5"] * 12, 5, 4]) == []  # most of the time it was right
+    assert begun_by([5, 4, *["another"] * 12, 5, 4]) == [15]  # which says nothing of them
+    assert begun_by([5, 4, *["another"] * 99, 5, 4]) == []  # long ago
+
+
+def test_no_union_begins_with_steps_that_are_foreseen() -> None:
+    unions = Unions()
+    assert [join(unions, range(3 + number % 4), number, key=None) for number in range(12)] == [None] * 12
 
 
 class Changing(Recorded):

@@ -1,6 +1,7 @@
 """Many random programs (tests/session/programs.py), in processes of their own, so that a crash names its seed.
 
-Each batch has a fresh interpreter: what other tests have left in this process, threads above all, cannot follow.
+Each batch has a process forked from one that has imported torch and nothing else (tests/forked.py): what other tests
+have left in this one, threads above all, cannot follow.
 
     python -m tests.session.program_runs --seed 17            # replay one seed verbosely; shrink it if it fails
     python -m tests.session.program_runs --seed 0 --count 500 # many; print those that fail
@@ -13,10 +14,9 @@ import faulthandler
 import gc
 import importlib
 import json
+import os
 import signal
-import subprocess
 import sys
-import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests import forked
 from tests.session.program_failures import fails, shrink
 from tests.session.programs import (
     Outcome,
@@ -95,18 +96,15 @@ def run_many(seeds: Sequence[int], *, batch: int = 250, runner: str = _RUNNER) -
 def _run_batch(seeds: Sequence[int], runner: str) -> tuple[dict[int, dict[str, Any]], str | None]:
     """Results of the seeds that were finished, and how the process died at the next one, if it did."""
     command = [sys.executable, "-m", "tests.session.program_runs", "--runner", runner, "--batch", *map(str, seeds)]
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        status = subprocess.run(command, cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=errors).returncode
-        output.seek(0)
-        done = {}
-        for line in output:
-            seed, _, body = line.partition(" ")
-            done[int(seed)] = json.loads(body)
-        if status == 0:
-            return done, None
-        errors.seek(0)
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit {status}"
-        return done, f"{how}\n{errors.read()[-3000:]}"
+    ended = forked.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=_ROOT)
+    done = {}
+    for line in ended.stdout.splitlines():
+        seed, _, body = line.partition(" ")
+        done[int(seed)] = json.loads(body)
+    if ended.returncode == 0:
+        return done, None
+    how = f"signal {signal.Signals(-ended.returncode).name}" if ended.returncode < 0 else f"exit {ended.returncode}"
+    return done, f"{how}\n{ended.stderr[-3000:]}"
 
 
 def _batch(seeds: Sequence[int], runner: str) -> None:

@@ -43,8 +43,8 @@ def eager_unions() -> Iterator[Counter[str]]:
         found["stand-ins"] += len(arguments[-1])
         return omit(self, *arguments)
 
-    def ignore(_: Segmentation, *, is_new: bool) -> None:
-        del is_new
+    def ignore(_: Segmentation, **how: bool) -> None:
+        del how
 
     StepUnion.envelope = noted  # type: ignore[method-assign]
     Omissions._omit = counted  # type: ignore[method-assign, assignment]

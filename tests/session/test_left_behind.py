@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 import ooc
+from tests import forked
 from tests.session.continuation import BUDGET, Trainer
 from tests.shared_memory import shared_memory, shared_memory_beyond
 from tests.vmm.memory_cases import num_threads
@@ -264,32 +264,28 @@ def test_nothing_is_left_by_a_process(tmp_path: Path, way: str) -> None:
     store = tmp_path / "store"
     store.mkdir()
     shared_before = shared_memory()
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(store), way],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        word, file_nbytes, num_files = process.stdout.readline().split()
-        assert word == "ready"
-        assert int(file_nbytes) > MIB
-        assert int(num_files) == 0
-        assert _holds_pool(process.pid)
-        if way.startswith("SIG"):
-            process.send_signal(getattr(signal, way))
+    command, environment = [sys.executable, "-c", SCRIPT, str(store), way], {**os.environ, "OMP_NUM_THREADS": "1"}
+    (its_input, our_output), (our_input, its_output) = os.pipe(), os.pipe()
+    errors = tmp_path / "errors"
+    with open(our_input) as said, open(our_output, "w") as words, errors.open("w") as its_errors:
+        with open(its_input) as nothing_yet, open(its_output, "w") as output:
+            process = forked.start(command, env=environment, cwd=ROOT, files=(nothing_yet, output, its_errors))
+        try:
+            word, file_nbytes, num_files = said.readline().split()
+            assert word == "ready"
+            assert int(file_nbytes) > MIB
+            assert int(num_files) == 0
+            assert _holds_pool(process.pid)
+            if way.startswith("SIG"):
+                process.send_signal(getattr(signal, way))
+            else:
+                print(file=words, flush=True)
             process.wait(600)
-        _, errors = process.communicate("\n" if not way.startswith("SIG") else None, timeout=600)
-    finally:
-        process.kill()
-        process.communicate()
+        finally:
+            process.kill()
+            process.wait()
     expected = {"normal": 0, "exception": 1, "abandon": 5}
-    assert process.returncode == (expected[way] if way in expected else -getattr(signal, way)), errors
+    assert process.returncode == (expected[way] if way in expected else -getattr(signal, way)), errors.read_text()
     assert list(store.iterdir()) == []
     assert shared_memory_beyond(shared_before) == []
     assert not _holds_pool(process.pid)

@@ -161,6 +161,34 @@ def test_steps_that_differ_in_sizes_too(script: SCRIPT, num_steps: int, least: f
     assert sum(row.evicted_nbytes for row in rows[num_steps // 2 :]) > 0
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_two_kinds_of_steps_at_random(is_ahead: bool) -> None:
+    """Nobody knows which of them comes, not even where its batch was made in the step before."""
+
+    def program() -> list[Any]:
+        net, choose, losses = model(num_layers=2), random.Random(3), []
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        x = torch.empty(0)
+        for index in range(-1, 40):
+            if index >= 0:
+                h = torch.zeros(96, SIZE)
+                x = x if is_ahead else batch(index, 96 * choose.choice((2, 5))).view(-1, 96, SIZE)
+                for turn in range(len(x)):
+                    h = torch.tanh(net(h + x[turn]))
+                loss = h.square().mean()
+                loss.backward()
+                losses.append(loss.item())
+            if is_ahead:
+                x = batch(index, 96 * choose.choice((2, 5))).view(-1, 96, SIZE)
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses + digest(net)
+
+    rows = run(program, budget="1792KiB")
+    assert planned_share(rows[20:]) > 0.9, [row.why for row in rows]
+    assert sum(row.evicted_nbytes for row in rows[20:]) > 0
+
+
 def test_what_stands_in_is_what_the_step_uses() -> None:
     """With the copy left out, a layer reads what was in the chunks of its input before: the bits differ."""
     with eager_unions() as found:
