@@ -63,10 +63,8 @@ def _train(variant: str, options: TrialOptions) -> dict[str, object]:
         recompute, policy = False if variant == PAGING_ONLY else None, options.policy
         if variant.startswith(BY_POLICY):
             recompute, policy = True, variant.removeprefix(BY_POLICY)
-        with (
-            order,
-            Session(options.budget_nbytes, store=options.store, policy=policy, recompute=recompute) as session,
-        ):
+        how = {"policy": policy, "recompute": recompute, "background_planning": False}
+        with order, Session(options.budget_nbytes, store=options.store, **how) as session:
             _follow_parent(run(step_context=session.step))
             return session.report()
     if variant.startswith(BY_PLAN):
@@ -76,7 +74,12 @@ def _train(variant: str, options: TrialOptions) -> dict[str, object]:
         plan = read_plan(variant.removeprefix(BY_PLAN))
         own = plan.machine
         with Session(
-            own.budget_nbytes, chunk_nbytes=own.chunk_nbytes, store=options.store, policy="on_demand", plan=plan
+            own.budget_nbytes,
+            chunk_nbytes=own.chunk_nbytes,
+            store=options.store,
+            policy="on_demand",
+            plan=plan,
+            background_planning=False,
         ) as session:
             _follow_parent(run(step_context=session.step))
             report = session.report()
@@ -112,7 +115,7 @@ def needed_nbytes(variant: str, options: TrialOptions, *, num_steps: int = 4) ->
     workload = models.get(options.workload, options.preset, **options.sizes)
     order = _in_backward() if variant == CHECKPOINT_IN_BACKWARD else contextlib.nullcontext()
     transform = checkpointed if variant in ("checkpoint", CHECKPOINT_IN_BACKWARD) else lambda model: model
-    with order, Session(_ROOM_NBYTES, store=options.store, recompute=False) as session:
+    with order, Session(_ROOM_NBYTES, store=options.store, recompute=False, background_planning=False) as session:
         for _ in train(
             workload,
             num_steps=num_steps,

@@ -120,7 +120,8 @@ def _child(arguments: argparse.Namespace) -> None:
         import cProfile
 
         profile = cProfile.Profile()
-    with ooc.Session(budget=arguments.budget or case.budget, step_boundary="optimizer") as session:
+    budget = arguments.budget or case.budget
+    with ooc.Session(budget, step_boundary="optimizer", background_planning=False) as session:
         _serve(case.build(), session, profile)
     if profile is not None:
         profile.dump_stats(arguments.profile)

@@ -12,6 +12,7 @@ from ooc.devices.cpu import CpuDevice, find_device
 from ooc.devices.protocols import Device
 from ooc.replay.given_plan import GivenPlan
 from ooc.replay.plan_cache import PlanCache
+from ooc.settings import plans_in_background
 from ooc.telemetry.progress import When, parse_when
 from ooc.units import format_exactly, format_nbytes, parse_nbytes
 from scheduler.plan import Plan
@@ -74,7 +75,7 @@ def parse_options(
     plan: Plan | None = None,
     progress: str = "never",
     recompute: bool | None = None,
-    background_planning: bool = False,
+    background_planning: bool | None = None,
 ) -> SessionOptions:
     """Check the arguments of `ooc.Session`. Nothing is opened, reserved or written.
 
@@ -118,7 +119,7 @@ def parse_options(
         progress=parse_when(progress),
         recompute=recompute,
         recompute_if_slow=if_slow,
-        background_planning=background_planning,
+        background_planning=plans_in_background() if background_planning is None else background_planning,
     )
 
 

@@ -58,7 +58,9 @@ class Session:
             first plan on; ops are tried in learning. None: with `auto` once a plan waits for the store for a tenth of
             its step, with policies that do nothing else always. See `ooc/DESIGN.md`, "Recomputation".
         background_planning: Let another process make plans where training would wait for them for more than 5 % of its
-            time; which step is the first that is planned then depends on how long that takes.
+            time; which step is the first that is planned then depends on how long that takes. False: training waits
+            for each plan, and the same steps are planned whenever a program runs. None: True, unless the environment
+            has `OOC_BACKGROUND_PLANNING=0`.
 
     Attributes:
         engine: The parts that it is made of; not a stable interface.
@@ -89,7 +91,7 @@ class Session:
         plan: Plan | None = None,
         progress: str = "never",
         recompute: bool | None = None,
-        background_planning: bool = False,
+        background_planning: bool | None = None,
     ) -> None:
         _current.check_none_open()
         options = parse_options(

@@ -157,6 +157,11 @@ def check_environment(environment: Mapping[str, str] | None = None) -> list[str]
     return slips
 
 
+def plans_in_background() -> bool:
+    """Whether another process makes plans where nobody says: `OOC_BACKGROUND_PLANNING=0` turns it off."""
+    return os.environ.get("OOC_BACKGROUND_PLANNING", "").strip().lower() not in ("0", "off", "no", "false")
+
+
 _SWITCHES = {
     "OOC_PLAN_CACHE": ("0", "1", "off", "on", "no", "yes", "false", "true"),
     "OOC_NVTX": ("0", "1"),

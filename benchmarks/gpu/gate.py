@@ -66,7 +66,9 @@ class Processes:
 
     def train(self, order: Order) -> dict[str, Any]:
         """As `Shell.train`."""
-        environment = dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8", OOC_PLAN_CACHE="0")
+        environment = dict(
+            os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8", OOC_PLAN_CACHE="0", OOC_BACKGROUND_PLANNING="0"
+        )
         if order.variant == "expandable_segments":
             environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         text = order_text(replace(order, fake=self._fake))

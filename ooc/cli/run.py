@@ -107,7 +107,6 @@ class RunOptions:
             "chunk_nbytes": self.chunk,
             "threshold_nbytes": self.threshold,
             "progress": self.progress,
-            "background_planning": _plans_in_background(),
             "recompute": self.recompute,
         }
         flags = {"debug": self.debug}
@@ -359,11 +358,6 @@ def _tell(
     has_trained = report["steps"] or ((report["in_core_peak_nbytes"] or trains_elsewhere(report)) and not has_failed)
     if report["hint"] and (wants_summary or (may_hint and has_trained)):
         print(f"ooc run: {report['hint']}", file=sys.stderr)
-
-
-def _plans_in_background() -> bool:
-    """Whether another process makes plans: `OOC_BACKGROUND_PLANNING=0` turns it off."""
-    return os.environ.get("OOC_BACKGROUND_PLANNING", "").strip().lower() not in ("0", "off", "no", "false")
 
 
 def _end(session: ooc.session.Session, process: int) -> None:

@@ -245,7 +245,9 @@ def _train_out_of_core(options: TrialOptions, budget_nbytes: int) -> None:
         from ooc.testing.fake_device import FakeCudaDevice
 
         device = FakeCudaDevice(host_budget=256 << 20)
-    with Session(budget_nbytes, store=options.store, policy=options.policy, device=device) as session:
+    with Session(
+        budget_nbytes, store=options.store, policy=options.policy, device=device, background_planning=False
+    ) as session:
         for step in train(_workload(options), **_how(options), step_context=session.step):
             used.look()
             tell("step", **asdict(step))

@@ -20,7 +20,7 @@ from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.plan_variables import ExecutableResidency, PlanVariable
 from ooc.replay.present_sizes import fitting, note_present_nbytes, spans, trim
 from ooc.tracing.observed import ranks_by_age
-from scheduler.plan import Dropped, Evicted, Kept
+from scheduler.plan import Dropped, Evicted
 from vmm.chunks import ChunkPool
 from vmm.driver import MemoryFault
 from vmm.files import BLOCK_NBYTES
@@ -100,15 +100,6 @@ class Bindings:
                 bound.append((variable, variable.record))
                 taken.add(variable.record.serial)
         return bound
-
-    @staticmethod
-    def start_residencies(executable: ExecutablePlan) -> dict[int, ExecutableResidency]:
-        """Per variable that is resident when the step starts, its first residency."""
-        return {
-            variable.index: variable.residencies[0]
-            for variable in executable.variables
-            if variable.residencies and isinstance(variable.residencies[0].planned.start, Kept)
-        }
 
     def in_place(self, bound: Bound, targets: Mapping[int, ExecutableResidency]) -> set[int]:
         """Addresses of the bound records that are resident in the very chunks in which the plan starts with them."""

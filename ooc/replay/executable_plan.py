@@ -516,6 +516,12 @@ class ExecutablePlan:
             return []  # one record cannot be bound to two variables
         return [(self.variables[index], record) for index, record in changes.items()]
 
+    def start_residencies(self) -> dict[int, ExecutableResidency]:
+        """Per variable that is resident when the step starts, its first residency."""
+        return {
+            v.index: v.residencies[0] for v in self.variables if v.residencies and v.residencies[0].is_kept_at_start
+        }
+
     def residency_at(self, variable: PlanVariable, op: int) -> ExecutableResidency | None:
         """The residency of a variable that covers op `op`, if any that is not left out."""
         start, stop = self.trace.ops[op].start_tick, self.trace.ops[op].stop_tick

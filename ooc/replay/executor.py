@@ -131,7 +131,7 @@ class Executor:
         if self.reruns.read_given_out(executable, bound):
             self.bailout_reason = _RERUNS_READ_IT
             return False
-        targets = self._bindings.start_residencies(executable)
+        targets = executable.start_residencies()
         if not self._bindings.may_make_way(executable, bound, targets):
             self.bailout_reason = self._bindings.refusal
             return False

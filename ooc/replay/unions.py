@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ooc.replay.step_unions import StepUnion, may_belong
+from ooc.tracing.observed import Observed
 from ooc.tracing.recorder import RecordedStep
 
 _NUM_FIRST = 2
@@ -39,15 +40,22 @@ _REST, _LONGEST_REST = 32, 1024
 """Recordings to pass after a union was given up; each time twice as many."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Unlike:
-    """A step or segment that was unlike earlier ones, or not what was expected."""
+    """A step or segment that was unlike earlier ones, or not what was expected.
 
-    recording: RecordedStep
+    Attributes:
+        recording: None once another one of its kind has come.
+        kind: By its ops.
+        key: Of its sequence, as it was learned then.
+        turn: When it came, counted in steps and segments of these kinds.
+        period: The same, counted in all.
+    """
+
+    recording: RecordedStep | None
+    kind: tuple[bool, int]
     older_than: int
-    is_segment: bool
     key: str
-    """Of its sequence, as it was learned now."""
     turn: int
     period: int
 
@@ -131,7 +139,8 @@ class Unions:
             return None
         found, is_missed = self._extended(recording, older_than, is_segment), False
         if found is None and key is not None:
-            steps = self._noted(_Unlike(recording, older_than, is_segment, key, self._num_turns, self._num_periods))
+            kind, now = (is_segment, recording.signature), (self._num_turns, self._num_periods)
+            steps = self._noted(_Unlike(recording, kind, older_than, key, *now))
             found = self._begun(steps, is_segment) if steps else None
             is_missed = bool(steps) and found is None
         if is_missed:
@@ -161,26 +170,30 @@ class Unions:
 
     def _noted(self, latest: _Unlike) -> list[_Unlike]:
         """Of which steps a union is to be begun now: the latest of each kind, in order. None yet: empty."""
+        for earlier in self._unlike:
+            if earlier.kind == latest.kind:
+                earlier.recording = None  # they may be large
         self._unlike.append(latest)
-        alike = [each for each in self._unlike if each.is_segment == latest.is_segment]
-        kinds = {each.recording.signature: each for each in alike}
-        of_late = [each for each in kinds.values() if self._num_turns - each.turn < _WINDOW]
+        alike = [each for each in self._unlike if each.kind[0] == latest.kind[0]]
+        kinds = [each for each in alike if each.recording is not None]
+        of_late = [each for each in kinds if self._num_turns - each.turn < _WINDOW]
         are_mixed = len(kinds) >= 2 and len(alike) >= _NUM_MIXED
-        return sorted(kinds.values(), key=lambda it: it.period) if are_mixed or len(of_late) >= _NUM_UNLIKE else []
+        return kinds if are_mixed or len(of_late) >= _NUM_UNLIKE else []
 
     def _begun(self, steps: Sequence[_Unlike], is_segment: bool) -> tuple[str, StepUnion] | None:
         self._num_made += 1
-        latest = steps[-1].recording.build()
+        observed = [(each.recording.build(), each.older_than) for each in steps if each.recording is not None]
+        latest, older_than = observed[-1]
         if not may_belong(latest):
             return None
-        union = self._union_of(steps, is_segment=is_segment, is_elastic=False)
+        union = self._union_of(observed, is_segment=is_segment, is_elastic=False)
         if union is None or union.num_ops > _ELASTIC * len(latest.funcs):  # it has these, whatever it is
-            elastic = self._union_of(steps, is_segment=is_segment, is_elastic=True)
+            elastic = self._union_of(observed, is_segment=is_segment, is_elastic=True)
             if union is None or (elastic is not None and elastic.num_ops * _ELASTIC < union.num_ops):
                 union = elastic
         if union is None:
             return None
-        union.note_latest(latest, steps[-1].older_than)
+        union.note_latest(latest, older_than)
         self._unlike.clear()
         self.num_begun += 1
         key = f"union {self._num_made} of steps"
@@ -189,14 +202,16 @@ class Unions:
             self._forget(old)
         return key, union
 
-    def _union_of(self, steps: Sequence[_Unlike], *, is_segment: bool, is_elastic: bool) -> StepUnion | None:
+    def _union_of(
+        self, steps: Sequence[tuple[Observed, int]], *, is_segment: bool, is_elastic: bool
+    ) -> StepUnion | None:
         """Of the last of these steps, and of others that have much in common with it. None: there is none."""
-        name, latest, older_than = f"union {self._num_made}", steps[-1].recording.build(), steps[-1].older_than
+        latest, older_than = steps[-1]
+        name = f"union {self._num_made}"
         union = StepUnion(latest, name, older_than=older_than, is_of_segments=is_segment, is_elastic=is_elastic)
-        for each in steps[:-1]:
-            observed = each.recording.build()
+        for observed, older in steps[:-1]:
             if (walk := union.walk(observed)) is not None:
-                union.add(observed, older_than=each.older_than, walk=walk)
+                union.add(observed, older_than=older, walk=walk)
         return union if union.num_seen >= 2 else None
 
     def note_left(self, key: str, *, has_news: bool) -> None:

@@ -326,3 +326,16 @@ def test_training_waits_for_no_solver(policy: str, is_slow: bool, monkeypatch: p
     clock[0] = 3600.0
     assert planner.may_hold_up(_trace()) is not is_slow
     assert planner.may_hold_up(_trace(), is_quick=True)
+
+
+@pytest.mark.parametrize(("text", "has_planner"), [(None, True), ("1", True), ("0", False), ("off", False)])
+def test_where_plans_are_made_if_nobody_says(
+    text: str | None, has_planner: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is None:
+        monkeypatch.delenv("OOC_BACKGROUND_PLANNING", raising=False)
+    else:
+        monkeypatch.setenv("OOC_BACKGROUND_PLANNING", text)
+    for given, expected in ((None, has_planner), (True, True), (False, False)):
+        with ooc.Session(BUDGET, background_planning=given) as session:
+            assert (session.engine.sequences.background is not None) == expected

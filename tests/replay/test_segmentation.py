@@ -35,3 +35,26 @@ def test_whole_steps_are_planned_again_when_all_are_alike_and_going_back_takes_m
         assert not segmentation.is_on
     segmentation.note_whole(is_new=True)
     assert segmentation.is_on
+
+
+def num_whole(segmentation: Segmentation, **union: object) -> int:
+    """Steps until segments are planned, if each is new."""
+    for number in range(1, 100):
+        segmentation.note_whole(is_new=True, **union)  # type: ignore[arg-type]
+        if segmentation.is_on:
+            return number
+    raise AssertionError("never")
+
+
+def test_a_union_of_whole_steps_is_tried_before_they_are_cut() -> None:
+    assert num_whole(Segmentation()) == 7
+    segmentation = Segmentation()
+    for _ in range(5):
+        segmentation.note_whole(is_new=True)
+    assert num_whole(segmentation, num_unions=1, has_union=True) == 7  # it plans nothing
+    segmentation = Segmentation()
+    for _ in range(5):
+        segmentation.note_whole(is_new=True)
+    for _ in range(3):
+        segmentation.note_whole(is_new=True, num_unions=1, has_union=True)
+    assert num_whole(segmentation, num_unions=1, has_union=False) == 1  # it was given up

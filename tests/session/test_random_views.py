@@ -9,8 +9,8 @@ import pytest
 
 from tests.session.program_runs import run_many
 
-NUM_PROGRAMS = 160
-NUM_WITH_RERUNS = 30
+NUM_PROGRAMS = 90
+NUM_WITH_RERUNS = 16
 
 
 @pytest.mark.parametrize(("runner", "count"), [("run_seed", NUM_PROGRAMS), ("run_recomputing", NUM_WITH_RERUNS)])
