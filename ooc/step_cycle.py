@@ -221,8 +221,11 @@ class StepCycle:
                 if self.rounds.num_steps > 1:
                     self.rounds.note_period(is_new=is_new)
                 else:
-                    unions = self._unions.num_begun, self._unions.has_any(is_segment=False)
-                    self._segmentation.note_whole(is_new=is_new, num_unions=unions[0], has_union=unions[1])
+                    has_union, waits = self._unions.of_whole_steps()
+                    num_unions = self._unions.num_begun
+                    self._segmentation.note_whole(
+                        is_new=is_new, num_unions=num_unions, has_union=has_union, awaits_plan=waits
+                    )
             self._at_start = self._num_ops()
             if is_other:  # what begins now begins as one of the plans so far, and would leave it
                 self._segmentation = Segmentation()

@@ -14,6 +14,8 @@ _MOST_NEW = 4
 """Of the last `_WINDOW` steps so many were new or left their plan: from now on segments are planned."""
 _NUM_FIRST = 3
 """The first steps of any program are new, and do not count: the model is made, then the optimizer's state."""
+_MOST_AWAITED = 32
+"""So many steps at most a union waits for its plan before steps are cut all the same."""
 _NUM_EQUAL = 8
 """After so many steps in a row of the same segments, whole steps are planned again; each time it takes twice as many
 new ones to go back."""
@@ -28,7 +30,7 @@ class Segmentation:
 
     def __init__(self) -> None:
         self.is_on = False
-        self._num_steps = self._num_unions = self._tried_until = 0
+        self._num_steps = self._num_unions = self._begun = self._tried_until = 0
         self._most_new = _MOST_NEW
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self._strings: deque[Hashable] = deque(maxlen=_NUM_EQUAL)
@@ -36,7 +38,9 @@ class Segmentation:
     def __repr__(self) -> str:
         return f"<Segmentation {'on' if self.is_on else 'off'}>"
 
-    def note_whole(self, *, is_new: bool, num_unions: int = 0, has_union: bool = False) -> None:
+    def note_whole(
+        self, *, is_new: bool, num_unions: int = 0, has_union: bool = False, awaits_plan: bool = False
+    ) -> None:
         """Note a step that could be planned whole.
 
         Args:
@@ -44,10 +48,14 @@ class Segmentation:
             num_unions: Unions that were begun so far (`ooc.replay.unions`). After one of whole steps was begun, steps
                 stay whole for some time: it remains to be seen what that plans.
             has_union: There is one of whole steps.
+            awaits_plan: It has no plan yet: one is being made beside training.
         """
         self._num_steps += 1
         if num_unions > self._num_unions:
-            self._num_unions, self._tried_until = num_unions, self._num_steps + _WINDOW
+            self._num_unions, self._begun = num_unions, self._num_steps
+            self._tried_until = self._begun + _WINDOW
+        elif awaits_plan:
+            self._tried_until = min(self._num_steps, self._begun + _MOST_AWAITED) + _WINDOW
         if self._num_steps > _NUM_FIRST:
             self._recent.append(is_new)
         is_tried = has_union and self._num_steps < self._tried_until

@@ -177,6 +177,10 @@ class Sequences:
         union, envelope = self._united.get(key), self._envelopes.get(key)
         return union is not None and envelope is not None and union.fits(envelope)
 
+    def has_plan(self, key: str) -> bool:
+        """Whether a sequence has a plan."""
+        return key in self._plans
+
     def give_up(self, key: str) -> None:
         """Forget a union, and its plan."""
         self._united.pop(key, None)

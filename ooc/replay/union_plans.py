@@ -38,14 +38,15 @@ class UnionPlans:
         """Unions that were begun so far."""
         return self._unions.num_begun
 
-    def has_any(self, *, is_segment: bool) -> bool:
-        """Whether there are unions of segments, or of whole steps."""
-        return self._unions.has_any(is_segment=is_segment)
+    def of_whole_steps(self) -> tuple[bool, bool]:
+        """Whether there are unions of whole steps; and whether one of them has no plan yet."""
+        keys = self._unions.keys(is_segment=False)
+        return bool(keys), any(not self._sequences.has_plan(key) for key in keys)
 
     def note(self, recording: RecordedStep, machine: Callable[[], Machine]) -> str:
         """Note a step that ran on demand, as `Sequences.note` does; one that is like no other joins a union."""
         older_than, is_segment = self._unions.note(recording), self._sequences.is_segmented
-        key = self._join(recording, older_than, None, machine) if self._unions.has_any(is_segment=is_segment) else None
+        key = self._join(recording, older_than, None, machine) if self._unions.keys(is_segment=is_segment) else None
         if key is not None:
             return key
         is_unforeseen = self._sequences.active_key is not None  # another one was expected

@@ -114,9 +114,9 @@ class Unions:
         """The union of this key."""
         return self._unions.get(key)
 
-    def has_any(self, *, is_segment: bool) -> bool:
-        """Whether there are unions of segments, or of whole steps."""
-        return any(union.is_of_segments == is_segment for union in self._unions.values())
+    def keys(self, *, is_segment: bool) -> list[str]:
+        """The keys of the unions of segments, or of whole steps."""
+        return [key for key, union in self._unions.items() if union.is_of_segments == is_segment]
 
     def join(
         self, recording: RecordedStep, older_than: int, *, is_segment: bool, key: str | None

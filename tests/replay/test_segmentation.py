@@ -55,6 +55,17 @@ def test_a_union_of_whole_steps_is_tried_before_they_are_cut() -> None:
     segmentation = Segmentation()
     for _ in range(5):
         segmentation.note_whole(is_new=True)
+    for number in range(20):
+        segmentation.note_whole(is_new=True, num_unions=1, has_union=True, awaits_plan=number < 15)
+    assert not segmentation.is_on
+    assert num_whole(segmentation, num_unions=1, has_union=True) == 1  # six steps after its plan was there
+    segmentation = Segmentation()
+    for _ in range(5):
+        segmentation.note_whole(is_new=True)
+    assert num_whole(segmentation, num_unions=1, has_union=True, awaits_plan=True) == 39  # not for ever
+    segmentation = Segmentation()
+    for _ in range(5):
+        segmentation.note_whole(is_new=True)
     for _ in range(3):
         segmentation.note_whole(is_new=True, num_unions=1, has_union=True)
     assert num_whole(segmentation, num_unions=1, has_union=False) == 1  # it was given up

@@ -250,7 +250,7 @@ def test_unions_begin_when_steps_are_unlike() -> None:
     assert len(set(keys[4:])) == 1
     assert keys[4] is not None
     assert unions.give_up(keys[4])
-    assert not unions.has_any(is_segment=False)
+    assert not unions.keys(is_segment=False)
 
 
 def begun_by(steps: Sequence[int | str]) -> list[int]:
