@@ -502,8 +502,8 @@ class ExecutablePlan:
         Empty if they are bound so already, or cannot be: only what comes into the step from outside is bound late.
         """
         expected = self.occurrences[op]
-        if len(expected) != len(addresses):
-            return []
+        if len(expected) != len(addresses) or len({*zip(expected, addresses, strict=True)}) != len(set(expected)):
+            return []  # one variable cannot be bound to two records
         changes: dict[int, VariableRecord] = {}
         for index, address in zip(expected, addresses, strict=True):
             if self.variable_alive[index] and int(self.variable_address[index]) == address:

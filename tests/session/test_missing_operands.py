@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.session.test_segments import SIZE, digest, run
+from tests.session.test_segments import SIZE, batch, digest, model, run
 from tests.thinned import thinned
 
 NUM_STEPS = 30
@@ -74,3 +74,23 @@ def test_what_an_op_changes_that_has_not_all_operands(change: Change, debug: boo
 
     rows = run(program, budget="2560KiB", debug=debug)
     assert any(row.mode == "planned" for row in rows)
+
+
+def test_an_op_that_was_planned_with_one_variable_twice_gets_two() -> None:
+    """Of variables from outside a step. It was bound to the one and the other by turns, for ever."""
+
+    def program() -> list[Any]:
+        net, batches, out = model(num_layers=2), [batch(number) for number in range(8)], []
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for index in range(16):
+            one, other = batches[index % 8], batches[(index + 3) % 8]
+            loss = net(torch.cat([one, other if index in (9, 12) else one])).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            out.append(loss.item())
+        return out + digest(net)
+
+    rows = run(program)
+    assert "planned" in {row.mode for row in rows[6:]}
+    assert [row.mode for row in rows].count("off_plan") >= 2
