@@ -12,7 +12,7 @@ from ooc.devices.cpu import CpuDevice, find_device
 from ooc.devices.protocols import Device
 from ooc.replay.given_plan import GivenPlan
 from ooc.replay.plan_cache import PlanCache
-from ooc.settings import plans_in_background
+from ooc.settings import is_turned_off
 from ooc.telemetry.progress import When, parse_when
 from ooc.units import format_exactly, format_nbytes, parse_nbytes
 from scheduler.plan import Plan
@@ -105,6 +105,8 @@ def parse_options(
         # With `if_slow` it is of ops that are known to repeat their bits, so of none at first.
         parameters["recompute"] = recompute or if_slow
     cache = PlanCache.default() if plan_cache else None
+    if background_planning is None:
+        background_planning = not is_turned_off("OOC_BACKGROUND_PLANNING")
     return SessionOptions(
         budget_nbytes=budget_nbytes,
         chunk_nbytes=chunk,
@@ -119,7 +121,7 @@ def parse_options(
         progress=parse_when(progress),
         recompute=recompute,
         recompute_if_slow=if_slow,
-        background_planning=plans_in_background() if background_planning is None else background_planning,
+        background_planning=background_planning,
     )
 
 

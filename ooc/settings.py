@@ -157,9 +157,9 @@ def check_environment(environment: Mapping[str, str] | None = None) -> list[str]
     return slips
 
 
-def plans_in_background() -> bool:
-    """Whether another process makes plans where nobody says: `OOC_BACKGROUND_PLANNING=0` turns it off."""
-    return os.environ.get("OOC_BACKGROUND_PLANNING", "").strip().lower() not in ("0", "off", "no", "false")
+def is_turned_off(switch: str) -> bool:
+    """Whether the environment turns off what is on by default: `OOC_PLAN_CACHE=0`, say."""
+    return os.environ.get(switch, "").strip().lower() in ("0", "off", "no", "false")
 
 
 _SWITCHES = {

@@ -224,7 +224,7 @@ def _session(store: str | None) -> Iterator[Finding]:
     from ooc.session import Session
 
     started = time.perf_counter()
-    with Session(_TRIAL_BUDGET_NBYTES, store=store, background_planning=False) as session:
+    with Session(_TRIAL_BUDGET_NBYTES, store=store) as session:
         opened_s = time.perf_counter() - started
         tensors = [torch.full((MIB // 4,), float(i)) for i in range(2 * _TRIAL_BUDGET_NBYTES // MIB)]
         wrong = [i for i, tensor in enumerate(tensors) if not bool((tensor == i).all())]

@@ -304,9 +304,7 @@ def _session(probe: Probe, store: str | None) -> Iterator[Finding]:
 
     started = time.perf_counter()
     directory = store if store is not None else str(default_directory())
-    with Session(
-        _TRIAL_BUDGET_NBYTES, store=directory, device=probe.device, plan_cache=False, background_planning=False
-    ) as session:
+    with Session(_TRIAL_BUDGET_NBYTES, store=directory, device=probe.device, plan_cache=False) as session:
         opened_s = time.perf_counter() - started
         count = 2 * _TRIAL_BUDGET_NBYTES // (8 * MIB)
         tensors = [torch.full((2 * MIB,), float(i), device=probe.tensors_on) for i in range(count)]

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import scheduler
+from ooc.settings import is_turned_off
 from scheduler.cost.simulate import simulate
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.trace import Trace
@@ -66,7 +67,7 @@ class PlanCache:
     @classmethod
     def default(cls) -> PlanCache | None:
         """The user's cache, or None where it is turned off."""
-        if os.environ.get("OOC_PLAN_CACHE", "").strip().lower() in ("0", "off", "no", "false"):
+        if is_turned_off("OOC_PLAN_CACHE"):
             return None
         return cls(cache_directory() / "plans")
 
