@@ -51,6 +51,9 @@ MAX_PERIOD_OPS = 1 << 16
 _SPLIT_FRACTION = 8
 """List ops and convolution_backward run in parts when their operands exceed 1/8 of the budget."""
 
+_MOST_REALIGNMENTS = 8
+"""Of plan and step for one op: more would be one that undoes another, and the step leaves its plan."""
+
 _NOTHING = contextlib.nullcontext()
 
 _FLIGHT_FRACTION = 4
@@ -315,9 +318,7 @@ class OpRunner:
             self.borders.op_comes(func, args, kwargs)
         if self._executor.active is not None:
             played = self._dispatcher.try_play(func, (), args, kwargs)
-            while played is None and self._adapt(func, args, kwargs):  # what it skips to may have to be bound, too
-                played = self._dispatcher.try_play(func, (), args, kwargs)
-            if played is not None:
+            if played is not None or (played := self._play_realigned(func, args, kwargs)) is not None:
                 return played[0]
             if self._executor.active is not None and not self._dispatcher.occurrences(args, kwargs):
                 return self._run_beside(func, args, kwargs)
@@ -349,18 +350,17 @@ class OpRunner:
                 beside.note(cursor, active.num_idle, func, self._call_sites.of_this_op(), self._note_seen(result))
         return result
 
-    def _adapt(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Try to realign plan and step where they differ harmlessly."""
+    def _play_realigned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
+        """Realign plan and step where they differ harmlessly; None: the op is still not the plan's next one."""
         if threading.get_ident() != self._thread:
-            return False
-        with self._lock:
-            addresses = self._dispatcher.occurrences(args, kwargs)
-            return self._executor.realignment.adapt(
-                func,
-                addresses,
-                self._call_sites.of_this_op,
-                lambda: self._dispatcher.operands(*ops.written_values(func, args, kwargs)),
-            )
+            return None
+        for _ in range(_MOST_REALIGNMENTS):  # what is skipped to may have to be bound, too
+            with self._lock:
+                if not self._executor.realignment.adapt(func, args, kwargs, self._call_sites.of_this_op):
+                    return None
+            if (played := self._dispatcher.try_play(func, (), args, kwargs)) is not None:
+                return played
+        return None
 
     def _run_on_demand(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:

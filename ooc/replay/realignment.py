@@ -18,6 +18,7 @@ from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.omissions import Omissions
 from ooc.replay.plan_variables import PlanVariable
 from ooc.replay.replaying import PartOfReplay
+from ooc.tracing.op_semantics import written_values
 from scheduler.plan import Loaded
 
 
@@ -29,19 +30,20 @@ class Realignment(PartOfReplay):
         parts = self._executor, self._manager, self._allocator, self._dispatcher, self._bindings, self._acts
         return Omissions(*parts)
 
-    def adapt(
-        self, func: Any, addresses: Sequence[int], place: Callable[[], str], changed: Callable[[], Iterable[int]]
-    ) -> bool:
-        """Let the op that is about to run, whose operands have these addresses, be the next one of the plan, if it may.
+    def adapt(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: Callable[[], str]) -> bool:
+        """Let the op that is about to run be the next one of the plan, if it may; `place`: where the program calls it.
 
-        `place` tells where in the program it comes from, `changed` the addresses that it changes. False: it is not, or
-        the step has left the plan.
+        True does not promise that it can be played now: more may differ. False: it may not be, or the step has left
+        the plan.
         """
         executable, cursor = self._executor.active, self._dispatcher.cursor
         if executable is None or cursor >= executable.num_ops:
             return False
-        if executable.funcs[cursor] is func and self._vouch_for(executable, cursor, addresses, changed()):
-            return True
+        addresses = self._dispatcher.occurrences(args, kwargs)
+        if executable.funcs[cursor] is func:
+            changed = self._dispatcher.operands(*written_values(func, args, kwargs))
+            if self._vouch_for(executable, cursor, addresses, changed):
+                return True
         if self._omissions.omit_to(func, addresses, place):
             return True
         if self._executor.active is None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from ooc.replay.realignment import Realignment
 from tests.session.test_segments import SIZE, batch, digest, model, run
 from tests.thinned import thinned
 
@@ -94,3 +97,31 @@ def test_an_op_that_was_planned_with_one_variable_twice_gets_two() -> None:
     rows = run(program)
     assert "planned" in {row.mode for row in rows[6:]}
     assert [row.mode for row in rows].count("off_plan") >= 2
+
+
+def test_realignments_that_undo_each_other_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is known. What claims to have changed something, and has not, must cost the plan and not hold the step."""
+    claims = collections.Counter[str]()
+
+    def adapt(*call: Any) -> bool:
+        claims[str(call[1])] += 1
+        assert claims[str(call[1])] < 1000, "for ever"
+        return True
+
+    def program() -> list[Any]:
+        net, out = model(num_layers=2), []
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for index in range(12):
+            inputs = batch(index)
+            loss = (net(inputs.neg()) if index == 9 else net(inputs)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            out.append(loss.item())
+        return out + digest(net)
+
+    monkeypatch.setattr(Realignment, "adapt", adapt)
+    rows = run(program)
+    assert rows[8].mode == "planned"
+    assert rows[9].mode == "off_plan"
+    assert claims["aten.neg.default"] > 1
