@@ -4,7 +4,8 @@ Scripts that update their parameters themselves have no optimizer whose `step` c
 training loop has is a backward pass. `torch.autograd.backward`, through which `Tensor.backward` goes, is replaced while
 a session is open whose boundaries are to be found, and so is the constructor of optimizers, to know whether there is
 one. A script may ask for its gradients by `torch.autograd.grad`, too: such a call ends a step if it gives up its graph,
-in a script that has never called `backward`.
+in a script that has never called `backward`. So does, there, the outermost `torch.func.grad` or `grad_and_value`, or
+the outermost `torch.vmap` over such.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._functorch import apis, eager_transforms
 
 
 class BackwardPasses:
@@ -23,7 +25,8 @@ class BackwardPasses:
     Args:
         begins: Called before each call of `torch.autograd.backward`.
         left: Called after each, whether it ended well or not.
-        ended: Called after each that ended well, and after each call of `torch.autograd.grad` that may be one.
+        ended: Called after each that ended well, and after each call of `torch.autograd.grad`
+            and of functions made by `torch.func` that may be one.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class BackwardPasses:
         self._has_looked = False
         self._has_optimizer = False
         self._has_backward = False  # whether the program calls `backward`
+        self._has_transformed = False  # whether gradients were taken within the outermost `vmap` that runs
 
     def __repr__(self) -> str:
         return f"<BackwardPasses, {'noticed' if self._replaced else 'not noticed'}>"
@@ -63,6 +67,21 @@ class BackwardPasses:
                 self._ended()
             return gradients
 
+        gradients_of, mapped = eager_transforms.grad_and_value_impl, apis.vmap_impl
+
+        @functools.wraps(gradients_of)
+        def noticed_transform(*args: Any, **kwargs: Any) -> Any:
+            gradients = gradients_of(*args, **kwargs)
+            self._has_transformed = True
+            self._transform_ended()
+            return gradients
+
+        @functools.wraps(mapped)
+        def noticed_map(*args: Any, **kwargs: Any) -> Any:
+            results = mapped(*args, **kwargs)
+            self._transform_ended()
+            return results
+
         @functools.wraps(construct)
         def constructed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             self._has_optimizer = True
@@ -71,6 +90,8 @@ class BackwardPasses:
         self._replace(torch.autograd, "backward", noticed)
         if self._ended is not None:
             self._replace(torch.autograd, "grad", noticed_grad)
+            self._replace(eager_transforms, "grad_and_value_impl", noticed_transform)
+            self._replace(apis, "vmap_impl", noticed_map)
             self._replace(torch.optim.Optimizer, "__init__", constructed)
 
     def close(self) -> None:
@@ -89,6 +110,13 @@ class BackwardPasses:
             # By type, not isinstance: that asks proxies for their __class__, which runs their code.
             self._has_optimizer = any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())
         return self._has_optimizer
+
+    def _transform_ended(self) -> None:
+        """After each gradient of `torch.func`'s, and each map, that ended well."""
+        if self._has_transformed and torch._C._functorch.maybe_current_level() is None:
+            self._has_transformed = False
+            if self._ended is not None and not self._has_backward and torch._C._current_autograd_node() is None:
+                self._ended()
 
     def _replace(self, owner: Any, name: str, ours: Any) -> None:
         self._replaced.append((owner, name, ours, getattr(owner, name)))

@@ -250,11 +250,7 @@ class Shape:
         }
         alike = [group for group in _alike(self.observed) if not varying.isdisjoint(group)]
         varying.update(*alike)
-        becomes = {
-            a: b
-            for a, b in self._becomes.items()
-            if b not in self._persistent and variables[b].death_tick is not None and variables[a].evictable
-        }
+        becomes = {a: b for a, b in self._becomes.items() if b not in self._persistent and variables[a].evictable}
         becomes.update(self._becomes_by_age(becomes, varying))
         for a, b in becomes.items():  # one reservation, one size
             if a in varying or b in varying:

@@ -35,8 +35,8 @@ _REMEDIES = {
 
 NO_STEP = (
     "no step ended, so nothing was planned: a step ends when an optimizer's step() returns; without torch.optim, when "
-    "loss.backward() or torch.autograd.grad() does. For other loops: `with session.step():` around each one, with "
-    "ooc.Session in the script"
+    "loss.backward(), torch.autograd.grad() or what torch.func.grad made does. For other loops: `with session.step():` "
+    "around each one, with ooc.Session in the script"
 )
 
 _ELSEWHERE = (

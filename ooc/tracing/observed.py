@@ -379,27 +379,36 @@ def close_cycle(first: Observed, second: Observed) -> Trace:
 
     A variable that exists at the start and lives on is *itself* in the next step if both
     observations found the same storage in its place; otherwise it enters and leaves (a batch from
-    a list). What is born and lives on becomes one that exists at the start: matched by size, in
-    order of allocation, which is how the executor will match them.
+    a list). What is born and lives on becomes one that exists at the start: the one that was born there in the
+    step before, which may live on for another step. Where that is not known they are matched by size, in order of
+    allocation, which is how the executor will match them.
     """
     trace = second.trace
     if first.trace.fingerprint() != trace.fingerprint():
         raise ValueError("two observations of different sequences do not make a cycle")
     becomes: dict[int, int] = {}
+    born = {
+        origin: index
+        for index, (v, origin) in enumerate(zip(trace.variables, second.origins, strict=True))
+        if v.birth_tick is not None and v.death_tick is None and v.evictable and origin is not None
+    }
     successors: dict[int, list[tuple[int, int]]] = {}
     for index, v in enumerate(trace.variables):
-        serial = second.start_serials[index]
+        serial, origin = second.start_serials[index], second.origins[index]
         if v.birth_tick is not None or serial is None:
             continue
         if first.start_serials[index] == serial:
             if v.death_tick is None:
                 becomes[index] = index
+        elif origin in born and trace.variables[born[origin]].nbytes == v.nbytes:
+            becomes[born.pop(origin)] = index
         elif v.death_tick is not None:
             successors.setdefault(v.nbytes, []).append((serial, index))
     leavers: dict[int, list[tuple[int, int]]] = {}
     for index, v in enumerate(trace.variables):
         serial = second.end_serials[index]
-        if v.birth_tick is not None and v.death_tick is None and serial is not None and v.evictable:
+        is_born = v.birth_tick is not None and v.death_tick is None
+        if is_born and serial is not None and v.evictable and index not in becomes:
             leavers.setdefault(v.nbytes, []).append((serial, index))
     for nbytes, entering in successors.items():
         leaving = sorted(leavers.get(nbytes, ()), reverse=True)

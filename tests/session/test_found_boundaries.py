@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -94,6 +95,76 @@ def test_without_a_backward_pass_a_call_of_grad_ends_the_step() -> None:
         return out + digest(parameters)
 
     assert len(run(mixed)) == 2
+
+
+def _functional(gradients_of: Callable[[dict[str, Tensor], int], dict[str, Tensor]]) -> Callable[[], list[Any]]:
+    """A program whose parameters are new tensors after each step: gradients and parameters outlive two steps' ends."""
+
+    def program() -> list[Any]:
+        parameters = {str(number): weight.detach() for number, weight in enumerate(weights())}
+        out: list[Any] = []
+        for index in range(NUM_STEPS):
+            gradients = gradients_of(parameters, index)
+            parameters = {name: parameters[name] - 0.1 * gradients[name] for name in parameters}
+            out += digest([parameters["0"]])
+        return out + digest(list(parameters.values()))
+
+    return program
+
+
+def _loss(parameters: dict[str, Tensor], index: int, length: int = SIZE) -> Tensor:
+    return loss_of(list(parameters.values()), index, length)
+
+
+def _with_penalty(parameters: dict[str, Tensor], index: int) -> Tensor:
+    first = torch.func.grad(_loss)(parameters, index)["0"]
+    return _loss(parameters, index) + first.square().sum()
+
+
+def _rows_loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+    for weight in parameters.values():
+        row = (row @ weight).tanh()
+    return row.square().mean()
+
+
+def _clipped_rows(parameters: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+    rows = torch.randn(6, SIZE, generator=torch.Generator().manual_seed(index))
+    found = torch.vmap(torch.func.grad(_rows_loss), in_dims=(None, 0))(parameters, rows)
+    return {name: (g / (1.0 + g.flatten(1).norm(dim=1))[:, None, None]).mean(0) for name, g in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("gradients_of", "budget"),
+    [
+        (torch.func.grad(_loss), "1MiB"),
+        (lambda parameters, index: torch.func.grad(_loss)(parameters, index, SIZE - 2 * index), "1MiB"),
+        (lambda parameters, index: torch.func.grad_and_value(_with_penalty)(parameters, index)[0], "2MiB"),
+        (_clipped_rows, "4MiB"),
+    ],
+    ids=["grad", "other sizes", "a gradient of a gradient", "each row's own"],
+)
+def test_without_a_backward_pass_functional_gradients_end_the_step(gradients_of: Any, budget: str) -> None:
+    """Remedies: `_transform_ended`, at the outermost level only; what outlives two steps' ends in `close_cycle`."""
+    transform = torch._functorch.eager_transforms.grad_and_value_impl
+    modes = run(_functional(gradients_of), budget=budget)
+    assert torch._functorch.eager_transforms.grad_and_value_impl is transform
+    assert len(modes) == NUM_STEPS
+    assert modes[5:] == ["planned"] * (NUM_STEPS - 5), modes
+
+
+def test_functional_gradients_are_no_ends_beside_others() -> None:
+    """Of a program that calls `backward`, or has an optimizer, they are a part of a step."""
+
+    def program() -> list[Any]:
+        parameters, out = weights(), []
+        for index in range(3):
+            detached = {str(number): weight.detach() for number, weight in enumerate(parameters)}
+            penalty = torch.func.grad(_loss)(detached, index)["0"].square().sum()
+            (loss_of(parameters, index) + penalty).backward()
+            out.append(penalty.item())
+        return out
+
+    assert len(run(program)) == 4  # the first call of all is taken for an end: nobody has called `backward` by then
 
 
 def test_accumulation_is_one_step_of_its_optimizer() -> None:
