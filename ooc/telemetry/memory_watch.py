@@ -25,7 +25,7 @@ class MemoryWatch:
 
     def __init__(self, pool_nbytes: int) -> None:
         self.pool_nbytes = pool_nbytes
-        self._next_s = 0.0
+        self._next_s = time.monotonic() + _SHORTEST_INTERVAL_S  # a report takes one, however short the session was
         self.peak: ProcessMemory | None = None
         self.num_samples = 0
 

@@ -14,16 +14,14 @@ NO_CHUNKS: IntArray = np.empty(0, dtype=np.int64)
 
 def best_runs(good: BoolArray, size: int) -> IntArray:
     """`size` of the good chunks: from the shortest run that is long enough, else from the longest runs."""
-    edges = np.flatnonzero(good[1:] != good[:-1]) + 1
-    if good[0]:
-        edges = np.concatenate([[0], edges])
-    if len(edges) % 2:
-        edges = np.append(edges, len(good))
+    bounded = np.zeros(len(good) + 2, dtype=np.bool_)
+    bounded[1:-1] = good
+    edges = (bounded[1:] != bounded[:-1]).nonzero()[0]
     firsts = edges[::2]
     lengths = edges[1::2] - firsts
-    enough = np.flatnonzero(lengths >= size)
+    enough = (lengths >= size).nonzero()[0]
     if len(enough):
-        first = firsts[enough[np.argmin(lengths[enough])]]
+        first = int(firsts[enough[lengths[enough].argmin()]])
         return np.arange(first, first + size)
     order = np.argsort(-lengths, kind="stable")
     last = int(np.searchsorted(np.cumsum(lengths[order]), size)) + 1

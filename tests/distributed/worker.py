@@ -26,6 +26,7 @@ import ooc
 from tests.distributed.cases import Case, Rank
 from tests.distributed.collective_cases import ALL_CASES
 from tests.harness import InCore, SessionLike, digest
+from tests.quick_plans import QUICK_PLANS
 
 _TIMEOUT_S = 800
 _PATIENCE = timedelta(seconds=300)
@@ -52,7 +53,7 @@ def compare(case: Case, rank: Rank) -> dict[str, Any]:
     dist.barrier()
     between = time.monotonic()
     budget = case.budgets.get(rank.index, case.budget)
-    options: dict[str, Any] = {"chunk_nbytes": "64KiB", "policy": "window", "debug": case.debug}  # plans quickly
+    options: dict[str, Any] = {"chunk_nbytes": "64KiB", "debug": case.debug, **QUICK_PLANS}
     session = ooc.Session(budget=budget, **options) if budget else InCore()
     actual, report = run(case, rank, session)
     modes = [step["mode"] for step in report.get("steps", ())]

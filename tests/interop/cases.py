@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ooc
+from tests.quick_plans import QUICK_PLANS
 
 WIDTH = 256
 BUDGET = "1MiB"
@@ -62,7 +63,7 @@ def check_in_steps(begin: Callable[[torch.Tensor], Any], use: Callable[[Any], An
 
     expected = train_on(InCore())
     options: Any = {"chunk_nbytes": "64KiB", "threshold_nbytes": "16KiB", "plan_cache": False, "debug": debug}
-    with ooc.Session("600KiB", **options) as session:
+    with ooc.Session("600KiB", **options, **QUICK_PLANS) as session:
         assert train_on(session) == expected
         assert sum(row.num_planned_ops for row in session.steps.rows) > 0
 

@@ -38,6 +38,7 @@ from tests.interop.cases import (
     read_all,
     train,
 )
+from tests.quick_plans import QUICK_PLANS
 from tests.thinned import thinned
 
 Act = Callable[[nn.Module, torch.optim.Optimizer], Any]
@@ -62,7 +63,7 @@ def run(session: Any, act: Act, *, at: int, inside: bool) -> tuple[list[Any], li
 def compare(act: Act, *, at: int, inside: bool = False, debug: bool = False) -> ooc.Session:
     """The same in core and out of core. Returns the session, closed."""
     expected = run(InCore(), act, at=at, inside=inside)
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug) as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, **QUICK_PLANS) as session:
         found = run(session, act, at=at, inside=inside)
         modes = [row.mode for row in session.steps.rows]
     assert found[0] == expected[0]
@@ -208,7 +209,7 @@ def test_a_plan_goes_on_while_what_it_has_away_is_saved(is_zip: bool, debug: boo
             return [t.detach().numpy().tobytes() for t in torch.load(buffer)]
 
     expected = run(InCore(), saved, at=PLANNED_STEP, inside=True)
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug) as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, **QUICK_PLANS) as session:
         found = run(session, saved, at=PLANNED_STEP, inside=True)
         rows, copied = list(session.steps.rows), session.engine.runner.guests.copied_nbytes
     assert found == expected
@@ -240,7 +241,7 @@ def _hold(session: Any) -> tuple[list[Any], list[bytes]]:
 @pytest.mark.parametrize("debug", [False, True])
 def test_a_view_held_over_steps(debug: bool) -> None:
     expected = _hold(InCore())
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug) as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, **QUICK_PLANS) as session:
         found = _hold(session)
         modes = [row.mode for row in session.steps.rows]
     assert found == expected
@@ -308,7 +309,7 @@ def test_raw_pointers_between_steps(boundary: Any, how: tuple[bool, int]) -> Non
     for index in range(NUM_STEPS + 3):
         train(model, optimizer, index)
         expected.append(read_all(pointers_of(model)))
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, step_boundary=boundary) as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, step_boundary=boundary, **QUICK_PLANS) as session:
         model, optimizer = build()
         pointers = pointers_of(model)
         session.engine.memory.store.engine.inject_faults(delay_ns=delay_ns)

@@ -22,6 +22,7 @@ import ooc
 from ooc.memory.record import State, VariableRecord
 from ooc.memory.slices import Slices
 from tests.interop.cases import BUDGET, WIDTH, InCore, build, contents, train
+from tests.quick_plans import QUICK_PLANS
 from vmm.slot_parts import SlotParts
 from vmm.store import StoreFull
 
@@ -97,7 +98,7 @@ def memset(tensors: Sequence[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("debug", [False, True])
 def test_arrays_held_at_the_fork(debug: bool) -> None:
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug) as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, **QUICK_PLANS) as session:
         tensors = fill()
         arrays = [t.numpy() for t in tensors]
         for t in tensors:
@@ -118,7 +119,7 @@ def test_arrays_held_at_the_fork(debug: bool) -> None:
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("how", ["data_ptr", "after a clean drop", "numpy without room"])
 def test_memory_given_out_after_the_fork(how: str, debug: bool) -> None:
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug) as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, **QUICK_PLANS) as session:
         tensors = fill()
         for t in tensors:
             t.add_(1)

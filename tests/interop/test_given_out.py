@@ -16,6 +16,7 @@ import ooc
 from ooc.memory.record import State
 from ooc.replay.acts import ResidencyActs
 from tests.interop.cases import BUDGET, NUM_STEPS, PLANNED_STEP, WIDTH, InCore, build, contents, train
+from tests.quick_plans import QUICK_PLANS
 from tests.session.program_reruns import counted_reruns, forced_reruns, slow_store
 from tests.thinned import thinned
 from vmm.addresses import AddressSpace
@@ -136,7 +137,7 @@ PROGRAMS = [_predictions_kept, _output_kept, _weights_held, _held_for_a_while, _
 def test_steps_are_planned_while_memory_is_given_out(program: Program, how: tuple[bool, int], boundary: Any) -> None:
     debug, delay_ns = how
     expected = program(InCore())
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, step_boundary=boundary) as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, step_boundary=boundary, **QUICK_PLANS) as session:
         session.engine.memory.store.engine.inject_faults(delay_ns=delay_ns)
         found = program(session if boundary == "explicit" else InCore())
         rows = list(session.steps.rows)
@@ -149,7 +150,7 @@ def test_another_thread_reads_a_view_of_what_a_plan_moves(debug: bool) -> None:
     """A frozen layer's weight is evicted and loaded in each planned step, and a thread always finds its bytes."""
     wrong: list[int] = []
     rounds = [0]
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug) as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, **QUICK_PLANS) as session:
         model, optimizer = build()
         frozen = model[4].weight.requires_grad_(False)
         frozen.fill_(2.0)

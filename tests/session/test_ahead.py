@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import ooc
 from ooc.memory.record import State
+from tests.quick_plans import QUICK_PLANS
 
 LENGTHS = [24, 37, 30, 44, 19, 33, 40, 27]
 
@@ -55,7 +56,7 @@ def _train(between: Callable[[int], None] = lambda _: None, *, skips: bool = Fal
 @pytest.mark.parametrize("skips", [False, True])
 def test_bits(budget: str, skips: bool) -> None:
     expected = _train(skips=skips)
-    with ooc.Session(budget, debug=True, chunk_nbytes=1 << 16, step_boundary="optimizer") as session:
+    with ooc.Session(budget, debug=True, chunk_nbytes=1 << 16, step_boundary="optimizer", **QUICK_PLANS) as session:
         assert _train(skips=skips) == expected
         ahead = session.engine.manager.ahead
         assert ahead.num_written > 10
@@ -73,20 +74,20 @@ def test_a_fork_with_writes_and_reads_under_way() -> None:
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
-    with ooc.Session("2MiB", debug=True, chunk_nbytes=1 << 16, step_boundary="optimizer"):
+    with ooc.Session("2MiB", debug=True, chunk_nbytes=1 << 16, step_boundary="optimizer", **QUICK_PLANS):
         assert _train(fork) == expected
 
 
 def test_budgets_that_change_with_writes_and_reads_under_way() -> None:
     expected = _train()
-    with ooc.Session("2MiB", debug=True, chunk_nbytes=1 << 16, step_boundary="optimizer") as session:
+    with ooc.Session("2MiB", debug=True, chunk_nbytes=1 << 16, step_boundary="optimizer", **QUICK_PLANS) as session:
         budgets = ["1536KiB", "3MiB", "2MiB", "1792KiB"]
         assert _train(lambda number: session.set_budget(budgets[number % len(budgets)])) == expected
 
 
 def test_the_end_of_a_session_with_reads_under_way() -> None:
     tensors = []
-    with ooc.Session("1MiB", debug=True, chunk_nbytes=1 << 16, step_boundary="explicit") as session:
+    with ooc.Session("1MiB", debug=True, chunk_nbytes=1 << 16, step_boundary="explicit", **QUICK_PLANS) as session:
         tensors = [torch.full((64, 1024), float(value)) for value in range(8)]
         for _ in range(3):
             with session.step():
@@ -99,7 +100,7 @@ def test_the_end_of_a_session_with_reads_under_way() -> None:
 
 def test_what_is_read_ahead_gives_way_to_an_op_that_needs_the_room() -> None:
     """Two steps with the same beginning; then the second needs nearly the whole pool at once."""
-    with ooc.Session("2MiB", debug=True, chunk_nbytes=1 << 16, step_boundary="explicit") as session:
+    with ooc.Session("2MiB", debug=True, chunk_nbytes=1 << 16, step_boundary="explicit", **QUICK_PLANS) as session:
         small = [torch.full((64, 1024), float(value)) for value in range(8)]
         large = torch.full((448, 1024), 5.0)
         for number in range(4):

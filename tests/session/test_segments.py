@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import ooc
+from tests.quick_plans import QUICK_PLANS
 
 SIZE = 192
 BUDGET = "1280KiB"  # parameters, gradients and state of the model: 1.7 to 2.4 MiB
@@ -62,7 +63,13 @@ def run(program: Program, *, budget: str = BUDGET, debug: bool = True) -> list[A
     torch.manual_seed(0)
     gc.collect()  # optimizers of other tests are none of this program's
     with ooc.Session(
-        budget, debug=debug, plan_cache=False, step_boundary="optimizer", chunk_nbytes="64KiB", threshold_nbytes="16KiB"
+        budget,
+        debug=debug,
+        plan_cache=False,
+        step_boundary="optimizer",
+        chunk_nbytes="64KiB",
+        threshold_nbytes="16KiB",
+        **QUICK_PLANS,
     ) as session:
         found = program()
     assert found == expected

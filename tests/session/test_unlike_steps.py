@@ -22,6 +22,7 @@ from ooc.replay.omissions import Omissions
 from ooc.replay.union_plans import UnionPlans
 from ooc.replay.unions import Unions
 from ooc.tracing.recorder import RecordedStep, StepRecorder
+from tests.quick_plans import QUICK_PLANS
 from tests.session.program_unions import eager_unions
 from tests.session.test_segments import SIZE, batch, digest, model, planned_share, run
 from vmm.driver import MemoryFault
@@ -357,7 +358,7 @@ def test_what_fails_while_ops_are_left_out_loses_nothing(fault: Exception, monke
         eager_unions(),
         ooc.Session(
             "1792KiB", debug=True, plan_cache=False, step_boundary="optimizer", chunk_nbytes="64KiB",
-            threshold_nbytes="16KiB",
+            threshold_nbytes="16KiB", **QUICK_PLANS,
         ),
     ):  # fmt: skip
         found = program(None)
