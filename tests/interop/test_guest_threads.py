@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import ooc
 from ooc.errors import SessionError
 from ooc.interop.guest_threads import GuestThreads
+from tests.quick_plans import QUICK_PLANS
 
 WIDTH = 192
 NUM_LAYERS = 5
@@ -139,7 +140,7 @@ def expected() -> tuple[list[float], dict[str, Tensor]]:
 def run(act: Act, *, debug: bool = False, pool: Pool | None = None, is_planned: bool = True) -> Net:
     """Train beside a thread that does `act`. Losses, parameters and the share of planned steps are checked."""
     losses, state = expected()
-    with ooc.Session(BUDGET, debug=debug) as session:
+    with ooc.Session(BUDGET, debug=debug, **QUICK_PLANS) as session:
         net = build()
         with Other(act, net, pool) as other:
             assert train(net, session.step, other.pause) == losses
@@ -296,7 +297,7 @@ def test_thread_that_is_older_and_never_stops() -> None:
         task = pool.submit(loop)
         try:
             for _ in range(2):
-                with ooc.Session(BUDGET) as session:
+                with ooc.Session(BUDGET, **QUICK_PLANS) as session:
                     box.append(build())
                     train(box[-1], session.step, pause)
         finally:
@@ -339,7 +340,7 @@ def test_moving_averages(debug: bool) -> None:
         average(net)
 
     losses, _ = expected()
-    with ooc.Session(BUDGET, debug=debug) as session:
+    with ooc.Session(BUDGET, debug=debug, **QUICK_PLANS) as session:
         net = build()
         averages += [torch.zeros(WIDTH, WIDTH) for _ in net.frozen()]
         with Other(first, net) as other:
@@ -387,12 +388,12 @@ def test_failing_op_fails_on_its_thread_only() -> None:
 def test_thread_outlives_its_session_and_meets_the_next() -> None:
     """No read is wrong while a session closes, without one, or in another."""
     with contextlib.ExitStack() as stack:
-        with ooc.Session(BUDGET) as session:
+        with ooc.Session(BUDGET, **QUICK_PLANS) as session:
             net = build()
             other = stack.enter_context(Other(copies, net))
             train(net, session.step, other.pause, num_steps=6)
         other.pause()
-        with ooc.Session(BUDGET) as session:
+        with ooc.Session(BUDGET, **QUICK_PLANS) as session:
             others = build()
             with Other(copies, others) as second:
                 train(others, session.step, second.pause, num_steps=6)
@@ -402,7 +403,7 @@ def test_thread_outlives_its_session_and_meets_the_next() -> None:
 
 def test_fork_while_a_thread_writes() -> None:
     """A child sees what was there at its fork; the parent's threads go on to write."""
-    with ooc.Session(BUDGET) as session:
+    with ooc.Session(BUDGET, **QUICK_PLANS) as session:
         net = build()
         train(net, session.step, lambda: None, num_steps=8)
         go_on, told = os.pipe()

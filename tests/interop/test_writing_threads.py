@@ -16,6 +16,7 @@ import ooc
 from ooc.errors import StoreFailed
 from ooc.memory.guards import Guards
 from tests.interop.cases import BUDGET, NUM_STEPS, build, train
+from tests.quick_plans import QUICK_PLANS
 from tests.thinned import thinned
 from vmm.addresses import AddressSpace
 from vmm.driver import MemoryFault
@@ -86,7 +87,7 @@ def _steps(session: Any, buffers: Buffers, number: int, *, varied: bool = False)
 @thinned("varied,how", [False, True], [(0, True), (0, False), (2_000_000, True), (2_000_000, False)])
 def test_nothing_is_lost(varied: bool, how: tuple[int, bool]) -> None:
     delay_ns, whole = how
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB", policy="window") as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", **QUICK_PLANS) as session:
         buffers = Buffers(whole=whole)
         session.engine.memory.store.engine.inject_faults(delay_ns=delay_ns)
         with buffers.written():
@@ -98,7 +99,7 @@ def test_nothing_is_lost(varied: bool, how: tuple[int, bool]) -> None:
 
 
 def test_nothing_is_lost_while_the_budget_changes_and_memory_is_lent() -> None:
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB", policy="window") as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", **QUICK_PLANS) as session:
         buffers = Buffers(whole=False)
         model, optimizer = build()
         with buffers.written():
@@ -117,7 +118,7 @@ def test_nothing_is_lost_while_the_budget_changes_and_memory_is_lent() -> None:
 @pytest.mark.parametrize("direction", ["write", "read"])
 def test_nothing_is_lost_where_transfers_fail(direction: Any) -> None:
     num_failed = 0
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB", policy="window") as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", **QUICK_PLANS) as session:
         buffers = Buffers(whole=False)
         model, optimizer = build()
         with buffers.written():

@@ -11,6 +11,7 @@ from torch import nn
 
 import ooc
 from tests.interop.cases import BUDGET, NUM_STEPS, WIDTH, InCore, build, contents, train
+from tests.quick_plans import QUICK_PLANS
 from tests.thinned import thinned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,7 +52,7 @@ def test_steps_are_planned_again_after_a_variable_has_left(leave: Leave, boundar
         return [*found, contents(model)]
 
     expected = program(InCore())
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB", step_boundary=boundary) as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", step_boundary=boundary, **QUICK_PLANS) as session:
         found = program(session if boundary == "explicit" else InCore())
         rows = list(session.steps.rows)
     assert found == expected
@@ -82,7 +83,7 @@ def test_steps_that_touch_what_an_earlier_session_left_are_planned(use: str) -> 
 
     in_core, rows = _InCoreSession(), []
     expected = program(lambda: in_core)
-    found = program(lambda: ooc.Session(BUDGET, chunk_nbytes="64KiB"))
+    found = program(lambda: ooc.Session(BUDGET, chunk_nbytes="64KiB", **QUICK_PLANS))
     assert found == expected
     assert {row.mode for row in rows[-1][4:]} == {"planned"}, [row.why for row in rows[-1]]
 
