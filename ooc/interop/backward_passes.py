@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch._functorch import apis, eager_transforms
 
+from ooc.interop.replacements import Replacements
+
 
 class BackwardPasses:
     """Calls back at the end of each backward pass of a program, on the thread that ran it.
@@ -34,14 +36,15 @@ class BackwardPasses:
     ) -> None:
         self._begins, self._left = begins, left
         self._ended = ended
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._replacements = Replacements()
+        self._is_open = False
         self._has_looked = False
         self._has_optimizer = False
         self._has_backward = False  # whether the program calls `backward`
         self._has_transformed = False  # whether gradients were taken within the outermost `vmap` that runs
 
     def __repr__(self) -> str:
-        return f"<BackwardPasses, {'noticed' if self._replaced else 'not noticed'}>"
+        return f"<BackwardPasses, {'noticed' if self._is_open else 'not noticed'}>"
 
     def open(self) -> None:
         """From now on they are noticed."""
@@ -87,19 +90,20 @@ class BackwardPasses:
             self._has_optimizer = True
             construct(optimizer, *args, **kwargs)
 
-        self._replace(torch.autograd, "backward", noticed)
+        replace = self._replacements.replace
+        replace(torch.autograd, "backward", noticed)
         if self._ended is not None:
-            self._replace(torch.autograd, "grad", noticed_grad)
-            self._replace(eager_transforms, "grad_and_value_impl", noticed_transform)
-            self._replace(apis, "vmap_impl", noticed_map)
-            self._replace(torch.optim.Optimizer, "__init__", constructed)
+            replace(torch.autograd, "grad", noticed_grad)
+            replace(eager_transforms, "grad_and_value_impl", noticed_transform)
+            replace(apis, "vmap_impl", noticed_map)
+            replace(torch.optim.Optimizer, "__init__", constructed)
+        self._replacements.replace_in_modules("backward passes")
+        self._is_open = True
 
     def close(self) -> None:
         """They are noticed no more. Idempotent."""
-        while self._replaced:
-            owner, name, ours, before = self._replaced.pop()
-            if getattr(owner, name) is ours:  # else somebody has put his own in front, which calls ours
-                setattr(owner, name, before)
+        self._replacements.put_back()
+        self._is_open = False
         self._begins = self._left = _ignore
         self._ended = None
 
@@ -117,10 +121,6 @@ class BackwardPasses:
             self._has_transformed = False
             if self._ended is not None and not self._has_backward and torch._C._current_autograd_node() is None:
                 self._ended()
-
-    def _replace(self, owner: Any, name: str, ours: Any) -> None:
-        self._replaced.append((owner, name, ours, getattr(owner, name)))
-        setattr(owner, name, ours)
 
 
 def _gives_up_its_graph(

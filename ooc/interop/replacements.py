@@ -11,8 +11,8 @@ _ABSENT = object()
 _OWN_PACKAGES = ("ooc", "torch")
 """Whose modules reach what is replaced through its owner, or are to have it as it was."""
 
-_without: dict[int, int] = {}
-"""By a module's namespace, its names when none was bound to what is replaced: it is not looked at again."""
+_without: dict[tuple[str, int], int] = {}
+"""By what is replaced and a module's namespace, its names when none was bound to it: it is not looked at again."""
 
 
 class Replacements:
@@ -21,7 +21,7 @@ class Replacements:
     def __init__(self) -> None:
         self._undo = ExitStack()
         self._pairs: list[tuple[Any, Any]] = []  # what was there, and ours
-        self._is_in_modules = False
+        self._kind = ""  # of what is replaced in modules, too
 
     def __repr__(self) -> str:
         return "<Replacements>"
@@ -33,17 +33,21 @@ class Replacements:
         self._undo.callback(_put_back, owner, name, ours, vars(owner).get(name, _ABSENT))
         setattr(owner, name, ours)
 
-    def replace_in_modules(self) -> None:
-        """Also replace what the program's modules have imported by name (`from torch import tensor`)."""
-        self._is_in_modules = True
-        _rebind(self._pairs)
+    def replace_in_modules(self, kind: str) -> None:
+        """Also replace what the program's modules have imported by name (`from torch import tensor`).
+
+        Args:
+            kind: Names what is replaced: it is the same in each session.
+        """
+        self._kind = kind
+        _rebind(self._pairs, kind)
 
     def put_back(self) -> None:
         """Undo all of it, last first, and in modules that have imported ours since. Idempotent."""
         self._undo.close()
-        if self._is_in_modules:
-            _rebind([(ours, before) for before, ours in self._pairs])
-            self._is_in_modules = False
+        if self._kind:
+            _rebind([(ours, before) for before, ours in self._pairs], self._kind)
+            self._kind = ""
         self._pairs.clear()
 
 
@@ -56,18 +60,18 @@ def _put_back(owner: Any, name: str, ours: Any, before: Any) -> None:
         setattr(owner, name, before)
 
 
-def _rebind(pairs: list[tuple[Any, Any]]) -> None:
+def _rebind(pairs: list[tuple[Any, Any]], kind: str) -> None:
     """Let names of modules that are bound to the first of a pair be bound to the second."""
     wanted = {id(old): new for old, new in pairs}
     for names in _namespaces():
-        if _without.get(id(names)) == len(names):
+        if _without.get((kind, id(names))) == len(names):
             continue
         found = [(name, wanted[id(value)]) for name, value in list(names.items()) if id(value) in wanted]
         names.update(found)
         if found:
-            _without.pop(id(names), None)
+            _without.pop((kind, id(names)), None)
         else:
-            _without[id(names)] = len(names)
+            _without[kind, id(names)] = len(names)
 
 
 def _namespaces() -> Iterator[dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import grad
 
 import ooc
 
@@ -165,6 +166,21 @@ def test_functional_gradients_are_no_ends_beside_others() -> None:
         return out
 
     assert len(run(program)) == 4  # the first call of all is taken for an end: nobody has called `backward` by then
+
+
+def test_a_call_of_grad_that_was_imported_by_name_ends_the_step() -> None:
+    def program() -> list[Any]:
+        parameters, out = weights(), []
+        for index in range(NUM_STEPS):
+            found = grad(loss_of(parameters, index), parameters)
+            parameters = [(p - 0.1 * g).detach().requires_grad_() for p, g in zip(parameters, found, strict=True)]
+            out += digest(parameters[:1])
+        return out + digest(parameters)
+
+    modes = run(program)
+    assert grad is torch.autograd.grad
+    assert len(modes) == NUM_STEPS
+    assert modes[5:] == ["planned"] * (NUM_STEPS - 5), modes
 
 
 def test_accumulation_is_one_step_of_its_optimizer() -> None:
