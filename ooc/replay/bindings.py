@@ -90,7 +90,7 @@ class Bindings:
             record = by_origin.get(origin) if executable.is_elastic and origin is not None else None
             if record is None and not variable.is_elastic and origin is not None:
                 # Others of its size may have come since, as another network's gradients: it has another rank then.
-                record = by_birthplace.get(origin)
+                record = by_birthplace.get(origin) or by_origin.get(origin)
                 record = record if record is not None and record.nbytes == variable.nbytes else None
             if record is None and not variable.is_elastic:
                 record = by_rank.get((variable.nbytes, variable.rank))
@@ -379,6 +379,9 @@ class Bindings:
         for managed in manager.records.values():
             if managed.serial < self._first_serial:
                 managed.origin = None  # it was not born in the step that ends
+        for variable in executable.successors:
+            if variable.record is not None:
+                variable.record.origin = None  # nor was this
         for index in executable.dies[alive[executable.dies] != 0].tolist():
             self.expel(executable, executable.variables[index])
         promoted = []
