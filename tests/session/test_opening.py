@@ -41,7 +41,7 @@ PATCHED = [
     (signal, "getsignal"),
 ]
 
-UNDOING = ("ExitStack.", "_BaseExitStack.", "suppress.", "finalize.", "append", "close")
+UNDOING = ("ExitStack.", "_BaseExitStack.", "suppress.", "finalize.", "append", "close", "CriticalLock.")
 """Calls that note what is to be undone, or undo it: they cannot fail, and signals wait while a session opens."""
 
 Site = tuple[CodeType, int, str]
@@ -91,7 +91,8 @@ def site_of(frame: FrameType, event: str, argument: Any) -> Site | None:
     if caller is None or not caller.f_code.co_filename.startswith(OURS):
         return None
     callee = frame.f_code.co_qualname if event == "call" else argument.__name__
-    return (caller.f_code, caller.f_lineno, callee) if not callee.startswith(UNDOING) else None
+    is_undoing = callee.startswith(UNDOING) or caller.f_code.co_qualname.startswith(UNDOING)
+    return (caller.f_code, caller.f_lineno, callee) if not is_undoing else None
 
 
 def sites_of_an_opening() -> list[Site]:
@@ -141,6 +142,7 @@ def test_whichever_step_fails_nothing_is_left(error: type[BaseException], every:
             session.close()  # a wish that did not come true, such as huge pages
         held = held_by_the_process()
         assert held == before, (site, has_raised)
+        assert gc.isenabled(), (site, has_raised)
     assert num_failed > 0.8 * len(sites)
     assert_equal(run_in_core(RECIPE), run_out_of_core(RECIPE, BUDGET_NBYTES, ooc.Session))
 
