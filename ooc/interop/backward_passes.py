@@ -66,6 +66,8 @@ class BackwardPasses:
         @functools.wraps(grad)
         def noticed_grad(*args: Any, **kwargs: Any) -> Any:
             gradients = grad(*args, **kwargs)
+            if torch.compiler.is_compiling():  # Dynamo traces us, too, and the rest is not for it
+                return gradients
             if self._ended is not None and not self._has_backward and _gives_up_its_graph(*args, **kwargs):
                 self._ended()
             return gradients
@@ -75,12 +77,17 @@ class BackwardPasses:
         @functools.wraps(gradients_of)
         def noticed_transform(*args: Any, **kwargs: Any) -> Any:
             gradients = gradients_of(*args, **kwargs)
-            self._has_transformed = True
-            self._transform_ended()
+            if not torch.compiler.is_compiling():
+                self._has_transformed = True
+                self._transform_ended()
             return gradients
 
         @functools.wraps(mapped)
         def noticed_map(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return mapped(*args, **kwargs)
+            if _is_outermost():
+                self._has_transformed = False  # else an earlier one has raised
             results = mapped(*args, **kwargs)
             self._transform_ended()
             return results
@@ -97,7 +104,7 @@ class BackwardPasses:
             replace(eager_transforms, "grad_and_value_impl", noticed_transform)
             replace(apis, "vmap_impl", noticed_map)
             replace(torch.optim.Optimizer, "__init__", constructed)
-        self._replacements.replace_in_modules("backward passes")
+        self._replacements.replace_in_modules()
         self._is_open = True
 
     def close(self) -> None:
@@ -117,10 +124,15 @@ class BackwardPasses:
 
     def _transform_ended(self) -> None:
         """After each gradient of `torch.func`'s, and each map, that ended well."""
-        if self._has_transformed and torch._C._functorch.maybe_current_level() is None:
+        if self._has_transformed and _is_outermost():
             self._has_transformed = False
             if self._ended is not None and not self._has_backward and torch._C._current_autograd_node() is None:
                 self._ended()
+
+
+def _is_outermost() -> bool:
+    """Whether no function transform of `torch.func`'s is under way."""
+    return torch._C._functorch.maybe_current_level() is None
 
 
 def _gives_up_its_graph(

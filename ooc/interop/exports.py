@@ -85,7 +85,7 @@ class Exports:
         for owner, name, make in (*_replacements(), *others):
             original = getattr(owner, name)
             self._replacements.replace(owner, name, functools.wraps(original)(make(self, original)))
-        self._replacements.replace_in_modules("exports")
+        self._replacements.replace_in_modules()
 
     # -- step boundaries; the session calls these with its lock held
 

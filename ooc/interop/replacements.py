@@ -11,7 +11,9 @@ _ABSENT = object()
 _OWN_PACKAGES = ("ooc", "torch")
 """Whose modules reach what is replaced through its owner, or are to have it as it was."""
 
-_without: dict[tuple[str, int], int] = {}
+_Names = tuple[tuple[str, str], ...]
+
+_without: dict[_Names, dict[int, int]] = {}
 """By what is replaced and a module's namespace, its names when none was bound to it: it is not looked at again."""
 
 
@@ -21,7 +23,8 @@ class Replacements:
     def __init__(self) -> None:
         self._undo = ExitStack()
         self._pairs: list[tuple[Any, Any]] = []  # what was there, and ours
-        self._kind = ""  # of what is replaced in modules, too
+        self._names: _Names = ()  # of what is replaced: owners and attributes
+        self._is_in_modules = False
 
     def __repr__(self) -> str:
         return "<Replacements>"
@@ -30,25 +33,23 @@ class Replacements:
         """Set an attribute until `put_back`."""
         before = getattr(owner, name)
         self._pairs.append((before, ours))
+        self._names += ((getattr(owner, "__name__", ""), name),)
         self._undo.callback(_put_back, owner, name, ours, vars(owner).get(name, _ABSENT))
         setattr(owner, name, ours)
 
-    def replace_in_modules(self, kind: str) -> None:
-        """Also replace what the program's modules have imported by name (`from torch import tensor`).
-
-        Args:
-            kind: Names what is replaced: it is the same in each session.
-        """
-        self._kind = kind
-        _rebind(self._pairs, kind)
+    def replace_in_modules(self) -> None:
+        """Also replace what the program's modules have imported by name (`from torch import tensor`)."""
+        self._is_in_modules = True
+        _rebind(self._pairs, self._names)
 
     def put_back(self) -> None:
         """Undo all of it, last first, and in modules that have imported ours since. Idempotent."""
         self._undo.close()
-        if self._kind:
-            _rebind([(ours, before) for before, ours in self._pairs], self._kind)
-            self._kind = ""
+        if self._is_in_modules:
+            _rebind([(ours, before) for before, ours in self._pairs], self._names)
+            self._is_in_modules = False
         self._pairs.clear()
+        self._names = ()
 
 
 def _put_back(owner: Any, name: str, ours: Any, before: Any) -> None:
@@ -60,18 +61,19 @@ def _put_back(owner: Any, name: str, ours: Any, before: Any) -> None:
         setattr(owner, name, before)
 
 
-def _rebind(pairs: list[tuple[Any, Any]], kind: str) -> None:
+def _rebind(pairs: list[tuple[Any, Any]], replaced: _Names) -> None:
     """Let names of modules that are bound to the first of a pair be bound to the second."""
     wanted = {id(old): new for old, new in pairs}
+    without = _without.setdefault(replaced, {})
     for names in _namespaces():
-        if _without.get((kind, id(names))) == len(names):
+        if without.get(id(names)) == len(names):
             continue
         found = [(name, wanted[id(value)]) for name, value in list(names.items()) if id(value) in wanted]
         names.update(found)
         if found:
-            _without.pop((kind, id(names)), None)
+            without.pop(id(names), None)
         else:
-            _without[kind, id(names)] = len(names)
+            without[id(names)] = len(names)
 
 
 def _namespaces() -> Iterator[dict[str, Any]]:

@@ -220,6 +220,23 @@ def test_blocks_are_regions(
 
 
 @needs_a_compiler
+def test_functional_gradients_within_a_region() -> None:
+    """Dynamo traces what notices them at ends of steps, too."""
+
+    @torch.compile(fullgraph=True)
+    def pushed(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.vmap(torch.func.grad(lambda row: row.tanh().square().sum()))(x)
+
+    x = torch.randn(64, 64)
+    torch._dynamo.reset()
+    expected = pushed(x)
+    torch._dynamo.reset()
+    with ooc.Session(BUDGET, step_boundary="optimizer"):
+        found = pushed(x)
+    assert torch.equal(found, expected)
+
+
+@needs_a_compiler
 def test_a_region_that_takes_much_of_the_budget_is_named() -> None:
     torch._dynamo.reset()
     for budget in ("16MiB", "4MiB"):
