@@ -387,11 +387,12 @@ def close_cycle(first: Observed, second: Observed) -> Trace:
     if first.trace.fingerprint() != trace.fingerprint():
         raise ValueError("two observations of different sequences do not make a cycle")
     becomes: dict[int, int] = {}
-    born = {
-        origin: index
-        for index, (v, origin) in enumerate(zip(trace.variables, second.origins, strict=True))
-        if v.birth_tick is not None and v.death_tick is None and v.evictable and origin is not None
-    }
+    staying = [
+        index
+        for index, v in enumerate(trace.variables)
+        if v.birth_tick is not None and v.death_tick is None and v.evictable
+    ]
+    born = {origin: index for index in staying if (origin := second.origins[index]) is not None}
     successors: dict[int, list[tuple[int, int]]] = {}
     for index, v in enumerate(trace.variables):
         serial, origin = second.start_serials[index], second.origins[index]
@@ -405,11 +406,10 @@ def close_cycle(first: Observed, second: Observed) -> Trace:
         elif v.death_tick is not None:
             successors.setdefault(v.nbytes, []).append((serial, index))
     leavers: dict[int, list[tuple[int, int]]] = {}
-    for index, v in enumerate(trace.variables):
+    for index in staying:
         serial = second.end_serials[index]
-        is_born = v.birth_tick is not None and v.death_tick is None
-        if is_born and serial is not None and v.evictable and index not in becomes:
-            leavers.setdefault(v.nbytes, []).append((serial, index))
+        if serial is not None and index not in becomes:
+            leavers.setdefault(trace.variables[index].nbytes, []).append((serial, index))
     for nbytes, entering in successors.items():
         leaving = sorted(leavers.get(nbytes, ()), reverse=True)
         for (_, successor), (_, index) in zip(sorted(entering, reverse=True), leaving, strict=False):
