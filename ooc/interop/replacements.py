@@ -11,6 +11,9 @@ _ABSENT = object()
 _OWN_PACKAGES = ("ooc", "torch")
 """Whose modules reach what is replaced through its owner, or are to have it as it was."""
 
+_own_modules: set[str] = set()
+"""Names of modules of theirs that were seen: there are thousands, and each opening and closing passes by."""
+
 _Names = tuple[tuple[str, str], ...]
 
 _without: dict[_Names, dict[int, int]] = {}
@@ -78,6 +81,11 @@ def _rebind(pairs: list[tuple[Any, Any]], replaced: _Names) -> None:
 
 def _namespaces() -> Iterator[dict[str, Any]]:
     for module_name, module in list(sys.modules.items()):
+        if module_name in _own_modules:
+            continue
+        if module_name.partition(".")[0] in _OWN_PACKAGES:
+            _own_modules.add(module_name)
+            continue
         names = getattr(module, "__dict__", None)
-        if type(names) is dict and module_name.partition(".")[0] not in _OWN_PACKAGES:
+        if type(names) is dict:
             yield names

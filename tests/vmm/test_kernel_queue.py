@@ -214,3 +214,33 @@ def test_a_fork_goes_on_without_the_queue(engine: TransferEngine, memory: Memory
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     engine.wait(engine.submit_read(file, 0, [(memory.address + MIB, 64 * KIB)]))
     assert memory[MIB : MIB + 64 * KIB] == memory[: 64 * KIB]
+
+
+def test_engines_one_after_another(memory: Memory, file: int) -> None:
+    """The kernel's context of the one before serves the next; a fork, where it is not one, makes its own."""
+    for turn in range(4):
+        assert_queues(memory, file, turn)
+    child = os.fork()
+    if child == 0:
+        failed = 1
+        try:
+            assert_queues(memory, file, 5)
+            assert_queues(memory, file, 6)
+            failed = 0
+        finally:
+            os._exit(failed)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_queues(memory, file, 7)
+
+
+def assert_queues(memory: Memory, file: int, turn: int) -> None:
+    """An engine has small jobs done by the kernel, which leaves none behind for the next one's."""
+    start = turn * 64 * KIB
+    with TransferEngine() as engine:
+        for _ in range(2):  # the second finds what the first has left
+            tickets = [engine.submit_write(file, start, [(memory.address + start, 64 * KIB)])]
+            tickets.append(engine.submit_read(file, start, [(memory.address + 8 * MIB, 64 * KIB)], after=tickets))
+            engine.wait_all()
+            assert memory[8 * MIB : 8 * MIB + 64 * KIB] == memory[start : start + 64 * KIB]
+        assert num_queued(engine) > 0
+        engine.submit_write(file, start, [(memory.address + start, 64 * KIB)])  # under way as it closes

@@ -199,14 +199,17 @@ class Engine {
     }
     for (auto& condition : has_work_) pthread_cond_broadcast(&condition);
     std::vector<pthread_t> threads;
+    bool closes_queue;
     {
       Lock lock(mutex_);
       threads.swap(threads_);  // so that of two that close at once, one joins
       while (!queue_.is_idle()) pthread_cond_wait(&finished_, &mutex_);
-      if (queue_.is_open() && !is_queue_closed_) queue_.close();
+      closes_queue = queue_.is_open() && !is_queue_closed_;
+      if (closes_queue) queue_.close();
       is_queue_closed_ = true;
     }
     for (pthread_t thread : threads) pthread_join(thread, nullptr);
+    if (closes_queue) queue_.give_back();
     pthread_cond_broadcast(&finished_);
   }
 
