@@ -19,9 +19,9 @@ from torch.utils import _python_dispatch
 
 from ooc.dispatch.mode import SessionMode
 from ooc.interop.compiled_region import nbytes_by_storage, region_of
-from ooc.interop.exports import users_stacklevel
 from ooc.interop.guest_threads import GuestMode
 from ooc.interop.replacements import Replacements
+from ooc.tracing.call_sites import users_stacklevel
 from ooc.units import format_nbytes
 
 __all__ = ["Compilation"]

@@ -6,7 +6,7 @@ import warnings
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ooc.interop.exports import users_stacklevel
+from ooc.tracing.call_sites import users_stacklevel
 
 
 def warn_of_earlier_modes() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ooc.interop.exports import users_stacklevel
 from ooc.interop.replacements import Replacements
+from ooc.tracing.call_sites import users_stacklevel
 
 
 class GraphFusion:

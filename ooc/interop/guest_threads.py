@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import (
 
 from ooc.dispatch.extension import leave_unnoticed
 from ooc.dispatch.guest_ops import as_guest, become_guest, cease_to_be_guest
-from ooc.interop.exports import users_stacklevel
 from ooc.interop.older_threads import visit_running_threads
 from ooc.interop.replacements import Replacements
+from ooc.tracing.call_sites import users_stacklevel
 
 Dispatch = Callable[[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]], Any]
 

@@ -173,6 +173,14 @@ class CallSites:
         return paths[id(inner)] or type(inner).__name__
 
 
+def users_stacklevel() -> int:
+    """The `stacklevel` for a warning about the user's code: the nearest frame that is not ours or torch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("ooc", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def _is_the_users(file_name: str) -> bool:
     """Whether this is a file of user code: neither torch's, nor ours, nor the standard library's."""
     if file_name.startswith(_OWN_MODELS):
