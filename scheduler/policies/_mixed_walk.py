@@ -60,15 +60,21 @@ class _Found:
     proposal: tuple[Residency, ...]
 
 
-def mixed(trace: Trace, machine: Machine, *, wrap: bool, most: int = 3) -> list[tuple[Residency, ...]]:
-    """The fastest proposals found, at most so many, by simulation without chunks; none if no walk fitted."""
+def mixed(
+    trace: Trace, machine: Machine, *, wrap: bool, most: int = 3, climbs: bool = True
+) -> list[tuple[Residency, ...]]:
+    """The fastest proposals found, at most so many, by simulation without chunks; none if no walk fitted.
+
+    With `climbs` the best is improved on by trial, which takes as long again, and more.
+    """
     try:
         facts = RematFacts(trace, machine)
     except BudgetTooSmall:
         return []
     search = _Search(facts, wrap=wrap)
     search.try_all()
-    search.climb()
+    if climbs:
+        search.climb()
     return [own.proposal for own in sorted(search.found, key=lambda own: own.duration_ns)[:most]]
 
 
