@@ -293,8 +293,8 @@ class Engine:
             last_first.callback(self.runner.recording.see_every_op)
             last_first.callback(setattr, self, "is_open", False)
             last_first.callback(self.memory.abandon_tensors, self.manager)
-            if self._brings_back:
-                last_first.callback(self.memory.detach_tensors, self.manager)
+            keep = self.memory.detach_tensors if self._brings_back else self.memory.leave_tensors
+            last_first.callback(keep, self.manager)
             last_first.callback(self.manager.land)
             last_first.callback(self.runner.absorb)
             last_first.callback(self.executor.finish)

@@ -13,6 +13,7 @@ plan is replayed (DESIGN.md section 6). This module is the public face; `ooc.eng
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from ooc.reporting.statistics import session_stats, step_metrics
 from ooc.telemetry.steps import StepLog
 from scheduler.plan import Plan
 from scheduler.trace import Trace
+from vmm.machine import memory_room
 
 
 class Session:
@@ -240,10 +242,23 @@ class Session:
 
         Args:
             bring_back: Variables that are still alive become ordinary memory, however much that
-                is. If False, those in the store are lost, and touching one of them ends the
-                process: for a process that is about to exit.
+                is. If False, they stay where they are, in the session's pool or in the store's file, and both stay
+                until they are freed: for a process that is about to exit. On a GPU they are lost then, and touching
+                one of them ends the process.
         """
         self.engine.close(bring_back=bring_back)
+
+    def close_at_exit(self) -> None:
+        """Close a session that is open when the interpreter exits; what is alive can be used until the very end.
+
+        Nothing is copied, but on a GPU: there it is brought back, if that takes no more memory than the budget and the
+        machine has it to spare. Nothing happens on another thread than the session's.
+        """
+        if threading.get_ident() != self._thread:
+            return
+        nbytes = 0 if self.engine.memory.is_host else self.engine.live_nbytes()
+        fits = 0 < nbytes <= self.budget_nbytes and 2 * nbytes <= memory_room().available_nbytes
+        self.close(bring_back=fits)
 
     # -- what a user may look at
 
@@ -328,3 +343,10 @@ class Session:
             raise SessionError("this session is closed; open a new one")
         if threading.get_ident() != self._thread:
             raise SessionError("a session's steps belong to the thread that opened it")
+
+
+@atexit.register  # after `vmm.transfers` has registered the end of its threads, so that this runs before it
+def _close_at_exit() -> None:
+    """Close what is open, after the program's own functions of this kind."""
+    if isinstance(_current.session, Session):
+        _current.session.close_at_exit()

@@ -7,7 +7,6 @@ are taken out of the traceback. Nothing is written to stdout.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import importlib.machinery
@@ -32,7 +31,6 @@ from ooc.reporting.hints import trains_elsewhere
 from ooc.reporting.report import summary, write_json
 from ooc.telemetry.progress import rank
 from vmm.driver import MemoryFault
-from vmm.machine import memory_room
 from vmm.native_build import NativeBuildError
 from vmm.printable import printable
 from vmm.store import StoreError
@@ -144,7 +142,6 @@ def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module
     except (ValueError, TypeError, OocError, StoreError, MemoryFault, NativeBuildError) as error:
         raise RunError(str(error)) from error
     process = os.getpid()
-    atexit.register(_end, session, process)  # the script's own come later, so they run earlier
     try:
         in_backward = every_optimizer_in_backward(micro_batches=options.micro_batches)
         with in_backward if options.step_in_backward else contextlib.nullcontext():
@@ -358,20 +355,6 @@ def _tell(
     has_trained = report["steps"] or ((report["in_core_peak_nbytes"] or trains_elsewhere(report)) and not has_failed)
     if report["hint"] and (wants_summary or (may_hint and has_trained)):
         print(f"ooc run: {report['hint']}", file=sys.stderr)
-
-
-def _end(session: ooc.session.Session, process: int) -> None:
-    """Close the session at the interpreter's exit.
-
-    What is still alive then (a script's model usually is) is seldom used again. It is brought back in
-    only if that takes no more memory than the budget and the machine has it to spare. In a forked child of `process`,
-    whose session it is, nothing is done.
-    """
-    if os.getpid() != process:
-        return
-    nbytes = session.engine.live_nbytes()
-    fits = nbytes <= session.budget_nbytes and 2 * nbytes <= memory_room().available_nbytes
-    session.close(bring_back=fits)
 
 
 def _report_path(text: str | None) -> Path | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ooc.devices.detach import abandon_tensors, detach_tensors
+from ooc.devices.detach import abandon_tensors, detach_tensors, leave_tensors
 from ooc.devices.protocols import Device
 from ooc.errors import SessionError
 from ooc.memory.guards import Guards
@@ -92,6 +92,10 @@ class CpuMemory:
     def detach_tensors(self, manager: ResidencyManager) -> None:
         """Detach what is still alive: it becomes ordinary memory at its address."""
         detach_tensors(manager, self.driver, self.store, self.allocator)
+
+    def leave_tensors(self, manager: ResidencyManager) -> None:
+        """As `Memory.leave_tensors`."""
+        leave_tensors(manager, self.driver)
 
     def abandon_tensors(self, manager: ResidencyManager) -> None:
         """As `Memory.abandon_tensors`."""

@@ -63,6 +63,10 @@ class DeviceGuards:
         if self._debug:
             self._space.unmap(record.reservation)
 
+    def show_file(self, record: VariableRecord) -> None:
+        """Refused: a device cannot see a file."""
+        raise MemoryFault(f"{record!r}: a device's addresses cannot show a file.")
+
     def leave(self, record: VariableRecord, segments: Any) -> Any:  # noqa: ARG002 - as `Guards` has it
         """Refused: what was given out stays where it is, since no write to it can be made to wait."""
         raise MemoryFault(f"{record!r}: memory of a device that was given out stays where it is.")
@@ -209,6 +213,9 @@ class DeviceMemory:
         self.store.wait_all()
         for record in list(manager.records.values()):
             manager.settle(record)
+
+    def leave_tensors(self, manager: ResidencyManager) -> None:
+        """As `Memory.leave_tensors`: nothing can be. The device's memory goes with the session."""
 
     def close(self) -> None:
         """Wait for the device, then free everything. Idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -13,6 +14,7 @@ from ooc.errors import SessionError
 from ooc.memory.record import Segments, State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.units import format_nbytes
+from vmm.driver import MemoryFault
 from vmm.posix import PosixDriver
 from vmm.store import FileStore
 from vmm.syscalls import MAP_FIXED, MAP_NORESERVE, Syscalls
@@ -60,10 +62,29 @@ def detach_tensors(manager: ResidencyManager, driver: PosixDriver, store: FileSt
     return total
 
 
-def abandon_tensors(manager: ResidencyManager, allocator: CpuAllocator) -> None:
-    """Let go of what is alive and was not detached, if anything: what the session's end could not, or need not save.
+def leave_tensors(manager: ResidencyManager, driver: PosixDriver) -> None:
+    """Let every live variable stay where it is: its addresses go on to show the pool's chunks, or the store's file.
 
-    There is no memory at its addresses once the session's is gone, and no later session gets them before it is freed.
+    For a process that is about to exit: other threads, and what runs while the interpreter shuts down, still find all
+    bytes, and nothing is copied. The pool's memory, and the file's, are there until the last of them is freed. Where
+    that cannot be, for want of mappings, nothing is left at the addresses.
+    """
+    for record in manager.records.values():
+        with contextlib.suppress(MemoryFault, OSError):
+            if record.state is State.RESIDENT:
+                manager.guards.lift(record)
+                manager.space.map(record.reservation, record.runs)
+            elif record.slot is not None:
+                manager.guards.show_file(record)
+            else:
+                continue
+            driver.disown(record.address, record.reservation.num_held_chunks)
+
+
+def abandon_tensors(manager: ResidencyManager, allocator: CpuAllocator) -> None:
+    """Let go of what is alive and was not detached, if anything: what the session's end could not save, or has left.
+
+    No later session gets its addresses before it is freed.
     """
     for record in list(manager.records.values()):
         allocator.detach(record.address, record.reservation.num_held_chunks * manager.chunk_nbytes)

@@ -80,6 +80,9 @@ class Memory(Protocol):
     def detach_tensors(self, manager: ResidencyManager) -> None:
         """Detach the tensors that are alive when the session ends."""
 
+    def leave_tensors(self, manager: ResidencyManager) -> None:
+        """Let what is alive stay where it is, as far as it can be read there when the session's memory is gone."""
+
     def abandon_tensors(self, manager: ResidencyManager) -> None:
         """Let go of what is alive and was not detached: its addresses are nobody else's until it is freed."""
 

@@ -9,6 +9,7 @@ the variable is next loaded. See ooc/DESIGN.md, "Access from outside".
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 
 from ooc.memory.record import NO_GUARD, Runs, Segments, State, VariableRecord
@@ -67,16 +68,19 @@ class Guards:
         """
         assert record.slot is not None, record
         if not self._debug or record.exports:
-            try:
-                shown_nbytes = self._shown_nbytes(record)
-                self._space.map_file(record.reservation, self._store.descriptor, record.slot.offset, shown_nbytes)
-                self._end(record)
+            with contextlib.suppress(MemoryFault):  # too many mappings: show nothing, and serve a touch if there is one
+                self.show_file(record)
                 return
-            except MemoryFault:  # too many mappings: show nothing, and serve a touch if there is one
-                pass
         self._space.unmap(record.reservation)
         self._end(record)
         self._guard([record], protects=False)
+
+    def show_file(self, record: VariableRecord) -> None:
+        """Let an away record's addresses show the store's file. Raises `MemoryFault`: they show what they showed."""
+        assert record.slot is not None, record
+        shown_nbytes = self._shown_nbytes(record)
+        self._space.map_file(record.reservation, self._store.descriptor, record.slot.offset, shown_nbytes)
+        self._end(record)
 
     def leave(self, record: VariableRecord, segments: Segments) -> Transfer:
         """Write what was given out, a resident record, to its slot, and let its addresses show it there.

@@ -72,6 +72,9 @@ class AddressGuards(Protocol):
     def hide(self, record: VariableRecord) -> None:
         """An on-demand record is away, and its addresses show it no longer."""
 
+    def show_file(self, record: VariableRecord) -> None:
+        """Let an away record's addresses show the store's file. Raises MemoryFault."""
+
     def leave(self, record: VariableRecord, segments: Any) -> Any:
         """Write what was given out to its slot, and show it there; nobody can write meanwhile. The transfer, over.
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import traceback
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import ooc
 from ooc.devices.cpu import CpuMemory
+from ooc.memory.record import State
 from ooc.replay.reruns import Reruns
+from tests.quick_plans import QUICK_PLANS
+from tests.session.continuation import BUDGET, Trainer
 from tests.session.recomputed import CASES, Training, session
 from vmm.table import AllocatorTable
 from vmm.torch_cpu import cpu_allocator
 
 LENGTH = 20_000
+ROOT = Path(__file__).parents[2]
 
 
 def open_session() -> ooc.Session:
@@ -131,3 +139,63 @@ def test_storages_of_reruns_that_outlive_their_session(first: int) -> None:
         assert not allocator.is_alive(address)
         assert len(later.engine.live_records()) == len(ours)
     assert allocator.state.num_rerun_alive == 0
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("in_step", [False, True])
+def test_what_stays_where_it_is_can_be_used(debug: bool, in_step: bool) -> None:
+    """Closed without being brought back, within a planned step or after it: all is there, to read and write."""
+
+    def end() -> None:
+        states.update(record.state for record in session.engine.live_records())
+        session.close(bring_back=False)
+
+    session, states = ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, **QUICK_PLANS), set[State]()
+    with session.step():
+        trainer, plain = Trainer(), Trainer()
+    for index in range(5):
+        with session.step():
+            trainer.step(index)
+    assert session.steps.rows[-1].mode == "planned"
+    if in_step:
+        with session.step():
+            trainer.step(5, between=end)
+    end()
+    assert states >= {State.RESIDENT, State.AWAY}
+    losses = [plain.step(index) for index in range(8)]
+    assert [trainer.step(index) for index in range(5 + in_step, 8)] == losses[5 + in_step :]
+    expected = plain.snapshot()
+    assert all(np.array_equal(value, expected[name]) for name, value in trainer.snapshot().items())
+
+
+SCRIPT = """
+import sys, threading, weakref
+import torch
+from torch import nn
+{opening}
+class Average:
+    def __init__(self):
+        self.values = torch.full((400, 200), 2.0)
+    def __del__(self):
+        print("del", float(self.values.sum()), flush=True)
+average, holder, final = Average(), type("Holder", (), {{}})(), torch.full((400, 200), 3.0)
+weakref.finalize(holder, lambda values: print("final", float(values.sum()), flush=True), final)
+batches = [torch.full((512, 512), float(index)) for index in range(8)]
+net = nn.Linear(512, 512)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
+for _ in range(6):
+    sum(net(batch).square().mean() for batch in batches).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("opening", ["", "import ooc; session = ooc.Session('6MiB', step_boundary='optimizer')"])
+def test_what_runs_while_the_interpreter_shuts_down_finds_its_tensors(opening: str, tmp_path: Path) -> None:
+    """With more alive than the budget: under `ooc run`, and in a session that the program never closes."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(opening=opening))
+    way = [] if opening else ["-m", "ooc", "run", "--budget", "6MiB"]
+    done = subprocess.run([sys.executable, *way, str(script)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split("\n")) == (0, ["end", "final 240000.0", "del 160000.0", ""]), done.stderr
