@@ -37,7 +37,7 @@ def run_natively(
         dispatcher: The native dispatcher.
         manager, executor, recording, lock: The session's.
         refused: Allocations refused in the present op; native code calls `failed` where there are any.
-        failed: `OpRunner.failed_on_demand`.
+        failed: `FailedOps.on_demand`.
         may_run_again: Whether trials of an op tell if it is replayable.
         most_ops: After so many ops in a period native code leaves them to Python.
     """

@@ -19,12 +19,13 @@ import torch
 from ooc.dispatch.borders import Borders
 from ooc.dispatch.collective_runs import CollectiveRuns
 from ooc.dispatch.extension import new_dispatcher
+from ooc.dispatch.failed_ops import FailedOps
 from ooc.dispatch.guest_ops import GuestOps, is_guest
 from ooc.dispatch.hidden_operands import HiddenOperands, uses_unnamed
 from ooc.dispatch.mode import SessionMode, is_tracing
 from ooc.dispatch.native_demand import is_special, run_natively
 from ooc.dispatch.ops_in_parts import OpNotes, OpsInParts
-from ooc.dispatch.refusals import Call, RefusedAllocations
+from ooc.dispatch.refusals import RefusedAllocations
 from ooc.dispatch.signals import CriticalLock
 from ooc.errors import SessionError
 from ooc.memory.no_room import NoRoom
@@ -135,7 +136,17 @@ class OpRunner:
             recording=self.recording,
             threshold_nbytes=threshold_nbytes,
         )
-        notes = OpNotes(complete=self._complete, absorb=self.absorb, failed=self._note_failed_op)
+        self._failures = FailedOps(
+            manager=manager,
+            dispatcher=self.dispatcher,
+            recording=self.recording,
+            refusals=self.refusals,
+            lock=self.lock,
+            set_between=allocator.state.set_between,
+            absorb=self.absorb,
+            resolve=lambda error, call: self.parts.resolve(error, call),
+        )
+        notes = OpNotes(complete=self._complete, absorb=self.absorb, failed=self._failures.note)
         self.parts = OpsInParts(
             manager, allocator, self.dispatcher, self.executor, self.lock, self.recording, self.refusals, notes
         )
@@ -147,7 +158,7 @@ class OpRunner:
                 recording=self.recording,
                 lock=self.lock,
                 refused=self.refusals.pending,
-                failed=self.failed_on_demand,
+                failed=self._failures.on_demand,
                 may_run_again=self.trials.may_run_again,
                 most_ops=MAX_PERIOD_OPS,
             )
@@ -234,44 +245,29 @@ class OpRunner:
             )
             if not self.parts.take_left(record, result):
                 self._complete(record, result)
-        if error is not None:  # as in `_give_up`
+        if error is not None:  # as in `FailedOps.given_up`
             raise error from error.__cause__
 
     def failed(self, index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        """Handle a planned op that raised: if a refused allocation was the cause, raise the error that explains it."""
+        """Handle a planned op that raised: if a refused allocation was the cause, raise the error that explains it.
+
+        Else the plan goes on: programs catch errors, and the step may be the one that it was made from. What the op has
+        not made is missed by the next op that differs.
+        """
         with self._lock:
             error = self.refusals.error((func, args, kwargs or {}), self._executor.mid_op_records())
+            if error is not None and self._executor.active is not None:
+                self.bail_out("an op was refused memory")
             if self._executor.active is not None:
                 self._executor.fail(index)
-                self.bail_out("an op raised")
-            else:
-                self._executor.finish()
-            self._note_failed_op(func)
+                if self._executor.acts_after(index):
+                    self.after(index)
+                return
+            self._executor.finish()
+            self._failures.note(func, args, kwargs or {})
             self.absorb()
         if error is not None:
             raise error from error.__cause__
-
-    def failed_on_demand(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        records: list[VariableRecord],
-        written: list[int],
-        has_raised: bool,
-    ) -> tuple[Any] | None:
-        """Handle an op that native code ran, and that raised, or was refused memory and went on without.
-
-        It has pinned `records`, and writes what is at `written`. Its result in a tuple, if it was run in parts instead.
-        """
-        with self._lock:
-            error = self.refusals.error((func, args, kwargs or {}), records, in_parts=True)
-            self._unpin(records)
-            for record in self._records_at(written) if has_raised else records:
-                record.written()
-            self._note_failed_op(func)
-            self.absorb()
-        return None if error is None else (self.parts.resolve(error, (func, args, kwargs or {})),)
 
     def dispatch(
         self, func: Any, types: tuple[Any, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -337,7 +333,7 @@ class OpRunner:
         except BaseException:
             with self._lock:
                 error = self.refusals.error((func, args, kwargs), [])
-                self._note_failed_op(func)  # if it has left the plan
+                self._failures.note(func)  # if it has left the plan
             if error is not None:
                 raise error from error.__cause__
             raise
@@ -414,20 +410,12 @@ class OpRunner:
                 with self._lock:
                     self._watch.ended()
         except BaseException:
-            with self._lock:
-                if isinstance(trial, RerunTrial):
-                    trial.close()
-                error = self.refusals.error((func, args, kwargs), records, in_parts=True)  # before `absorb`
-                self._unpin(records)
-                for record in self._records_at(op.written):
-                    record.written()
-                self._note_failed_op(func)
-                self.absorb()
+            error = self._failures.end((func, args, kwargs), records, self._records_at(op.written), trial=trial)
             if error is not None:
                 return self.parts.resolve(error, (func, args, kwargs))
             raise
         if self.refusals.pending:
-            return self._give_up((func, args, kwargs), records, trial, result)
+            return self._failures.given_up((func, args, kwargs), records, trial, result)
         op.duration_ns = max(time.monotonic_ns() - started - (state.cold_ns - cold_ns), 0)
         with self._lock:
             self.absorb()
@@ -469,11 +457,6 @@ class OpRunner:
         self.recording.begin(self._manager.records, is_cut=True)
         self._manager.foresight.begin(None)
         self._allocator.state.restart()
-
-    def _note_failed_op(self, func: Any) -> None:
-        if self.recording.recorder is not None:
-            self.recording.recorder.append(OpRecord(func=func, where="", occurrences=(), written=()))
-            self._allocator.state.set_between(self.recording.recorder.num_ops)
 
     def _note_seen(self, result: Any) -> list[int]:
         addresses = self._dispatcher.operands(result)
@@ -535,16 +518,3 @@ class OpRunner:
             if self.recording.recorder is not None:
                 # Of a period that has ended their places mean nothing: while one is learned, garbage is collected.
                 self.recording.recorder.events += [e._replace(position=0) for e in events] if at_start else events
-
-    def _give_up(self, call: Call, records: list[VariableRecord], trial: RerunTrial | bool, result: Any) -> Any:
-        """Handle an op that was refused memory and ended well all the same: by another algorithm, with other bits."""
-        with self._lock:
-            if isinstance(trial, RerunTrial):
-                trial.close()
-            error = self.refusals.error(call, records, in_parts=True)
-            self._unpin(records)
-            for record in records:
-                record.written()
-            self._note_failed_op(call[0])
-            self.absorb()
-        return result if error is None else self.parts.resolve(error, call)

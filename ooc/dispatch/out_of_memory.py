@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -218,7 +219,7 @@ def _result_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], thr
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
     # Any op may refuse tensors without data, each in its own way; then there is no second bound.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):  # it is not the program's call
         arguments = tree_map(without_data, (tuple(args), dict(kwargs)))
         results = func(*arguments[0], **arguments[1])
         known = {storage_of(t) for t in _tensors(arguments)}

@@ -353,6 +353,10 @@ class Executor:
             if not self.reruns.discard(executable, residency):
                 return
 
+    def acts_after(self, index: int) -> bool:
+        """Whether there is anything to do after op `index` of the plan."""
+        return self.active is not None and self.active.after[index] is not None
+
     def fail(self, index: int) -> None:
         """Note that op `index` raised, perhaps after it had written some of its operands."""
         assert self.active is not None

@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -418,6 +419,14 @@ def test_session_in_a_session() -> None:
         trainer = Trainer()
         with session.step():
             trainer.step(0)
+
+
+def test_a_message_warns_of_nothing() -> None:
+    """To know what the op would make, it is run on tensors without data, which warns of what it would resize."""
+    with ooc.Session("384KiB", plan_cache=False):
+        x, weight, out = torch.randn(300, 192), torch.randn(192, 192), torch.empty(100, 192)
+        with warnings.catch_warnings(action="error"), pytest.raises(ooc.BudgetTooSmall):
+            torch.mm(x, weight, out=out)
 
 
 def test_session_after_its_end() -> None:
