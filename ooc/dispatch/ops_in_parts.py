@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -421,7 +422,8 @@ def without_data(func: Any, given: Mapping[str, Any], tensors: Mapping[str, Tens
     empty = {name: _on_meta(tensor) for name, tensor in tensors.items()}
     back = {id(meta): tensors[name] for name, meta in empty.items()}
     settings = {"device": "meta"} if any(a.name == "device" for a in func._schema.arguments) and not tensors else {}
-    results, returned = tree_flatten(func(**as_lists(func, dict(given) | empty | settings)))
+    with warnings.catch_warnings(action="ignore"):  # it is not the program's call
+        results, returned = tree_flatten(func(**as_lists(func, dict(given) | empty | settings)))
     storages = {meta.untyped_storage()._cdata for meta in empty.values()}
     whole: list[Any] = []
     for result in results:
