@@ -254,16 +254,6 @@ class Exports:
             _local.saves -= 1
 
     @contextlib.contextmanager
-    def off_plan(self) -> Iterator[None]:
-        """For calls that move a variable below the dispatcher: bail out of the plan; the kernel serves what is away."""
-        if self._is_open and not _local.depth:
-            with self._lock:
-                if self._executor.active is not None:
-                    self._runner.bail_out("a tensor is moved to shared memory")
-        with within_op():
-            yield
-
-    @contextlib.contextmanager
     def everything(self) -> Iterator[None]:
         """For calls that may use any variable below the dispatcher, nobody can say which: each is exported meanwhile.
 

@@ -30,7 +30,6 @@ class Exporter(Lender, Protocol):
     def copy_for_guest(self, tensor: torch.Tensor) -> torch.Tensor: ...
     def storage_to_read(self, storage: Any) -> Any: ...
     def saving(self) -> AbstractContextManager[None]: ...
-    def off_plan(self) -> AbstractContextManager[None]: ...
 
 
 def replacements() -> list[tuple[Any, str, Callable[[Exporter, Any], Any]]]:
@@ -186,9 +185,10 @@ def _make_storage_sharing(exports: Exporter, original: Any) -> Any:
     """Replace a function that moves a storage to shared memory: it copies and frees it below the dispatcher."""
 
     def sharing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not exports.owns(storage_pointer(self)):
+        pointer = storage_pointer(self)
+        if not exports.owns(pointer):
             return original(self, *args, **kwargs)
-        with exports.still() if is_guest() else exports.off_plan():
+        with exports.still() if is_guest() else exports.reading(pointer):
             return original(self, *args, **kwargs)
 
     return sharing

@@ -109,3 +109,26 @@ class _InCoreSession(InCore):
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_copy_that_is_shared_in_each_step(debug: bool) -> None:
+    """For another process to look at, say: the plan goes on."""
+
+    def program(session: Any) -> list[Any]:
+        model, optimizer = build()
+        found: list[Any] = []
+        for index in range(2 * NUM_STEPS):
+            with session.step():
+                found.append(train(model, optimizer, index))
+                shared = model[index % 2 * 2].weight.detach().clone().share_memory_()
+                found.append(shared.sum().item())
+        return [*found, contents(model)]
+
+    expected = program(InCore())
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, **QUICK_PLANS) as session:
+        found = program(session)
+        rows = list(session.steps.rows)
+    assert found == expected
+    assert {row.mode for row in rows[NUM_STEPS:]} == {"planned"}, [row.why for row in rows]
+    assert sum(row.evicted_nbytes for row in rows[NUM_STEPS:]) > 0
