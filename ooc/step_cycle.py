@@ -122,6 +122,7 @@ class StepCycle:
         # The plan of this period, to be entered again if it is left at its head.
         self._awaited: ExecutablePlan | None = None
         self._entered: ExecutablePlan | None = None  # the plan that was entered last
+        self._heads: tuple[Any, ...] = ()  # the functions with which what has a plan may begin
         self._begun_ns = learning.cost_ns()  # when the present sequence did
         self._stay: _Stay | None = None  # of the same, until it ends
         self._tried: list[ExecutablePlan] = []  # plans that were entered and left at their heads before this very op
@@ -181,7 +182,7 @@ class StepCycle:
         """Note that a backward pass begins: its ops run without gradients, which means nothing."""
         if self._is_open() and threading.get_ident() == self._thread:
             self._backward_depth += 1
-            self._runner.dispatcher.watch(-1, None)
+            self._runner.dispatcher.watch(-1, None, ())
 
     def backward_left(self) -> None:
         """Note that a backward pass is over, well or not: a segment ends here."""
@@ -299,7 +300,7 @@ class StepCycle:
             return
         addresses = self._runner.dispatcher.occurrences(args, kwargs)
         if not addresses:
-            may_begin = is_awaited or is_border or self._runner.recording.looks_at_idle
+            may_begin = is_awaited or is_border or self._runner.recording.looks_at_idle or func in self._heads
             if not may_begin or not _makes_tensors(func):
                 return
         with self._lock:
@@ -358,10 +359,11 @@ class StepCycle:
         recorder, awaited = self._runner.recording.recorder, self._awaited
         matters = self._segmentation.is_on or self._is_between
         if self._backward_depth:
-            self._runner.dispatcher.watch(-1, None)
+            self._runner.dispatcher.watch(-1, None, ())
         else:
             mode = int(recorder.grad_mode) if recorder is not None and matters else -1
-            self._runner.dispatcher.watch(mode, awaited.head if awaited is not None else None)
+            self._heads = self._sequences.heads() if matters else ()
+            self._runner.dispatcher.watch(mode, awaited.head if awaited is not None else None, self._heads)
 
     def _pass(self, choose: Callable[[], ExecutablePlan | None], *, is_begun: bool = False) -> None:
         """Pass a border: learn from the sequence that ends, and enter the chosen plan.

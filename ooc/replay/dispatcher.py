@@ -106,8 +106,11 @@ class Dispatcher(Protocol):
     def at_head(self, head: int, /) -> None:
         """Which ops on demand Python sees because something may begin with them (`ooc.tracing.recording.Head`)."""
 
-    def watch(self, mode: int, func: Any, /) -> None:
-        """Ops on demand in another grad mode than this (1: enabled; -1: any) are left to Python, and so is `func`."""
+    def watch(self, mode: int, func: Any, heads: tuple[Any, ...], /) -> None:
+        """Ops on demand in another grad mode than this (1: enabled; -1: any) are left to Python, and so is `func`.
+
+        And so are `heads`, until something has begun.
+        """
 
     def leave(self) -> None:
         """No plan is being replayed any more."""

@@ -299,7 +299,7 @@ class Sequences:
             observed = shape.for_plan(envelope)
             if observed is None:
                 return  # it has grown since
-            executable = self._make_roomy(key, plan, envelope, observed)
+            executable = self._proven.with_room(key, plan, envelope, observed, self.maker.here, self._make_executable)
             executable = self._with_trials(key, executable, plan.step_ns)
         except Stopped:
             _log.info("planning was interrupted; it is tried again when this sequence comes again")
@@ -376,9 +376,6 @@ class Sequences:
             self._unplannable[key] = str(error)
             _log.warning("this sequence stays on demand: %s", error)
 
-    def _make_roomy(self, key: str, plan: Plan, envelope: Envelope, observed: Observed) -> ExecutablePlan:
-        return self._proven.with_room(key, plan, envelope, observed, self.maker.here, self._make_executable)
-
     def _make_executable(self, plan: Plan, envelope: Envelope, observed: Observed, area: int = 0) -> ExecutablePlan:
         return ExecutablePlan(
             trace=envelope.trace,
@@ -415,11 +412,8 @@ class Sequences:
     def forget_plans(self) -> None:
         """The budget has changed: no plan made so far is of use. Each sequence is planned anew when it is next seen."""
         self.retired += self._plans.values()
-        self._plans.clear()
-        self._envelopes.clear()
-        self._asked.clear()
-        self._unplannable.clear()
-        self._without_headroom.clear()
+        for known in (self._plans, self._envelopes, self._asked, self._unplannable, self._without_headroom):
+            known.clear()
         self._first.forget()
         self._proven.forget_empty()
         self.active_key = None
@@ -502,7 +496,7 @@ class Sequences:
         if plan.step_ns > old_ns * _WORTHWHILE:
             return executable
         own = Envelope.of(executable, trace), executable.observed
-        better = attempt(lambda: self._make_roomy(key, plan, *own))
+        better = attempt(lambda: self._proven.with_room(key, plan, *own, self.maker.here, self._make_executable))
         if better is None or better.plan.step_ns > old_ns * _WORTHWHILE:  # for all the room that it leaves
             return executable
         # For the next run to find: it will ask with what it measures when it begins.
@@ -529,6 +523,10 @@ class Sequences:
     def expected(self) -> ExecutablePlan | None:
         """The plan for what should come now, if there is one."""
         return self._expectation.expected(self._plans)
+
+    def heads(self) -> tuple[Any, ...]:
+        """The functions with which what has a plan may begin."""
+        return tuple({plan.head for plan in self._plans.values() if plan.num_idle != plan.num_ops})
 
     def starting_with(
         self, fits: Callable[[ExecutablePlan], bool], num_alive: Callable[[], int]

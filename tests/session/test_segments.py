@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import ooc
+from ooc.replay import unions
 from tests.quick_plans import QUICK_PLANS
 
 SIZE = 192
@@ -146,6 +147,33 @@ def test_evaluations_between_steps_that_begin_with_a_loader_are_planned(zeroes_f
 
     rows = run(program)
     assert planned_share(rows[9:]) > 0.9
+
+
+def test_a_loader_whose_batch_is_the_first_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stacks samples that are none, after more ops than Python looks at: that op says what begins, all the same."""
+    for name in ("_NUM_UNLIKE", "_NUM_MIXED"):  # steps are planned piece by piece
+        monkeypatch.setattr(unions, name, 99)
+
+    def program() -> list[Any]:
+        rng = random.Random(3)
+        net = model(num_layers=3)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        out: list[Any] = []
+        for index in range(40):
+            generator = torch.Generator().manual_seed(index)
+            for _ in range(rng.randint(0, 6)):
+                out.append(torch.randn(3, generator=generator).mean().item())
+            samples = [torch.randn(SIZE, generator=generator) for _ in range(60)]
+            net(torch.stack(samples)).square().mean().backward()
+            with torch.no_grad():
+                for parameter in rng.sample(list(net.parameters()), rng.randint(1, 5)):
+                    out.append(parameter.norm().item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return out + digest(net)
+
+    rows = run(program)
+    assert planned_share(rows[20:]) > 0.7, [row.why for row in rows]
 
 
 def test_micro_batches_in_any_number_are_planned() -> None:

@@ -61,7 +61,7 @@ class DemandOp {
 
   // How the op is called; null, maybe with an error, if it is Python's. One that is waited for may begin what has a plan.
   const ooc::OpInfo* info_of(PyObject* func) {
-    if (func == self_->awaited_func) return nullptr;
+    if (func == self_->awaited_func || (is_at_head_ && is_a_head(func))) return nullptr;
     func_ = func;
     const ooc::OpInfo* info = demand_.info_of(func);
     return info != nullptr && info->call != nullptr ? info : nullptr;
@@ -165,6 +165,15 @@ class DemandOp {
   }
 
  private:
+  // Whether a plan may begin with this function.
+  bool is_a_head(PyObject* func) const {
+    if (self_->heads == nullptr) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self_->heads); ++i) {
+      if (PyTuple_GET_ITEM(self_->heads, i) == func) return true;
+    }
+    return false;
+  }
+
   // Each address once among those from `start` on.
   bool note(uint64_t address, size_t start) {
     const auto first = addresses_.begin() + static_cast<ptrdiff_t>(start);

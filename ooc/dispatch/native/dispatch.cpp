@@ -25,6 +25,7 @@
 #include "play.h"
 #include "prepare_acts.h"
 #include "run_on_demand.h"
+#include "watch.h"
 #include "sections.h"
 #include "unnoticed_mode.h"
 
@@ -302,26 +303,6 @@ PyObject* dispatcher_demand(PyObject* object, PyObject* log) {
   Py_RETURN_NONE;
 }
 
-// at_head(head): which ops Python sees because something may begin with them, as `ooc::Head`.
-PyObject* dispatcher_at_head(PyObject* object, PyObject* head) {
-  const long value = PyLong_AsLong(head);
-  if (PyErr_Occurred()) return nullptr;
-  reinterpret_cast<Dispatcher*>(object)->head = static_cast<ooc::Head>(value);
-  Py_RETURN_NONE;
-}
-
-// watch(mode, func): ops on demand in another grad mode than this are Python's, and so is `func`; -1 and None: none.
-PyObject* dispatcher_watch(PyObject* object, PyObject* positional) {
-  auto* self = reinterpret_cast<Dispatcher*>(object);
-  int mode;
-  PyObject* func;
-  if (!PyArg_ParseTuple(positional, "iO", &mode, &func)) return nullptr;
-  self->watched_grad_mode = mode;
-  PyObject* awaited = func == Py_None ? nullptr : Py_NewRef(func);
-  Py_XSETREF(self->awaited_func, awaited);
-  Py_RETURN_NONE;
-}
-
 // vouch() -> whether it is news: the next planned op may be played with fewer operands than planned, though it changes some.
 PyObject* dispatcher_vouch(PyObject* object, PyObject*) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
@@ -409,6 +390,7 @@ int dispatcher_clear(PyObject* object) {
   delete std::exchange(self->demand, nullptr);
   delete std::exchange(self->acts, nullptr);
   Py_CLEAR(self->awaited_func);
+  Py_CLEAR(self->heads);
   Py_CLEAR(self->owner);
   Py_CLEAR(self->slow);
   Py_CLEAR(self->before);
@@ -433,6 +415,7 @@ int dispatcher_traverse(PyObject* object, visitproc visit, void* arg) {
     if (stop != 0) return stop;
   }
   Py_VISIT(self->awaited_func);
+  Py_VISIT(self->heads);
   Py_VISIT(self->owner);
   Py_VISIT(self->slow);
   Py_VISIT(self->before);

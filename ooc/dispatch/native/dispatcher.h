@@ -91,6 +91,7 @@ struct Dispatcher {
   ooc::Head head;          // which ops on demand are Python's because something may begin with them
   int watched_grad_mode;   // ops on demand in the other grad mode are Python's; -1: it does not matter
   PyObject* awaited_func;  // this one, too; null: none
+  PyObject* heads;         // and these, a tuple of functions, until something has begun; null: none
   ooc::Demand* demand;  // ops that run on demand; null until the session says how
   ooc::Acts* acts;      // what goes before planned ops; null: all of it is Python's
   ooc::Trials* trials;  // which kinds of op may run again
