@@ -256,14 +256,19 @@ class OpRunner:
         """
         with self._lock:
             error = self.refusals.error((func, args, kwargs or {}), self._executor.mid_op_records())
-            if error is not None and self._executor.active is not None:
-                self.bail_out("an op was refused memory")
             if self._executor.active is not None:
                 self._executor.fail(index)
-                if self._executor.acts_after(index):
-                    self.after(index)
-                return
-            self._executor.finish()
+                if error is None:
+                    if self._executor.acts_after(index):
+                        self.after(index)
+                    return
+                self.bail_out("an op was refused memory")
+            else:  # it was left within the op
+                self._executor.finish()
+                for record in self._records_at(
+                    self._dispatcher.operands(*ops.written_values(func, args, kwargs or {}))
+                ):
+                    record.written()
             self._failures.note(func, args, kwargs or {})
             self.absorb()
         if error is not None:
