@@ -248,18 +248,6 @@ class Session:
         """
         self.engine.close(bring_back=bring_back)
 
-    def close_at_exit(self) -> None:
-        """Close a session that is open when the interpreter exits; what is alive can be used until the very end.
-
-        Nothing is copied, but on a GPU: there it is brought back, if that takes no more memory than the budget and the
-        machine has it to spare. Nothing happens on another thread than the session's.
-        """
-        if threading.get_ident() != self._thread:
-            return
-        nbytes = 0 if self.engine.memory.is_host else self.engine.live_nbytes()
-        fits = 0 < nbytes <= self.budget_nbytes and 2 * nbytes <= memory_room().available_nbytes
-        self.close(bring_back=fits)
-
     # -- what a user may look at
 
     @property
@@ -347,6 +335,15 @@ class Session:
 
 @atexit.register  # after `vmm.transfers` has registered the end of its threads, so that this runs before it
 def _close_at_exit() -> None:
-    """Close what is open, after the program's own functions of this kind."""
-    if isinstance(_current.session, Session):
-        _current.session.close_at_exit()
+    """Close the session that is open when the interpreter exits; what is alive can be used until the very end.
+
+    It comes after the program's own functions of this kind. Nothing is copied, but on a GPU: there it is brought back,
+    if that takes no more memory than the budget and the machine has it to spare. A session of another thread is left
+    alone.
+    """
+    session = _current.session
+    if not isinstance(session, Session) or threading.get_ident() != session._thread:
+        return
+    nbytes = 0 if session.engine.memory.is_host else session.engine.live_nbytes()
+    fits = 0 < nbytes <= session.budget_nbytes and 2 * nbytes <= memory_room().available_nbytes
+    session.close(bring_back=fits)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ooc.dispatch.refusals import RefusedAllocations
+from ooc.dispatch.refusals import Call, RefusedAllocations
 from ooc.dispatch.signals import CriticalLock
 from ooc.memory.record import VariableRecord
 from ooc.memory.residency import ResidencyManager
@@ -14,8 +14,6 @@ from ooc.replay.rerun_trials import RerunTrial
 from ooc.tracing import op_semantics as ops
 from ooc.tracing.recorded_ops import OpRecord
 from ooc.tracing.recording import StepRecording
-
-_Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 class FailedOps:
@@ -38,7 +36,7 @@ class FailedOps:
         lock: CriticalLock,
         set_between: Callable[[int], None],
         absorb: Callable[[], None],
-        resolve: Callable[[BaseException, _Call], Any],
+        resolve: Callable[[BaseException, Call], Any],
     ) -> None:
         self._manager = manager
         self._dispatcher = dispatcher
@@ -52,7 +50,7 @@ class FailedOps:
     def __repr__(self) -> str:
         return f"<FailedOps of {self._recording!r}>"
 
-    def note(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+    def note(self, func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
         """Record an op that failed, with its operands: where a program catches such an error, they may come again."""
         recorder = self._recording.recorder
         if recorder is None:
@@ -64,7 +62,7 @@ class FailedOps:
 
     def end(
         self,
-        call: _Call,
+        call: Call,
         records: list[VariableRecord],
         written: Sequence[VariableRecord],
         *,
@@ -102,12 +100,11 @@ class FailedOps:
         It has pinned `records`, and writes what is at `written`. Its result in a tuple, if it was run in parts instead.
         """
         call = (func, args, kwargs or {})
-        known = self._manager.records
-        changed = [known[a] for a in dict.fromkeys(written) if a in known] if has_raised else records
+        changed = self._manager.records_at(written) if has_raised else records
         error = self.end(call, records, changed)
         return None if error is None else (self._resolve(error, call),)
 
-    def given_up(self, call: _Call, records: list[VariableRecord], trial: RerunTrial | bool, result: Any) -> Any:
+    def given_up(self, call: Call, records: list[VariableRecord], trial: RerunTrial | bool, result: Any) -> Any:
         """Handle an op that was refused memory and ended well all the same: by another algorithm, with other bits."""
         error = self.end(call, records, records, trial=trial)
         return result if error is None else self._resolve(error, call)

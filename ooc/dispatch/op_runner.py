@@ -265,7 +265,7 @@ class OpRunner:
                 self.bail_out("an op was refused memory")
             else:  # it was left within the op
                 self._executor.finish()
-                for record in self._records_at(
+                for record in self._manager.records_at(
                     self._dispatcher.operands(*ops.written_values(func, args, kwargs or {}))
                 ):
                     record.written()
@@ -372,7 +372,7 @@ class OpRunner:
             recorder = self.recording.recorder
             assert recorder is not None
             occurrences = self._dispatcher.occurrences(args, kwargs)
-            records = self._records_at(occurrences)
+            records = self._manager.records_at(occurrences)
             for record in records:
                 record.pin()
             try:
@@ -415,7 +415,7 @@ class OpRunner:
                 with self._lock:
                     self._watch.ended()
         except BaseException:
-            error = self._failures.end((func, args, kwargs), records, self._records_at(op.written), trial=trial)
+            error = self._failures.end((func, args, kwargs), records, self._manager.records_at(op.written), trial=trial)
             if error is not None:
                 return self.parts.resolve(error, (func, args, kwargs))
             raise
@@ -432,7 +432,7 @@ class OpRunner:
 
     def _finish_trial(self, trial: RerunTrial, op: OpRecord, result: Any) -> None:
         """Run the op once more, if there is room, and note whether its bits repeat."""
-        results = self._records_at(self._dispatcher.operands(result))
+        results = self._manager.records_at(self._dispatcher.operands(result))
         recorder = self.recording.recorder
         if recorder is not None:  # else the step began anew, or entered a plan, within the op
             op.replayable = trial.conclude(result, results, recorder, self._manager.records)
@@ -442,7 +442,7 @@ class OpRunner:
         recorder = self.recording.recorder
         assert recorder is not None
         op.results = self._note_seen(result)
-        for record in self._records_at(op.written):
+        for record in self._manager.records_at(op.written):
             record.written()
         recorder.append(op)
         if not recorder.is_begun:
@@ -465,12 +465,9 @@ class OpRunner:
 
     def _note_seen(self, result: Any) -> list[int]:
         addresses = self._dispatcher.operands(result)
-        for record in self._records_at(addresses):
+        for record in self._manager.records_at(addresses):
             record.note_seen()
         return addresses
-
-    def _records_at(self, addresses: Any) -> list[VariableRecord]:
-        return [r for a in dict.fromkeys(addresses) if (r := self._manager.records.get(a)) is not None]
 
     @staticmethod
     def _unpin(records: list[VariableRecord]) -> None:

@@ -114,6 +114,10 @@ class ResidencyManager(RecordTransfers):
         """Records of memory that ops allocated and kept without naming it: it stays resident, beside any plan."""
         return [r for r in self.records.values() if r.is_workspace and not r.seen and not r.exports]
 
+    def records_at(self, addresses: Iterable[int]) -> list[VariableRecord]:
+        """Records of the variables at these addresses, each once; others are skipped."""
+        return [r for a in dict.fromkeys(addresses) if (r := self.records.get(a)) is not None]
+
     def chunks_of(self, nbytes: int) -> int:
         """Chunks that `nbytes` occupy."""
         return -(-nbytes // self.chunk_nbytes)

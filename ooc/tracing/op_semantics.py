@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def _is_of_tensors(kind: Any) -> bool:
     return kind.kind() == "TensorType" or any(map(_is_of_tensors, kind.containedTypes()))
 
 
-def written_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def written_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The argument values that the op writes."""
     if func.namespace == REGION_NAMESPACE:
         return func.written_values(args)  # type: ignore[no-any-return]

@@ -25,9 +25,9 @@
 #include "play.h"
 #include "prepare_acts.h"
 #include "run_on_demand.h"
-#include "watch.h"
 #include "sections.h"
 #include "unnoticed_mode.h"
+#include "watch.h"
 
 namespace {
 
