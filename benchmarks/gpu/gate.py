@@ -41,6 +41,7 @@ _LAST_ITEM_S = 485
 _SHORTEST_S = 10
 _GPU_NAME_S = 90
 _NOTE_WIDTH = 70
+_ABORT_S = 2
 _END_S = 8
 """How long a killed process is waited for: one that hangs in the driver cannot be killed."""
 _NUM_TAIL_LINES = 15
@@ -112,6 +113,7 @@ class Processes:
         left_s = self._stops - time.monotonic()
         if left_s <= 0:
             raise Overran(f"the item's {self._limit_s:.0f} s were used up before")
+        environment["PYTHONFAULTHANDLER"] = "1"  # what dies by a signal, or hangs until it is ended, says where
         if self._fake:  # torch computes on the host, where on a busy machine a second thread waits more than it helps
             environment["OMP_NUM_THREADS"] = "1"
         process = subprocess.Popen(
@@ -150,9 +152,15 @@ class Processes:
 
 
 def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Kill it with all that it started: a test's own process would go on holding the device's memory."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Kill it with all that it started: a test's own process would go on holding the device's memory.
+
+    By SIGABRT at first, at which Python tells where each thread is.
+    """
+    for signal_number, wait_s in ((signal.SIGABRT, _ABORT_S), (signal.SIGKILL, 0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal_number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(wait_s)
     try:
         return process.communicate(timeout=_END_S)
     except subprocess.TimeoutExpired:
