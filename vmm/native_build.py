@@ -31,10 +31,19 @@ from vmm.machine import memory_room
 from vmm.printable import printable
 from vmm.sizes import format_exactly
 
-__all__ = ["BuildFailed", "CompilerMissing", "NativeBuildError", "build", "cache_directory", "find_compiler"]
+__all__ = [
+    "BuildFailed",
+    "CompilerMissing",
+    "NativeBuildError",
+    "build",
+    "cache_directory",
+    "find_compiler",
+    "loaded_cxx_runtime",
+]
 
 _log = logging.getLogger(__name__)
 
+_CXX_RUNTIME = ("libstdc++.so", "libgcc_s.so")
 _CANDIDATES = ("g++", "c++", "clang++")
 _BASE_FLAGS = ("-std=c++17", "-O2", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread")
 _HEADER_SUFFIXES = frozenset({".h", ".hh", ".hpp", ".inc"})
@@ -85,6 +94,7 @@ def build(
     libraries: Sequence[str] = (),
     extra_flags: Sequence[str] = (),
     cache_key: str = "",
+    meets_torch: bool = False,
     memory_nbytes: int = 0,
     is_optional: bool = False,
 ) -> Path:
@@ -102,6 +112,8 @@ def build(
         libraries: Names for `-l`.
         extra_flags: Flags that come after ours and so override them (`-std=c++20`).
         cache_key: What else decides the result, such as the version of the headers.
+        meets_torch: Whether the library exchanges C++ objects with torch, which is loaded. Then it is linked against the
+            C++ runtime that torch uses ([Note: one C++ runtime]).
         memory_nbytes: What compiling takes; where less is to be had, nothing is started. 0: whatever is there.
         is_optional: Whether the caller goes on without the library. Then a failure is remembered in the cache, and not
             tried again before a file is removed that the error names.
@@ -118,7 +130,8 @@ def build(
     if not name or not name.replace("_", "").replace("-", "").isalnum():
         raise ValueError(f"name={name!r}: letters, digits, '_' and '-' are allowed")
     compiler = find_compiler()
-    arguments = _arguments(sources, include_dirs, library_dirs, libraries, extra_flags)
+    runtime = loaded_cxx_runtime() if meets_torch else ()
+    arguments = (*_arguments(sources, include_dirs, library_dirs, libraries, extra_flags), *map(str, runtime))
     digest = _digest(sources, (*compiler, *arguments, _compiler_version(compiler), cache_key))
     file_name = f"{name}-{digest}.so"
     wants = _Wants(memory_nbytes=memory_nbytes, is_optional=is_optional)
@@ -174,6 +187,22 @@ def find_compiler() -> tuple[str, ...]:
         "  apk add g++ (Alpine), conda install gxx; or set CXX to a C++17 compiler.",
         searched=_CANDIDATES,
     )
+
+
+# [Note: one C++ runtime]
+# Some compilers put a copy of the C++ runtime into each library (-static-libstdc++, by their configuration or a wrapper).
+# Two copies in one process share some symbols and not others: the first number that is written into a text ended the
+# process, and what is thrown by one and caught by the other may. Named before the compiler's own, the runtime that is
+# there already leaves nothing to be copied.
+def loaded_cxx_runtime() -> tuple[Path, ...]:
+    """The C++ runtime's shared libraries that this process has loaded; none where it cannot be told."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return ()
+    paths = dict.fromkeys(line.split(maxsplit=5)[5] for line in lines if line.count("/"))
+    found = (Path(path) for name in _CXX_RUNTIME for path in paths if Path(path).name.startswith(name))
+    return tuple(path for path in found if path.exists())
 
 
 def _arguments(

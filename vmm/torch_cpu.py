@@ -67,6 +67,7 @@ def load_table(name: str, source: str) -> tuple[ctypes.CDLL, Path]:
         libraries=["c10", "dl"],
         extra_flags=["-std=c++20", "-Wno-unused-parameter", "-Wno-unused-function"],
         cache_key=torch.__version__,
+        meets_torch=True,
     )
     return ctypes.CDLL(str(path)), path
 

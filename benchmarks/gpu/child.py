@@ -143,8 +143,10 @@ def run(order: Order) -> dict[str, Any]:
         torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = order.tf32
+    started = time.monotonic()
     workload = models.get(order.workload, order.preset, batch_size=order.batch_size)
     batches = _batches(order, workload)
+    print(f"batches made in {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
     calls: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
         session = aliased = None
@@ -169,6 +171,7 @@ def run(order: Order) -> dict[str, Any]:
         if order.variant == "deepspeed_offload":
             model, optimizer = rivals.with_deepspeed(model, optimizer, workload.batch_size)
         saving = _saving(order, device)
+        print(f"ready after {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
         steps = []
         disturbances: list[dict[str, Any]] = []
         for index, batch in enumerate(batches):
@@ -187,6 +190,7 @@ def run(order: Order) -> dict[str, Any]:
                     **(asdict(session.steps.rows[-1]) if session is not None else {"mode": "in_core"}),
                 }
             )
+            print(f"step {index}: {steps[-1]['mode']}, {steps[-1]['s']:.3f} s", file=sys.stderr, flush=True)
         answer = {"steps": steps, "batch_size": workload.batch_size, **_memory(order, session)}
         if session is not None:
             answer |= {**_planning(session), "disturbances": disturbances}

@@ -16,6 +16,7 @@ from benchmarks.gpu.child import Order
 from benchmarks.gpu.figures import Figure, Item, Measure, Shell, equal_steps
 from benchmarks.gpu.machine_items import demo, doctor, driver_calls, preflight, sanitizer, tests
 from benchmarks.gpu.recompute_items import recomputation
+from ooc.cli.trial import NO_ALGORITHM
 from scheduler.cost.links import least_busy_ns
 from scheduler.plan import Machine
 
@@ -33,7 +34,6 @@ _CONTEXT_SLACK_NBYTES = 64 << 20
 _NUM_STEPS, _NUM_TIMED = 10, 3
 """A session plans in its third step or fourth, and where its plan waits for the link much, once more after the next, in
 which ops are tried; the last steps are timed."""
-_NO_ALGORITHM = "does not have a deterministic implementation"
 
 
 def bitwise(
@@ -55,7 +55,7 @@ def bitwise(
             host_budget_nbytes=host_nbytes,
         )
         expected = shell.train(order)
-        if _NO_ALGORITHM in expected.get("error", ""):
+        if NO_ALGORITHM in expected.get("error", ""):
             order = replace(order, warns=True)
             expected = shell.train(order)
         if "error" in expected:

@@ -25,6 +25,8 @@ from ooc import models
 from ooc.cli.memory_group import MeasuredProcess
 
 ERROR_EXIT_CODE = 1
+NO_ALGORITHM = "does not have a deterministic implementation"
+"""What torch says of an op, where algorithms must be deterministic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,18 +210,39 @@ def main(arguments: list[str] | None = None) -> int:
     options = TrialOptions(**json.loads(text))
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
-    if options.tensors_on.type == "cuda":  # else two runs of one program may differ in bits
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cudnn.deterministic = True
     try:
-        if options.budget_nbytes is None:
-            _train_in_core(options)
+        if options.tensors_on.type == "cuda":
+            _train_deterministically(options)
         else:
-            _train_out_of_core(options, options.budget_nbytes)
+            _train(options)
     except (RuntimeError, ValueError, OSError) as error:
         tell("error", message=str(error), type=type(error).__name__)
         return ERROR_EXIT_CODE
     return 0
+
+
+def _train_deterministically(options: TrialOptions) -> None:
+    """On a GPU two runs of one program differ in bits, unless torch is told that they must not.
+
+    A model with an op that has no deterministic algorithm fails in its first step, and trains anew with a warning
+    instead: not at once, since torch then takes the fast algorithm also where it has another (attention).
+    """
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True)
+    try:
+        _train(options)
+    except RuntimeError as error:
+        if NO_ALGORITHM not in str(error):
+            raise
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        _train(options)
+
+
+def _train(options: TrialOptions) -> None:
+    if options.budget_nbytes is None:
+        _train_in_core(options)
+    else:
+        _train_out_of_core(options, options.budget_nbytes)
 
 
 def _train_in_core(options: TrialOptions) -> None:

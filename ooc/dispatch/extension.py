@@ -103,6 +103,7 @@ def _load(name: str, libraries: list[str], *, memory_nbytes: int = 0, is_optiona
         libraries=libraries,
         extra_flags=["-std=c++20", "-Wno-missing-field-initializers", "-Wno-cast-function-type"],
         cache_key=f"{torch.__version__} {sysconfig.get_config_var('SOABI')}",
+        meets_torch=True,
         memory_nbytes=memory_nbytes,
         is_optional=is_optional,
     )

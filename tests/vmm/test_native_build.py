@@ -14,6 +14,7 @@ import pytest
 from vmm import native_build
 from vmm.native_build import BuildFailed, CompilerMissing, NativeBuildError, build
 
+ROOT = Path(__file__).parents[2]
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("g++", "c++", "clang++")), reason="no C++ compiler on PATH"
 )
@@ -83,6 +84,34 @@ def test_libraries_are_linked(tmp_path: Path) -> None:
     )
     path = build("outer", [outer], library_dirs=[tmp_path], libraries=["inner"])
     assert ctypes.CDLL(str(path)).twice() == 10
+
+
+@needs_compiler
+def test_a_compiler_that_copies_its_runtime_into_libraries_does_not_bring_a_second_one(
+    cache: Path, tmp_path: Path
+) -> None:
+    """As seen on an image for GPUs, whose g++ is a wrapper: each refused allocation ended the process."""
+    source = tmp_path / "digits.cpp"
+    source.write_text(
+        "#include <sstream>\n"
+        'extern "C" __attribute__((visibility("default"))) unsigned long digits(unsigned long number) {\n'
+        "  std::ostringstream text;\n"
+        "  text << number;\n"
+        "  return text.str().size();\n"
+        "}\n"
+    )
+    script = (
+        "import ctypes, pathlib, torch\n"  # torch brings the runtime
+        "from vmm.native_build import build\n"
+        f"digits = ctypes.CDLL(str(build('digits', [pathlib.Path({str(source)!r})], meets_torch=True))).digits\n"
+        "digits.argtypes = [ctypes.c_ulong]\n"
+        "assert digits(12345) == 5, digits(12345)\n"
+    )
+    environment = {**os.environ, "CXX": "g++ -static-libstdc++ -static-libgcc", "OOC_CACHE_DIR": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("cache")
