@@ -10,6 +10,7 @@ return every "last use" is behind one event, whether or not the program calls `r
 
 from __future__ import annotations
 
+import ctypes
 import enum
 from collections.abc import Callable, Iterable
 
@@ -71,6 +72,7 @@ class DeviceStreams:
         self._events: list[int] = []
         self._streams: list[int] = []
         self._tail = current()
+        self._num_moves = ctypes.c_uint64()
         self.num_host_waits = 0
         """How often the host was made to wait. Not once in a planned step, but for remaps and files."""
         try:
@@ -93,12 +95,18 @@ class DeviceStreams:
         """The stream of the newest compute work."""
         return self._tail
 
+    @property
+    def num_moves_address(self) -> int:
+        """Address of a 64-bit count of the chain's moves from one stream to another, for as long as this lives."""
+        return ctypes.addressof(self._num_moves)
+
     def follow(self) -> int:
         """The program's next op comes on its current stream: behind all compute work so far. That stream."""
         stream = self._current()
         if stream != self._tail:
             self.wait(WaitRule.OP_AFTER_OTHER_STREAM, stream, self.record(self._tail))
             self._tail = stream
+            self._num_moves.value += 1
         return stream
 
     def lend(self, stream: int) -> None:

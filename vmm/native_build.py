@@ -112,8 +112,8 @@ def build(
         libraries: Names for `-l`.
         extra_flags: Flags that come after ours and so override them (`-std=c++20`).
         cache_key: What else decides the result, such as the version of the headers.
-        meets_torch: Whether the library exchanges C++ objects with torch, which is loaded. Then it is linked against the
-            C++ runtime that torch uses ([Note: one C++ runtime]).
+        meets_torch: Whether the library exchanges C++ objects with torch, which is loaded. Then it is linked against
+            the C++ runtime that torch uses ([Note: one C++ runtime]).
         memory_nbytes: What compiling takes; where less is to be had, nothing is started. 0: whatever is there.
         is_optional: Whether the caller goes on without the library. Then a failure is remembered in the cache, and not
             tried again before a file is removed that the error names.
@@ -190,10 +190,10 @@ def find_compiler() -> tuple[str, ...]:
 
 
 # [Note: one C++ runtime]
-# Some compilers put a copy of the C++ runtime into each library (-static-libstdc++, by their configuration or a wrapper).
-# Two copies in one process share some symbols and not others: the first number that is written into a text ended the
-# process, and what is thrown by one and caught by the other may. Named before the compiler's own, the runtime that is
-# there already leaves nothing to be copied.
+# Some compilers put a copy of the C++ runtime into each library (-static-libstdc++, by their configuration or a
+# wrapper). Two copies in one process share some symbols and not others: the first number that is written into a text
+# ended the process, and what is thrown by one and caught by the other may. Named before the compiler's own, the runtime
+# that is there already leaves nothing to be copied.
 def loaded_cxx_runtime() -> tuple[Path, ...]:
     """The C++ runtime's shared libraries that this process has loaded; none where it cannot be told."""
     try:

@@ -29,6 +29,7 @@ from vmm.machine import memory_room
 from vmm.table import AllocatorTable
 
 if TYPE_CHECKING:
+    from ooc.replay.dispatcher import Dispatcher
     from ooc.replay.executable_plan import ExecutablePlan
 
 _log = logging.getLogger(__name__)
@@ -390,6 +391,7 @@ class CudaOps:
     def __init__(self, memory: CudaMemory) -> None:
         self.device = torch.device("cuda", memory.device_index)
         self.timer = DeviceTimer(memory.streams)
+        self._streams = memory.streams
         self._follow = memory.streams.follow
         self._observe_use = memory.streams.observe_use
 
@@ -407,13 +409,13 @@ class CudaOps:
     def born(self, address: int, nbytes: int) -> None:
         """As `OpWatch.born`. Does nothing: the op that allocates has been ordered, or the next op will be after it."""
 
-    def calls_of(self, executable: ExecutablePlan) -> list[Any]:
-        """As `OpWatch.calls_of`."""
-        return [functools.partial(self._replay, getattr(func, "_op", func)) for func in executable.funcs]
+    def attach(self, dispatcher: Dispatcher) -> None:
+        """As `OpWatch.attach`: planned ops are put in order, too, and call Python only where the stream is another."""
+        dispatcher.follow_stream(str(self.device), self._streams.num_moves_address, self.follow)
 
-    def _replay(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self._follow()
-        return function(*args, **kwargs)
+    def calls_of(self, executable: ExecutablePlan) -> list[Any]:
+        """As `OpWatch.calls_of`: torch's own."""
+        return [getattr(func, "_op", func) for func in executable.funcs]
 
     def follow(self) -> None:
         """As `OpWatch.follow`."""

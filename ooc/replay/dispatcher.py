@@ -106,6 +106,15 @@ class Dispatcher(Protocol):
     def at_head(self, head: int, /) -> None:
         """Which ops on demand Python sees because something may begin with them (`ooc.tracing.recording.Head`)."""
 
+    def follow_stream(self, device: str, num_moves: int, follow: Callable[[], object], /) -> None:
+        """Call `follow` before a planned op where torch's current stream is another than at the planned op before.
+
+        Args:
+            device: Whose stream, such as "cuda:0".
+            num_moves: Address of a 64-bit count, which `follow` keeps alive; where it has changed, too.
+            follow: What it raises, the op raises.
+        """
+
     def watch(self, mode: int, func: Any, heads: tuple[Any, ...], /) -> None:
         """Ops on demand in another grad mode than this (1: enabled; -1: any) are left to Python, and so is `func`.
 

@@ -90,6 +90,8 @@ class Executor:
         self.acts = ResidencyActs(manager, dispatcher, bail_out=self.bail_out)
         self._border = BorderRelocation(manager, self.acts, self.check_deaths, bail_out=self.bail_out)
         self._trials = new_trials(self.bail_out)
+        if watch is not None:
+            watch.attach(dispatcher)
         self.beside = OpsBeside()
         self.unserved = Unserved(self, manager, allocator, dispatcher, self._bindings, self.acts)
         self.realignment = Realignment(self, manager, allocator, dispatcher, self._bindings, self.acts)

@@ -14,6 +14,7 @@ from vmm.nvtx_ranges import marked
 
 if TYPE_CHECKING:
     from ooc.memory.record import VariableRecord
+    from ooc.replay.dispatcher import Dispatcher
     from ooc.replay.executable_plan import ExecutablePlan
 
 
@@ -40,6 +41,9 @@ class OpWatch(Protocol):
 
     def born(self, address: int, nbytes: int) -> None:
         """Memory was allocated that no plan has inside an op; its first use will be a write."""
+
+    def attach(self, dispatcher: Dispatcher) -> None:
+        """Have what must be seen of planned ops looked at by native code, where it can."""
 
     def calls_of(self, executable: ExecutablePlan) -> list[Any]:
         """Per op of a plan, the function to call for it."""

@@ -27,6 +27,7 @@ from vmm.testing.fake_cuda import FakeCuda
 from vmm.torch_cpu import GRANULE_NBYTES, cpu_allocator
 
 if TYPE_CHECKING:
+    from ooc.replay.dispatcher import Dispatcher
     from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.op_watch import Range
 from ooc.replay.plan_variables import PlanVariable
@@ -230,6 +231,9 @@ class FakeOps:
     def born(self, address: int, nbytes: int) -> None:
         """As `OpWatch.born`."""
         self._memory.kernel("an allocation", writes=[(address, nbytes)])
+
+    def attach(self, dispatcher: Dispatcher) -> None:
+        """As `OpWatch.attach`. Does nothing: the fake is told of each op, and torch knows nothing of its streams."""
 
     def calls_of(self, executable: ExecutablePlan) -> list[Any]:
         """As `OpWatch.calls_of`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -256,8 +257,15 @@ def test_ops_on_demand_are_timed_to_their_end_and_planned_ones_are_not_waited_fo
     assert done == []
     ops.ended()
     assert done == ["first"]
-    replayed = ops._replay(lambda: fake.launch(0, lambda: done.append("second"), name="op"))
-    assert replayed is None and done == ["first"]
+
+    def second() -> None:
+        fake.launch(0, lambda: done.append("second"), name="op")
+
+    (call,) = ops.calls_of(SimpleNamespace(funcs=[second]))
+    assert call is second
+    ops.follow()
+    call()
+    assert done == ["first"]
     memory.close()
     assert done == ["first", "second"]
     assert fake.races == ()

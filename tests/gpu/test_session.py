@@ -115,6 +115,48 @@ assert (kept == 3).all() and (y == 1).all()
 
 
 @pytest.mark.gpu
+def test_planned_ops_on_several_streams_come_one_after_the_other() -> None:
+    """The program does not order its streams itself: what one makes the other uses, frees, and allocates anew."""
+    script = """
+import contextlib, os, torch, ooc
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+
+def train(session):
+    torch.manual_seed(0)
+    weights = [torch.randn(1024, 1024, device="cuda").div_(32).requires_grad_() for _ in range(12)]
+    other = torch.cuda.Stream()
+    found = []
+    for index in range(7):
+        with session.step() if session is not None else contextlib.nullcontext():
+            x = torch.full((1024, 1024), 0.01 * (index + 1), device="cuda")
+            for number, weight in enumerate(weights):
+                is_aside = session is not None and number % 3 == 1
+                for _ in range(4):  # enough work that a stream which is not waited for comes too late
+                    with torch.cuda.stream(other) if is_aside else contextlib.nullcontext():
+                        x = torch.tanh(x @ weight)
+            loss = x.sum()
+            loss.backward()
+            with torch.no_grad():
+                for weight in weights:
+                    weight -= 0.01 * weight.grad
+                    weight.grad = None
+            found.append(loss.item().hex())
+            del x, loss
+    return found, session.steps.rows[-1] if session is not None else None
+
+with ooc.Session("96MiB", device="cuda", host_budget="1GiB", plan_cache=False, background_planning=False) as session:
+    found, last = train(session)
+    assert last.mode == "planned" and last.evicted_nbytes > 0, last
+    boxed = session.engine.runner.dispatcher.num_boxed
+    assert boxed > 0
+expected, _ = train(None)
+assert found == expected, (found, expected)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
 def test_threads_without_a_context_allocate_and_free() -> None:
     """A user's thread in a session; after it autograd's own, which a backward pass outside of sessions runs on."""
     script = """

@@ -391,6 +391,7 @@ int dispatcher_clear(PyObject* object) {
   delete std::exchange(self->acts, nullptr);
   Py_CLEAR(self->awaited_func);
   Py_CLEAR(self->heads);
+  Py_CLEAR(self->stream.follow);
   Py_CLEAR(self->owner);
   Py_CLEAR(self->slow);
   Py_CLEAR(self->before);
@@ -416,6 +417,7 @@ int dispatcher_traverse(PyObject* object, visitproc visit, void* arg) {
   }
   Py_VISIT(self->awaited_func);
   Py_VISIT(self->heads);
+  Py_VISIT(self->stream.follow);
   Py_VISIT(self->owner);
   Py_VISIT(self->slow);
   Py_VISIT(self->before);
@@ -459,6 +461,7 @@ PyMethodDef dispatcher_methods[] = {
     {"demand", dispatcher_demand, METH_O, "Log ops on demand here from now on; None: leave each to Python."},
     {"at_head", dispatcher_at_head, METH_O, "Which ops on demand Python sees because something may begin with them."},
     {"watch", dispatcher_watch, METH_VARARGS, "Leave ops on demand in another grad mode to Python."},
+    {"follow_stream", dispatcher_follow_stream, METH_VARARGS, "Call this before planned ops on another stream."},
     {"vouch", dispatcher_vouch, METH_NOARGS, "The next planned op may have fewer operands, though it changes some."},
     {"leave", dispatcher_leave, METH_NOARGS, "Stop comparing ops with the plan."},
     {"enter_section", dispatcher_enter, METH_NOARGS, "From now on nothing of the program's comes in between."},

@@ -17,6 +17,7 @@
 #include "demand.h"
 #include "set_aside.h"
 #include "sparse.h"
+#include "stream_watch.h"
 #include "trials.h"
 #include "undisturbed.h"
 
@@ -95,6 +96,7 @@ struct Dispatcher {
   ooc::Demand* demand;  // ops that run on demand; null until the session says how
   ooc::Acts* acts;      // what goes before planned ops; null: all of it is Python's
   ooc::Trials* trials;  // which kinds of op may run again
+  ooc::StreamWatch stream;
   // Set by boxed.cpp.
   Rare* rare;  // what the next call is for; null: an op to run
   uint64_t num_boxed;         // planned ops that were played without Python

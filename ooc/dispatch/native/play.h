@@ -95,6 +95,7 @@ Start start_planned(Dispatcher* self, uint32_t index) {
     Py_DECREF(stays);
     if (left) return Start::kLeft;
   }
+  if (!self->stream.keep_up()) return Start::kError;
   vmm::State* state = self->state;
   state->window_next = op.allocs_start;
   state->window_stop = op.allocs_stop;

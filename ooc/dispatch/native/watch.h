@@ -1,5 +1,9 @@
-// Which ops on demand are Python's, because something that has a plan may begin with them. Included by dispatch.cpp alone.
+// What the dispatcher looks out for: ops on demand that are Python's because something that has a plan may begin with
+// them, and the stream on which planned ops run. Included by dispatch.cpp alone.
 #pragma once
+
+#include <string>
+#include <utility>
 
 #include "dispatcher.h"
 
@@ -23,6 +27,27 @@ PyObject* dispatcher_watch(PyObject* object, PyObject* positional) {
   self->watched_grad_mode = mode;
   Py_XSETREF(self->awaited_func, func == Py_None ? nullptr : Py_NewRef(func));
   Py_XSETREF(self->heads, Py_NewRef(heads));
+  Py_RETURN_NONE;
+}
+
+// follow_stream(device, num_moves, follow): see `ooc::StreamWatch`.
+PyObject* dispatcher_follow_stream(PyObject* object, PyObject* positional) {
+  const char* device;
+  unsigned long long num_moves;
+  PyObject* follow;
+  if (!PyArg_ParseTuple(positional, "sKO", &device, &num_moves, &follow)) return nullptr;
+  ooc::StreamWatch watch;
+  try {
+    watch.device = c10::Device(std::string(device));
+    c10::impl::getDeviceGuardImpl(watch.device.type());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+    return nullptr;
+  }
+  watch.num_moves = reinterpret_cast<const uint64_t*>(num_moves);
+  watch.follow = Py_NewRef(follow);
+  auto* self = reinterpret_cast<Dispatcher*>(object);
+  Py_XDECREF(std::exchange(self->stream, watch).follow);
   Py_RETURN_NONE;
 }
 
