@@ -1,6 +1,6 @@
 """The CUDA driver: chunks are allocation handles, one each, mapped into one reserved range of device addresses.
 
-Runs over `cuda.bindings.driver`, or over `vmm.testing.fake_cuda` where there is no GPU; so far over the fake alone.
+Runs over `cuda.bindings.driver`, or over `vmm.testing.fake_cuda` where there is no GPU.
 See DESIGN.md, "CUDA driver behaviour we rely on".
 """
 
@@ -21,7 +21,7 @@ from vmm.sizes import format_nbytes
 __all__ = ["CudaDriver"]
 
 _MAX_ARENA_NBYTES = 1 << 40
-"""Addresses cost no device memory; 1 TiB is a few times the largest card's. Not tuned: no GPU has been seen."""
+"""Addresses cost no device memory; 1 TiB is a few times the largest card's. Not tuned."""
 _TOO_MANY_ADDRESSES = frozenset({"CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED"})
 """Results after which half as many addresses are asked for: which of them a driver gives is not documented."""
 

@@ -22,7 +22,7 @@ _NUM_ATTEMPTS = 100
 _FIRST_WAIT_S = 20e-6
 _LONGEST_WAIT_S = 5e-3
 """With 100 attempts a call that stays NOT_READY is given up after about half a second. The bound on attempts is
-that of the public work-around that DESIGN.md names; the waits are not tuned, since no GPU has been seen."""
+that of the public work-around that DESIGN.md names; the waits are not tuned."""
 
 _GONE_WITH_THE_CONTEXT = frozenset({"CUDA_ERROR_DEINITIALIZED", "CUDA_ERROR_CONTEXT_IS_DESTROYED"})
 """Results after which there is nothing left to give back."""

@@ -21,7 +21,7 @@ from vmm.store_speed import StoreSpeed
 __all__ = ["DeviceFile"]
 
 _NUM_BUFFERS = 4
-"""Two each way, so that copy and file transfer overlap. Not tuned: no GPU has been seen."""
+"""Two each way, so that copy and file transfer overlap. Not tuned."""
 
 
 class _Buffer:

@@ -11,7 +11,7 @@ from vmm.driver import Driver, MemoryFault, Still
 __all__ = ["DeviceSpace"]
 
 _MAX_LEAVING = 256
-"""Reservations given back but still mapped. One wait of the host serves them all; not tuned, no GPU has been seen."""
+"""Reservations given back but still mapped. One wait of the host serves them all; not tuned."""
 
 
 class DeviceSpace(AddressSpace):

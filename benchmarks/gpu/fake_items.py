@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.gpu import side_by_side
 from benchmarks.gpu.budget_items import budget_changes
 from benchmarks.gpu.figures import Item
 from benchmarks.gpu.items import COMPUTE, LONE_RIVALS, MIB, RECOMPUTATION, RIVALS, bitwise, other, ours, throughput
@@ -19,6 +20,21 @@ FAKE_ITEMS: tuple[Item, ...] = (
     Item(name="demo", limit_s=300, measure=demo),
     Item(name="driver calls", limit_s=60, measure=driver_calls),
     Item(name="bitwise conv_stack", limit_s=470, measure=bitwise("conv_stack", preset="small", chunk_nbytes=64 << 10)),
+    Item(
+        name="bits of other models, side by side",
+        limit_s=300,
+        measure=side_by_side.workloads(
+            (("gpt", "adamw_foreach", 0.6), ("tied_frozen", None, 0.7)),
+            preset="small",
+            chunk_nbytes=64 << 10,
+            host_nbytes=256 << 20,
+        ),
+    ),
+    Item(
+        name="bits of programs, side by side",
+        limit_s=300,
+        measure=side_by_side.programs(("experts", "adversarial")),
+    ),
     Item(name="sanitizer", limit_s=120, measure=sanitizer("conv_stack")),
     Item(
         name="budget changes conv_stack",

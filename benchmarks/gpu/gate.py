@@ -91,7 +91,7 @@ class Processes:
         """As `Shell.command`. "compute-sanitizer ... child ORDER" is run where there is one."""
         if self._fake and arguments[-1] in ("benchmarks.gpu.calls", "benchmarks.gpu.preflight"):
             arguments = [*arguments, "fake"]
-        if self._fake and "ooc" in arguments:
+        if self._fake and ("ooc" in arguments or "benchmarks.gpu.programs" in arguments):
             arguments = ["fake" if argument == "cuda" else argument for argument in arguments]
         environment = dict(os.environ)
         if arguments[0] != "compute-sanitizer":

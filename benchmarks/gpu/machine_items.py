@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from benchmarks.gpu.child import Order
 from benchmarks.gpu.figures import Figure, Measure, Overran, Shell
 
 _MIB = 1 << 20
+_NUM_WORKERS = 6
 
 
 def tests(*paths: str) -> Measure:
@@ -18,6 +20,8 @@ def tests(*paths: str) -> Measure:
 
     def measure(shell: Shell) -> Iterable[Figure]:
         options = ["-v", "-m", "gpu", "--require-gpu", "-p", "no:cacheprovider", "-rfE"]
+        if importlib.util.find_spec("xdist") is not None:  # most of a test is starting, on one core
+            options += ["-p", "xdist.plugin", "-n", str(_NUM_WORKERS)]
         try:
             code, output = shell.command(["-m", "pytest", *options, *paths])
         except Overran as overran:
@@ -42,8 +46,8 @@ def _failed_tests(output: str) -> Iterable[Figure]:
     lines = output.splitlines()
     found = [line.split(" ", 1)[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     if not found:
-        ended = (line.split() for line in lines)
-        found = [words[0] for words in ended if len(words) > 1 and "::" in words[0] and words[1] in ("FAILED", "ERROR")]
+        ended = (line.split() for line in lines if " FAILED" in line or " ERROR" in line)
+        found = [word for words in ended for word in words if "::" in word]
     for line in found:
         name, _, why = line.partition(" - ")
         yield Figure(variant=name.split("::")[-1], metric="passes", unit="", value=0, is_good=False, note=why)

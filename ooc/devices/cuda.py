@@ -1,4 +1,4 @@
-"""A CUDA GPU as a session's device. **No GPU has been seen yet**: so far it has run on the fake driver only."""
+"""A CUDA GPU as a session's device. It has met one: an H100 (benchmarks/README.md, "On a GPU")."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 _CHUNK_NBYTES = 2 << 20
 """The granularity of every device that is documented; the driver's own answer is checked against it."""
 _SMALL_SHARE = 16
-"""One part in so many of the budget is for blocks below the threshold. Not tuned: no GPU has been seen."""
+"""One part in so many of the budget is for blocks below the threshold. Not tuned."""
 _STAGING_NBYTES = 64 << 20
 _LEAST_HOST_NBYTES = 64 << 10
 _HOST_SHARE = 2

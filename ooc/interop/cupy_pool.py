@@ -5,7 +5,7 @@ always mapped, beside torch's small blocks. By DLPack they become tensors there 
 the other way (`cupy.from_dlpack(tensor)`) a tensor stays in memory for as long as CuPy holds it.
 
 CuPy works on streams of its own: a block is ordered after torch's ops when it is given out, and torch's ops after
-CuPy's stream when it comes back. In between, exchange is ordered by DLPack's own protocol. **No GPU has been seen.**
+CuPy's stream when it comes back. In between, exchange is ordered by DLPack's own protocol.
 """
 
 from __future__ import annotations

@@ -68,9 +68,9 @@ def test_shards_leave_time_for_the_gate_itself_and_keep_the_order() -> None:
     assert all(sum(item.limit_s for item in part) <= ITEMS_S for part in parts)
     assert ITEMS_S + 30 <= SHARD_S == 8.5 * 60
     assert len({item.name for item in ITEMS}) == len(ITEMS)
-    assert [item.name for item in parts[0]] == ["preflight", "doctor", "tests", "demo"]
-    assert {"bitwise conv_stack", "bitwise gpt", "resnet50 16GiB"} == {item.name for item in parts[1]}
-    assert "gpt_1b 8GiB" in {item.name for item in parts[2]}
+    assert [item.name for item in parts[0]][:4] == ["preflight", "doctor", "tests", "demo"]
+    assert {"bitwise conv_stack", "bitwise gpt"} < {item.name for item in parts[1]}
+    assert "resnet50 16GiB" in {item.name for item in parts[2]}
     with pytest.raises(ValueError, match="more than a shard's"):
         shards([Item(name="long", limit_s=ITEMS_S + 1, measure=lambda _: ())])
 
@@ -218,7 +218,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     told = capsys.readouterr().out
     assert "torch sees no CUDA device" in told and "the doctor's findings" in told
     assert gate.main(["--list"]) == 0
-    assert capsys.readouterr().out.startswith("shard 1: preflight (80 s), doctor (60 s), tests (240 s)")
+    assert capsys.readouterr().out.startswith("shard 1: preflight (60 s), doctor (45 s), tests (130 s)")
     with pytest.raises(SystemExit):
         gate.main(["--shard", "99"])
 
