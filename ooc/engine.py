@@ -157,7 +157,6 @@ class Engine:
             view_address=self.memory.driver.view_address,
             cache=options.cache,
             planning=self.progress.planning,
-            is_elastic=self.memory.is_host,  # a device's addresses cannot be given up in part
             in_background=options.background_planning,
             trials=self.runner.trials if options.recompute or options.recompute_if_slow else None,
             is_timed=self.memory.is_host,

@@ -101,7 +101,7 @@ class StepCycle:
         self._num_backward = 0  # backward passes since the last boundary
         self._last_optimizer: int | None = None  # identity of the one that ended the last step
         self._why = UnplannedSteps(sequences.unplannable)
-        self._unions = UnionPlans(sequences, is_on=manager.is_host)
+        self._unions = UnionPlans(sequences)
         self._learner = Learner(
             runner=runner,
             manager=manager,

@@ -203,11 +203,11 @@ class DeviceFile:
 
     def write(self, slot: DeviceSlot, ranges: Ranges, ticket: int) -> _Write:
         """Queue the copies out; the file's part begins as they end."""
-        place = slot.in_file
+        place, total = slot.in_file, sum(n for _, n in ranges)
         self._pump()
-        write = place.write = _Write(self, ticket, slot.nbytes)
+        write = place.write = _Write(self, ticket, total)
         streams = self.streams
-        for offset, nbytes in self._parts(slot.nbytes):
+        for offset, nbytes in self._parts(total):
             piece = _Piece(self._take_buffer(), offset, nbytes)
             for host, device, length in paired([(piece.buffer.address, nbytes)], _cut(ranges, offset, nbytes)):
                 streams.calls.copy_to_host(host, device, length, streams.outward)
@@ -223,12 +223,12 @@ class DeviceFile:
 
         The first of `after` is behind all ops issued so far.
         """
-        place = slot.in_file
+        place, total = slot.in_file, sum(n for _, n in ranges)
         self._pump()
         self._hand_over(place.write)
         before = [piece.ticket for piece in place.write.pieces]
-        read = place.read = _Read(self, ticket, slot.nbytes, ranges, after)
-        for offset, nbytes in self._parts(slot.nbytes):
+        read = place.read = _Read(self, ticket, total, ranges, after)
+        for offset, nbytes in self._parts(total):
             piece = _Piece(self._take_buffer(), offset, nbytes)
             segments = [(piece.buffer.address, _round_up(nbytes))]
             piece.ticket = self._submit(place.slot, segments, offset, before)

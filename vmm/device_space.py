@@ -88,6 +88,12 @@ class DeviceSpace(AddressSpace):
         self._unused.clear()
         super().vacate(first_chunk)
 
+    def shrink(self, reservation: Reservation, nbytes: int) -> None:
+        """As `AddressSpace.shrink`, after the end of all use."""
+        if reservation.runs is not None and -(-nbytes // self._driver.chunk_nbytes) < reservation.num_chunks:
+            self._observe()
+        super().shrink(reservation, nbytes)
+
     def protect(self, reservation: Reservation) -> None:
         """As `AddressSpace.protect`, after the end of all use."""
         if reservation.runs is not None and not reservation.is_protected:

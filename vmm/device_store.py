@@ -219,11 +219,12 @@ class DeviceStore:
     def write(self, slot: DeviceSlot, segments: Ranges, after: Sequence[Any] = ()) -> Any:  # noqa: ARG002
         """Begin to copy device memory out to a slot, after the ops issued so far. The host goes on.
 
-        Nobody asks for `after`: writes are in order among each other, and behind all ops.
+        The slot may be larger than what `segments` has: its first bytes are written. Nobody asks for `after`: writes
+        are in order among each other, and behind all ops.
         """
-        self._check(slot)
+        nbytes = self._checked_nbytes(slot, segments)
         ticket = next(self._tickets)
-        self._count("write", slot)
+        self._count("write", nbytes)
         streams = self._streams
         streams.wait(WaitRule.WRITE_AFTER_USE, streams.outward, streams.fence())
         if slot.in_file is not None:
@@ -234,10 +235,10 @@ class DeviceStore:
             streams.wait(WaitRule.WRITE_AFTER_READ_OF_BLOCKS, streams.outward, event)
         slot.predecessors = ()
         with marked("evict"), self._all_or_nothing():
-            for host, device, nbytes in self._pairs(slot, segments):
-                streams.calls.copy_to_host(host, device, nbytes, streams.outward)
+            for host, device, length in self._pairs(slot, segments, nbytes):
+                streams.calls.copy_to_host(host, device, length, streams.outward)
             event = streams.record(streams.outward)
-        slot.last_write = DeviceTransfer(streams, event, ticket=ticket, nbytes=slot.nbytes, is_load=False)
+        slot.last_write = DeviceTransfer(streams, event, ticket=ticket, nbytes=nbytes, is_load=False)
         return slot.last_write
 
     def read(self, slot: DeviceSlot, segments: Ranges, after: Sequence[Any] = ()) -> Any:
@@ -245,17 +246,17 @@ class DeviceStore:
 
         Args:
             slot: From where.
-            segments: `(address, nbytes)` pairs.
+            segments: `(address, nbytes)` pairs, for as many of the slot's first bytes as they have.
             after: Transfers of those who held the memory before.
 
         Raises:
             ValueError: Nothing was ever written to the slot.
         """
-        self._check(slot)
+        nbytes = self._checked_nbytes(slot, segments)
         if slot.last_write is None:
             raise ValueError(f"{slot!r}: read before anything was written")
         ticket = next(self._tickets)
-        self._count("read", slot)
+        self._count("read", nbytes)
         streams = self._streams
         holders = events_of(it.event for it in after if it is not slot.last_write)
         fence = streams.fence()
@@ -268,10 +269,10 @@ class DeviceStore:
         for event in holders:
             streams.wait(WaitRule.LOAD_AFTER_HOLDER, streams.inward, event)
         with marked("load"), self._all_or_nothing():
-            for host, device, nbytes in self._pairs(slot, segments):
-                streams.calls.copy_to_device(device, host, nbytes, streams.inward)
+            for host, device, length in self._pairs(slot, segments, nbytes):
+                streams.calls.copy_to_device(device, host, length, streams.inward)
             event = streams.record(streams.inward)
-        slot.last_read = DeviceTransfer(streams, event, ticket=ticket, nbytes=slot.nbytes, is_load=True, fence=fence)
+        slot.last_read = DeviceTransfer(streams, event, ticket=ticket, nbytes=nbytes, is_load=True, fence=fence)
         return slot.last_read
 
     def host_segments(self, slot: DeviceSlot) -> Ranges:
@@ -397,12 +398,20 @@ class DeviceStore:
             free_nbytes=free,
         )
 
-    def _pairs(self, slot: DeviceSlot, segments: Ranges) -> Iterator[tuple[int, int, int]]:
-        return paired(self._blocks.segments(slot.runs, slot.nbytes), segments)
+    def _pairs(self, slot: DeviceSlot, segments: Ranges, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        return paired(self._blocks.segments(slot.runs, nbytes), segments)
 
-    def _count(self, direction: Direction, slot: DeviceSlot) -> None:
+    def _checked_nbytes(self, slot: DeviceSlot, segments: Ranges) -> int:
+        """What a transfer moves: at most what the slot holds."""
+        self._check(slot)
+        nbytes = sum(n for _, n in segments)
+        if not 0 < nbytes <= slot.nbytes:
+            raise ValueError(f"{slot!r}: a transfer of {nbytes} bytes")
+        return nbytes
+
+    def _count(self, direction: Direction, nbytes: int) -> None:
         self._moved[direction][0] += 1
-        self._moved[direction][1] += slot.nbytes
+        self._moved[direction][1] += nbytes
 
     def _num_blocks(self, nbytes: int) -> int:
         return -(-nbytes // self._blocks.block_nbytes)

@@ -3,13 +3,14 @@
     make gpu-gate              all shards, what has been done already is kept
     make gpu-gate SHARD=1      one of them
 
-On a machine that is lent for a quarter of an hour the first two shards are what there is time for: what the machine has
-(`ooc doctor`), the tests, `ooc demo`, bits of many models and programs side by side; bits and peak of two models. Then
-come ResNet-50 at 16 GiB, its larger batches, and the language model of 1.3 G parameters. Each item is on disk when it ends, under bench-out/gpu-gate, and is not run again (`--retry`: what
-was wrong or overran is); `OOC_COMMIT` names the commit where there is no git, else a hash of the files does. Where only
-one folder of the machine comes back, name it: `make gpu-gate SHARD=1 ARGS="--out FOLDER"`. An item whose time is up is
-*overran*, neither right nor wrong, and costs no other. What a process that failed has told is in the log beside the
-results, and its end on the terminal, last of all: the machine may be gone when somebody reads it.
+On a machine that is lent for a quarter of an hour the first two shards are what there is time for: what the machine
+has (`ooc doctor`), the tests, `ooc demo`, bits of many models and programs side by side; bits and peak of two models.
+Then come ResNet-50 at 16 GiB, its larger batches, and the language model of 1.3 G parameters. Each item is on disk
+when it ends, under bench-out/gpu-gate, and is not run again (`--retry`: what was wrong or overran is); `OOC_COMMIT`
+names the commit where there is no git, else a hash of the files does. Where only one folder of the machine comes back,
+name it: `make gpu-gate SHARD=1 ARGS="--out FOLDER"`. An item whose time is up is *overran*, neither right nor wrong,
+and costs no other. What a process that failed has told is in the log beside the results, and its end on the terminal,
+last of all: the machine may be gone when somebody reads it.
 
 What the figures mean:
 

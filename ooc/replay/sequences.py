@@ -57,7 +57,7 @@ class Sequences:
 
     Args:
         planning: Told the number of ops, is entered while a plan is made.
-        is_elastic: Whether steps that differ in sizes share a plan.
+        is_elastic: Whether steps that differ in sizes share a plan. Sessions always do; tests of what it takes do not.
         in_background: Make plans in another process where training would be held up by them.
         trials: Who knows which ops repeat their bits; a plan that waits for the store is to have its ops tried.
         is_timed: Whether a planned step tells how long ops take. Not on a device: there it tells how long launches

@@ -22,13 +22,12 @@ class UnionPlans:
 
     Args:
         sequences: Learns the steps that are like others.
-        is_on: Whether there are unions at all.
     """
 
-    def __init__(self, sequences: Sequences, *, is_on: bool = True) -> None:
+    def __init__(self, sequences: Sequences) -> None:
         self._sequences = sequences
         self._unions = Unions()
-        self._is_on = is_on
+        self._is_on = True  # until a fault of the planner's
 
     def __repr__(self) -> str:
         return f"<UnionPlans: {self._unions!r}>"

@@ -94,7 +94,7 @@ def _rows(lengths: list[int], *, skip: int | None = None, is_elastic: bool = Tru
 
 
 def test_steps_of_other_lengths_say_so_and_the_hint_names_the_remedy() -> None:
-    *rows, last = _rows([200, 220, 250, 280, 310, 340, 370], is_elastic=False)  # as on a device
+    *rows, last = _rows([200, 220, 250, 280, 310, 340, 370], is_elastic=False)
     assert [row["cause"] for row in rows[:2]] == ["first"] * 2
     assert "made the model" in rows[1]["why"]
     assert [row["cause"] for row in rows[2:]] == ["sizes"] * 5
