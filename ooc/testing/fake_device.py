@@ -199,9 +199,10 @@ class FakeDeviceMemory(FakeKernels, DeviceMemory):
         else:
             slot: Any = record.slot
             if slot.in_file is not None:
-                return self.store.file_bytes(slot)
+                return self.store.file_bytes(slot)[: record.nbytes]
             parts = list(self.store.host_segments(slot))
-        return b"".join(ctypes.string_at(address, nbytes) for address, nbytes in parts)
+        # A slot may have room for more.
+        return b"".join(ctypes.string_at(address, nbytes) for address, nbytes in parts)[: record.nbytes]
 
 
 FakeCudaDevice.memory_type = FakeDeviceMemory

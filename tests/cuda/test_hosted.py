@@ -74,6 +74,50 @@ assert device.fake.left() == [], device.fake.left()
 """)
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_steps_of_any_size_share_a_plan(debug: bool) -> None:
+    """What is kept has room for the longest batch, in memory and in the store; it outlives them by its own size."""
+    run(f"""
+lengths = [400, 512, 380, 450, 300, 500, 333, 490, 410, 280, 505, 350]
+
+def train_on(lengths, session=None):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[m for _ in range(6) for m in (torch.nn.Linear(256, 256), torch.nn.GELU())])
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    losses, kept = [], []
+    for index, length in enumerate(lengths):
+        with session.step() if session else torch.enable_grad():
+            x = torch.full((length, 256), 0.01 * (index + 1))
+            y = model(x)
+            loss = y.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item().hex())
+            kept = [y.detach() * factor for factor in range(8)]
+            del x, y, loss
+    return losses, kept
+
+losses, tensors = train_on(lengths)
+device = HostedDevice(num_chunks=96)
+with ooc.Session(
+    96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False, debug={debug}
+) as session:
+    found, kept = train_on(lengths, session)
+    modes = [row.mode for row in session.steps.rows]
+    assert modes[4:].count("planned") >= len(modes[4:]) - 2, modes
+    assert session.steps.rows[-1].evicted_nbytes > 0
+assert found == losses
+assert all(torch.equal(a, b) for a, b in zip(kept, tensors))
+del kept
+gc.collect()
+assert device.unmapped and len(device.unmapped) == len(set(device.unmapped)), device.unmapped
+assert device.fake.races == (), device.fake.races[0]
+left = device.fake.left()
+assert all("addresses" in it for it in left), left
+""")
+
+
 @pytest.mark.parametrize("num_chunks", [96, 200])
 def test_what_outlives_its_session_keeps_address_and_bytes(num_chunks: int) -> None:
     """In memory or away: it is unmapped, once, when it is freed, and everything is given back then."""
