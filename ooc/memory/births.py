@@ -1,6 +1,6 @@
 """Chunks, and addresses that show them, for variables that are born on demand.
 
-Chunks in a row have addresses at once, in a view of the pool (`vmm.pool_views`). Where free memory is in pieces, no
+Chunks in a row have addresses at once, in a view of the pool (`vmm.pool_views`); on a device there is none. Where free memory is in pieces, no
 view shows a variable's chunks in a row, and mapping them takes a system call for each piece. But a step allocates most
 sizes many times over, and one chunk may be shown at many addresses at once (DESIGN.md section 5). So reservations of
 freed variables go on showing the chunks they had, which are free at once for whoever takes them, and are of use again
@@ -43,11 +43,14 @@ class Births:
     Args:
         space: What the reservations belong to.
         reuses_addresses: Whether freed addresses may go on showing memory: then the use of what was freed is no fault.
+        has_views: Whether chunks in a row have addresses at once. On a device they do not, and mapping any takes a
+            call of the driver for each chunk, and another for all, that takes longer than most ops.
     """
 
-    def __init__(self, space: Space, *, reuses_addresses: bool) -> None:
+    def __init__(self, space: Space, *, reuses_addresses: bool, has_views: bool = True) -> None:
         self._space = space
         self._reuses_addresses = reuses_addresses
+        self._has_views = has_views
         self._ready: dict[int, list[tuple[Reservation, Runs]]] = {}  # by size, the one that was freed last at the end
         self.num_ready = 0
         """Free chunks that the pool does not have."""
@@ -130,7 +133,7 @@ class Births:
 
     def keep(self, reservation: Reservation, runs: Runs, pool: ChunkPool) -> bool:
         """Keep a reservation that shows these chunks, which are free in `pool`. False: it is of no use."""
-        if not self._reuses_addresses or len(runs) < 2:
+        if not self._reuses_addresses or (self._has_views and len(runs) < 2):
             return False
         size = reservation.num_chunks
         self._kept.setdefault(size, OrderedDict())[reservation.address] = reservation, runs

@@ -76,7 +76,8 @@ class ResidencyManager(RecordTransfers):
         self.peak_chunks = 0
         self.num_serials = 0
         self._resident: dict[int, VariableRecord] = {}  # by address
-        self._births = Births(space, reuses_addresses=is_host and not debug)  # debug: the use of what is freed faults
+        # In debug mode the use of what was freed is a fault.
+        self._births = Births(space, reuses_addresses=not debug, has_views=is_host)
         self._loading: dict[int, VariableRecord] = {}  # read ahead, by address
         self.foresight = Foresight()
         self.ahead = Ahead(self)
