@@ -1,10 +1,10 @@
 """Chunks, and addresses that show them, for variables that are born on demand.
 
-Chunks in a row have addresses at once, in a view of the pool (`vmm.pool_views`); on a device there is none. Where free memory is in pieces, no
-view shows a variable's chunks in a row, and mapping them takes a system call for each piece. But a step allocates most
-sizes many times over, and one chunk may be shown at many addresses at once (DESIGN.md section 5). So reservations of
-freed variables go on showing the chunks they had, which are free at once for whoever takes them, and are of use again
-whenever all of these chunks are free.
+Chunks in a row have addresses at once, in a view of the pool (`vmm.pool_views`); on a device there is none. Where free
+memory is in pieces, no view shows a variable's chunks in a row, and mapping them takes a system call for each piece.
+But a step allocates most sizes many times over, and one chunk may be shown at many addresses at once (DESIGN.md
+section 5). So reservations of freed variables go on showing the chunks they had, which are free at once for whoever
+takes them, and are of use again whenever all of these chunks are free.
 
 A loop frees what it allocates again: the next birth of the size of what was freed last takes both its addresses and its
 chunks, as an allocator's free lists do. Such chunks are nobody's, and the pool does not have them until somebody wants
