@@ -90,8 +90,8 @@ def test_what_outlives_its_session_has_its_own_size() -> None:
 @pytest.mark.parametrize(
     "seeds",
     [
-        pytest.param(list(range(10)), id="some"),
-        pytest.param(list(range(10, 80)), id="more", marks=pytest.mark.slow),
+        pytest.param(list(range(5)), id="some"),
+        pytest.param(list(range(5, 80)), id="more", marks=pytest.mark.slow),
     ],
 )
 def test_random_programs_of_unlike_steps(seeds: list[int]) -> None:
