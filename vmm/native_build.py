@@ -38,7 +38,6 @@ __all__ = [
     "build",
     "cache_directory",
     "find_compiler",
-    "loaded_cxx_runtime",
 ]
 
 _log = logging.getLogger(__name__)
@@ -130,7 +129,7 @@ def build(
     if not name or not name.replace("_", "").replace("-", "").isalnum():
         raise ValueError(f"name={name!r}: letters, digits, '_' and '-' are allowed")
     compiler = find_compiler()
-    runtime = loaded_cxx_runtime() if meets_torch else ()
+    runtime = _loaded_cxx_runtime() if meets_torch else ()
     arguments = (*_arguments(sources, include_dirs, library_dirs, libraries, extra_flags), *map(str, runtime))
     digest = _digest(sources, (*compiler, *arguments, _compiler_version(compiler), cache_key))
     file_name = f"{name}-{digest}.so"
@@ -194,7 +193,7 @@ def find_compiler() -> tuple[str, ...]:
 # wrapper). Two copies in one process share some symbols and not others: the first number that is written into a text
 # ended the process, and what is thrown by one and caught by the other may. Named before the compiler's own, the runtime
 # that is there already leaves nothing to be copied.
-def loaded_cxx_runtime() -> tuple[Path, ...]:
+def _loaded_cxx_runtime() -> tuple[Path, ...]:
     """The C++ runtime's shared libraries that this process has loaded; none where it cannot be told."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu.child import Order
-from benchmarks.gpu.figures import Figure, Measure, Shell
+from benchmarks.gpu.figures import Figure, Measure, Shell, failed, share_nbytes
 
 _MIB = 1 << 20
 _SHARE = 1.0
@@ -26,12 +26,12 @@ def budget_changes(workload: str, *, preset: Any = "full", chunk_nbytes: int = 2
         )
         expected = shell.train(order)
         if "error" in expected:
-            yield _failed("in core", expected)
+            yield failed("in core", expected)
             return
-        budget_nbytes = max(int(expected["peak_nbytes"] * _SHARE) // chunk_nbytes, 8) * chunk_nbytes
+        budget_nbytes = share_nbytes(expected, _SHARE, chunk_nbytes, least=8)
         answer = shell.train(replace(order, variant="ours", budget_nbytes=budget_nbytes, disturbs=True))
         if "error" in answer:
-            yield _failed("changing", answer)
+            yield failed("changing", answer)
             return
         pairs = list(zip(expected["steps"], answer["steps"], strict=True))
         num_equal = sum(a["digest"] == b["digest"] for a, b in pairs)
@@ -55,7 +55,3 @@ def budget_changes(workload: str, *, preset: Any = "full", chunk_nbytes: int = 2
             )
 
     return measure
-
-
-def _failed(name: str, answer: dict[str, Any]) -> Figure:
-    return Figure(variant=name, metric="trains", unit="", value=None, is_good=False, note=answer["error"])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from benchmarks.gpu.child import Order
+from ooc.cli.trial import NO_ALGORITHM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,26 @@ class Item:
     name: str
     limit_s: int
     measure: Measure
+
+
+def train_in_core(shell: Shell, order: Order) -> tuple[Order, dict[str, Any]]:
+    """What others are compared with, and the order for them: torch warns where an op has no deterministic algorithm."""
+    answer = shell.train(order)
+    if NO_ALGORITHM in answer.get("error", ""):
+        order = replace(order, warns=True)
+        answer = shell.train(order)
+    return order, answer
+
+
+def share_nbytes(expected: Mapping[str, Any], share: float, chunk_nbytes: int, *, least: int = 2) -> int:
+    """This share of the peak of a run in core, in whole chunks, of which there are `least`."""
+    return max(int(expected["peak_nbytes"] * share) // chunk_nbytes, least) * chunk_nbytes
+
+
+def failed(name: str, answer: Mapping[str, Any], *, may_be_too_small: bool = False) -> Figure:
+    """What did not train. A budget that one op does not fit may be a fact of the op's, and no fault."""
+    is_good = None if may_be_too_small and answer.get("is_too_small") else False
+    return Figure(variant=name, metric="trains", unit="", value=None, is_good=is_good, note=answer["error"])
 
 
 def equal_steps(name: str, expected: Mapping[str, Any], answer: Mapping[str, Any], *, note: str) -> Figure:

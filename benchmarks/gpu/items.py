@@ -14,11 +14,10 @@ from typing import Any
 from benchmarks.gpu import side_by_side
 from benchmarks.gpu.budget_items import budget_changes
 from benchmarks.gpu.child import Order
-from benchmarks.gpu.figures import Figure, Item, Measure, Shell, equal_steps
+from benchmarks.gpu.figures import Figure, Item, Measure, Shell, equal_steps, failed, share_nbytes, train_in_core
 from benchmarks.gpu.machine_items import demo, doctor, driver_calls, preflight, sanitizer, tests
 from benchmarks.gpu.programs import PROGRAMS
 from benchmarks.gpu.recompute_items import recomputation
-from ooc.cli.trial import NO_ALGORITHM
 from scheduler.cost.links import least_busy_ns
 from scheduler.plan import Machine
 
@@ -56,19 +55,16 @@ def bitwise(
             digests=True,
             host_budget_nbytes=host_nbytes,
         )
-        expected = shell.train(order)
-        if NO_ALGORITHM in expected.get("error", ""):
-            order = replace(order, warns=True)
-            expected = shell.train(order)
+        order, expected = train_in_core(shell, order)
         if "error" in expected:
-            yield _failed("in core", expected)
+            yield failed("in core", expected)
             return
         if order.warns:
             again = shell.train(order)
             yield from _same_bits("in core once more", expected, again, is_planned=False)
 
         def budget(share: float) -> int:
-            return max(int(expected["peak_nbytes"] * share) // chunk_nbytes, 2) * chunk_nbytes
+            return share_nbytes(expected, share, chunk_nbytes)
 
         for name, share in (("peak", 1.1), ("half", 0.5)):
             yield from _compared(shell, order, expected, name, budget(share))
@@ -86,13 +82,12 @@ def _compared(shell: Shell, order: Order, expected: dict[str, Any], name: str, b
 def _judged(
     name: str, order: Order, expected: dict[str, Any], answer: dict[str, Any], budget_nbytes: int
 ) -> Iterable[Figure]:
-    if answer.get("is_too_small"):  # a fact of one op's, and no fault
-        yield Figure(variant=name, metric="trains", unit="", value=None, note=answer["error"])
+    if "error" in answer:
+        yield failed(name, answer, may_be_too_small=True)
         return
     yield from _same_bits(name, expected, answer)
-    if "error" not in answer:
-        yield from _held(name, expected, answer, budget_nbytes)
-        yield from _quiet(name, answer, debug=order.debug)
+    yield from _held(name, expected, answer, budget_nbytes)
+    yield from _quiet(name, answer, debug=order.debug)
 
 
 def _smallest(shell: Shell, order: Order, expected: dict[str, Any], budget: Callable[[float], int]) -> Iterable[Figure]:
@@ -114,7 +109,7 @@ def _same_bits(
     name: str, expected: dict[str, Any], answer: dict[str, Any], *, is_planned: bool = True
 ) -> Iterable[Figure]:
     if "error" in answer:
-        yield _failed(name, answer)
+        yield failed(name, answer)
         return
     pairs = zip(expected["steps"], answer["steps"], strict=True)
     first = next((i for i, (a, b) in enumerate(pairs) if a["digest"] != b["digest"]), None)
@@ -312,10 +307,6 @@ def ordered(*parts: Measure) -> Measure:
             yield from part(shell)
 
     return measure
-
-
-def _failed(name: str, answer: dict[str, Any]) -> Figure:
-    return Figure(variant=name, metric="trains", unit="", value=None, is_good=False, note=answer["error"])
 
 
 _POLICIES = ("auto", "window", "vdnn", "lms", "on_demand")

@@ -56,7 +56,7 @@ def _failed_tests(output: str) -> Iterable[Figure]:
 def preflight(shell: Shell) -> Iterable[Figure]:
     """What the machine has, and whether the native parts can be built: before time is spent on anything else."""
     code, output = shell.command(["-m", "benchmarks.gpu.preflight"])
-    found = _last_line(output)
+    found = last_line(output)
     if found is None:
         note = f"exit code {code}: {output.strip()[-200:]}"
         yield Figure(variant="preflight", metric="runs", unit="", value=None, is_good=False, note=note)
@@ -102,7 +102,7 @@ def demo(shell: Shell) -> Iterable[Figure]:
 def driver_calls(shell: Shell) -> Iterable[Figure]:
     """Microseconds of each call, the device idle and with work queued."""
     code, output = shell.command(["-m", "benchmarks.gpu.calls"])
-    found = _last_line(output)
+    found = last_line(output)
     if found is None:
         yield Figure(variant="calls", metric="time", unit="us", value=None, note=f"exit code {code}: {output[-200:]}")
         return
@@ -146,7 +146,7 @@ def order_text(order: Order) -> str:
     return json.dumps(asdict(order))
 
 
-def _last_line(output: str) -> Any:
+def last_line(output: str) -> Any:
     """The JSON on it; None: it is none."""
     try:
         return json.loads(output.strip().splitlines()[-1])

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu.child import Order
-from benchmarks.gpu.figures import Figure, Measure, Shell, equal_steps
+from benchmarks.gpu.figures import Figure, Measure, Shell, equal_steps, failed, share_nbytes
 
 _MIB = 1 << 20
 _SHARE = 0.75
@@ -28,15 +28,15 @@ def recomputation(
         order = Order(workload=workload, preset=preset, digests=True, warns=True, host_budget_nbytes=host_nbytes)
         expected = shell.train(order)
         if "error" in expected:
-            yield _failed("in core", expected)
+            yield failed("in core", expected)
             return
-        budget_nbytes = max(int(expected["peak_nbytes"] * _SHARE) // chunk_nbytes, 4) * chunk_nbytes
+        budget_nbytes = share_nbytes(expected, _SHARE, chunk_nbytes, least=4)
         for policy, debug in policies:
             name = f"{policy}, debug" if debug else policy
             fields = {"policy": policy, "debug": debug, "budget_nbytes": budget_nbytes, "chunk_nbytes": chunk_nbytes}
             answer = shell.train(replace(order, variant="ours", recompute=True, **fields))
             if "error" in answer:
-                yield _failed(name, answer)
+                yield failed(name, answer)
                 continue
             yield from _judged(name, expected, answer, must_recompute=policy != "auto")
 
@@ -58,7 +58,3 @@ def _judged(name: str, expected: dict[str, Any], answer: dict[str, Any], *, must
         is_good=(last["num_reruns"] > 0 and last["mode"] == "planned") if must_recompute else None,
         note="; ".join([*notes, *answer.get("unplannable", ())]),
     )
-
-
-def _failed(name: str, answer: dict[str, Any]) -> Figure:
-    return Figure(variant=name, metric="trains", unit="", value=None, is_good=False, note=answer["error"])

@@ -5,15 +5,15 @@ Memory by the driver's count and times mean nothing meanwhile, so that neither i
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu.child import Order
-from benchmarks.gpu.figures import Figure, Measure, Overran, Shell, equal_steps
-from ooc.cli.trial import NO_ALGORITHM
+from benchmarks.gpu.figures import Figure, Measure, Overran, Shell, equal_steps, failed, share_nbytes, train_in_core
+from benchmarks.gpu.machine_items import last_line
 
 _CHUNK_NBYTES = 2 << 20
 _SHARES = (0.65, 0.8, 0.95)
@@ -40,16 +40,13 @@ def workloads(
             digests=True,
             host_budget_nbytes=host_nbytes,
         )
-        expected = shell.train(order)
-        if NO_ALGORITHM in expected.get("error", ""):
-            order = replace(order, warns=True)
-            expected = shell.train(order)
+        order, expected = train_in_core(shell, order)
         if "error" in expected:
-            return [_failed(f"{name}, in core", expected)]
-        budget_nbytes = max(int(expected["peak_nbytes"] * share) // chunk_nbytes, 2) * chunk_nbytes
+            return [failed(f"{name}, in core", expected)]
+        budget_nbytes = share_nbytes(expected, share, chunk_nbytes)
         answer = shell.train(replace(order, variant="ours", budget_nbytes=budget_nbytes))
         if "error" in answer:
-            return [_failed(name, answer)]
+            return [failed(name, answer, may_be_too_small=True)]
         return [equal_steps(name, expected, answer, note=_modes(step["mode"] for step in answer["steps"]))]
 
     return _together([lambda shell, c=c: one(shell, *c) for c in chosen])
@@ -61,14 +58,14 @@ def programs(names: Sequence[str]) -> Measure:
     def one(shell: Shell, name: str) -> list[Figure]:
         expected = _run(shell, name)
         if "error" in expected:
-            return [_failed(f"{name}, in core", expected)]
+            return [failed(f"{name}, in core", expected)]
         for share in _SHARES:
             budget_nbytes = int((expected["peak_nbytes"] or _UNKNOWN_NBYTES) * share) // _CHUNK_NBYTES * _CHUNK_NBYTES
             answer = _run(shell, name, "--budget", str(budget_nbytes))
             if not answer.get("is_too_small"):
                 break
         if "error" in answer:
-            return [_failed(name, answer)]
+            return [failed(name, answer, may_be_too_small=True)]
         is_same = answer["digest"] == expected["digest"]
         is_held = answer["peak_nbytes"] <= answer["budget_nbytes"]
         note = f"{share:g} of the peak; {_modes(answer['modes'])}{'' if is_held else '; more than the budget'}"
@@ -98,23 +95,10 @@ def _together(jobs: Sequence[Callable[[Shell], list[Figure]]]) -> Measure:
 
 def _run(shell: Shell, name: str, *options: str) -> dict[str, Any]:
     code, output = shell.command(["-m", "benchmarks.gpu.programs", name, "--device", "cuda", *options])
-    lines = output.strip().splitlines()
-    try:
-        answer: dict[str, Any] = json.loads(lines[-1])
-    except (IndexError, ValueError):
-        return {"error": f"exit code {code}: {lines[-1] if lines else 'no output'}"}
-    return answer
+    answer: dict[str, Any] | None = last_line(output)
+    return answer if answer is not None else {"error": f"exit code {code}: {output.strip()[-200:] or 'no output'}"}
 
 
 def _modes(modes: Iterable[str]) -> str:
     """How many steps ran how."""
-    found: dict[str, int] = {}
-    for mode in modes:
-        found[mode] = found.get(mode, 0) + 1
-    return ", ".join(f"{count} {mode}" for mode, count in found.items())
-
-
-def _failed(name: str, answer: dict[str, Any]) -> Figure:
-    """What did not train. A budget that an op does not fit is a fact of the op's, and no fault."""
-    is_good = None if answer.get("is_too_small") else False
-    return Figure(variant=name, metric="trains", unit="", value=None, is_good=is_good, note=answer["error"])
+    return ", ".join(f"{count} {mode}" for mode, count in Counter(modes).items())

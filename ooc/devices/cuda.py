@@ -392,19 +392,17 @@ class CudaOps:
         self.device = torch.device("cuda", memory.device_index)
         self.timer = DeviceTimer(memory.streams)
         self._streams = memory.streams
-        self._follow = memory.streams.follow
-        self._observe_use = memory.streams.observe_use
 
     def begins(self, func: Any, operands: Iterable[VariableRecord], written: Container[int]) -> None:  # noqa: ARG002
         """As `OpWatch.begins`."""
-        self._follow()
+        self._streams.follow()
 
     def ended(self) -> None:
         """As `OpWatch.ended`. The host waits for the op, so that its time is measured and not that of its launch.
 
         This costs steps on demand alone, which are slow in any case; a planned step has no such wait.
         """
-        self._observe_use()
+        self._streams.observe_use()
 
     def born(self, address: int, nbytes: int) -> None:
         """As `OpWatch.born`. Does nothing: the op that allocates has been ordered, or the next op will be after it."""
@@ -414,12 +412,12 @@ class CudaOps:
         dispatcher.follow_stream(str(self.device), self._streams.num_moves_address, self.follow)
 
     def calls_of(self, executable: ExecutablePlan) -> list[Any]:
-        """As `OpWatch.calls_of`: torch's own."""
-        return [getattr(func, "_op", func) for func in executable.funcs]
+        """As `OpWatch.calls_of`: the plan's own, as on the host."""
+        return executable.calls
 
     def follow(self) -> None:
         """As `OpWatch.follow`."""
-        self._follow()
+        self._streams.follow()
 
     def stream(self) -> torch.cuda.Stream:
         """As `OpWatch.stream`. A library's workspace belongs to a stream: on another, a re-run would take a new one."""
@@ -439,4 +437,4 @@ class CudaOps:
         births: Sequence[Range] = (),  # noqa: ARG002
     ) -> None:
         """As `OpWatch.runs_again`."""
-        self._follow()
+        self._streams.follow()

@@ -14,6 +14,7 @@ import ooc
 from ooc.testing.fake_device import FakeCudaDevice
 from ooc.tracing.observed import Observed, close_cycle
 from scheduler.trace import Trace
+from tests.session import programs
 from vmm.device_store import DeviceStore
 from vmm.store_speed import StoreSpeed
 
@@ -71,6 +72,19 @@ def fixed_speed() -> Iterator[None]:
         patch.setattr(DeviceStore, "measure", lambda self, buffer=None: SPEED)
         patch.setattr("ooc.replay.elastic.close_cycle", _with_equal_ops)
         patch.setattr("ooc.replay.sequences._REFINE_AFTER", ())
+        yield
+
+
+@contextmanager
+def programs_over(device: FakeCudaDevice) -> Iterator[None]:
+    """Random programs open their sessions on this device."""
+
+    def make_session(*, budget: int, chunk_nbytes: int, **options: Any) -> ooc.Session:
+        assert chunk_nbytes == programs.CHUNK_NBYTES
+        return CudaSession(budget, device=device, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "make_session", make_session)
         yield
 
 

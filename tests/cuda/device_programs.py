@@ -9,11 +9,8 @@ import faulthandler
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
-import ooc
 from ooc.testing.fake_device import FakeCudaDevice
-from tests.cuda.cases import CudaSession, fixed_speed
+from tests.cuda.cases import fixed_speed, programs_over
 from tests.session import programs
 from tests.session.program_unions import eager_unions, with_unlike_steps
 
@@ -24,12 +21,7 @@ def run_seed(seed: int) -> dict[str, Any]:
     program = replace(with_unlike_steps(seed, may_vary=seed % 2 == 1), delay_ns=0, fail_call=0)
     device = FakeCudaDevice(seed=seed, eagerness=(seed % 5) / 6)
 
-    def make_session(*, budget: int, chunk_nbytes: int, **options: Any) -> ooc.Session:
-        assert chunk_nbytes == programs.CHUNK_NBYTES
-        return CudaSession(budget, device=device, **options)
-
-    with pytest.MonkeyPatch.context() as patch, fixed_speed():
-        patch.setattr(programs, "make_session", make_session)
+    with programs_over(device), fixed_speed():
         expected = programs.run_in_core(program)
         with eager_unions() as found:
             outcome = programs.run_in_session(program, expected)

@@ -261,7 +261,7 @@ def test_ops_on_demand_are_timed_to_their_end_and_planned_ones_are_not_waited_fo
     def second() -> None:
         fake.launch(0, lambda: done.append("second"), name="op")
 
-    (call,) = ops.calls_of(SimpleNamespace(funcs=[second]))
+    (call,) = ops.calls_of(SimpleNamespace(calls=[second]))
     assert call is second
     ops.follow()
     call()

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-import ooc
 from ooc.testing.fake_device import FakeCudaDevice
-from tests.cuda.cases import CudaSession, fixed_speed
+from tests.cuda.cases import fixed_speed, programs_over
 from tests.session import programs
 from tests.session.program_runs import run_many
 
@@ -24,12 +23,7 @@ def run_seed(seed: int) -> dict[str, Any]:
     program = replace(programs.generate(seed), delay_ns=0, fail_call=0)
     device = FakeCudaDevice(seed=seed, eagerness=(seed % 5) / 6)
 
-    def make_session(*, budget: int, chunk_nbytes: int, **options: Any) -> ooc.Session:
-        assert chunk_nbytes == programs.CHUNK_NBYTES
-        return CudaSession(budget, device=device, **options)
-
-    with pytest.MonkeyPatch.context() as patch, fixed_speed():
-        patch.setattr(programs, "make_session", make_session)
+    with programs_over(device), fixed_speed():
         outcome = programs.run_in_session(program, programs.run_in_core(program))
     return {"modes": outcome.modes, "num_chunks": outcome.num_chunks}
 

@@ -21,7 +21,7 @@ from ooc.replay.recipes import Recipe
 from ooc.replay.rerun_device import RerunDevice
 from ooc.replay.reruns import Reruns
 from ooc.testing.fake_device import FakeCudaDevice, FakeOps
-from tests.cuda.cases import SPEED, CudaSession, fixed_speed
+from tests.cuda.cases import SPEED, CudaSession, fixed_speed, programs_over
 from tests.session import program_reruns, programs
 from tests.session.program_runs import run_many
 from tests.session.recomputed import CASES, CHUNK_NBYTES, NUM_STEPS, Case, Training, digest, saved_tensors
@@ -139,12 +139,7 @@ def run_seed(seed: int) -> dict[str, Any]:
     program = replace(program_reruns.recomputing(seed), delay_ns=0, fail_call=0)
     device = FakeCudaDevice(seed=seed, eagerness=(seed % 5) / 6)
 
-    def make_session(*, budget: int, chunk_nbytes: int, **options: Any) -> ooc.Session:
-        assert chunk_nbytes == programs.CHUNK_NBYTES
-        return CudaSession(budget, device=device, **options)
-
-    with slow_link() if seed % 2 else fixed_speed(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "make_session", make_session)
+    with slow_link() if seed % 2 else fixed_speed(), programs_over(device), pytest.MonkeyPatch.context() as patch:
         patch.setattr("ooc.options._RECOMPUTING", frozenset(program_reruns.POLICIES))
         with program_reruns.forced_reruns(seed), program_reruns.counted_reruns() as counts:
             outcome = programs.run_in_session(program, programs.run_in_core(program))

@@ -14,6 +14,14 @@ from benchmarks.gpu.child import Order
 from benchmarks.gpu.gate import Processes
 
 ROOT = Path(__file__).parents[2]
+
+
+def run(script: str) -> None:
+    """In a process of its own."""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 PLACES = [pytest.param(True, id="fake"), pytest.param(False, id="cuda", marks=pytest.mark.gpu)]
 
 
@@ -84,8 +92,7 @@ with ooc.Session("256MiB", device="cuda", host_budget="512MiB", plan_cache=False
     del a, t, others, x
     cupy.cuda.set_allocator(None)
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run(script)
 
 
 @pytest.mark.gpu
@@ -110,8 +117,7 @@ with ooc.Session("256MiB", device="cuda", host_budget="256MiB", plan_cache=False
     kept = torch.full((4 << 20,), 3.0, device="cuda")
 assert (kept == 3).all() and (y == 1).all()
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run(script)
 
 
 @pytest.mark.gpu
@@ -152,8 +158,7 @@ with ooc.Session("96MiB", device="cuda", host_budget="1GiB", plan_cache=False, b
 expected, _ = train(None)
 assert found == expected, (found, expected)
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run(script)
 
 
 @pytest.mark.gpu
@@ -181,8 +186,7 @@ assert bool((x.grad == 2048).all())
 in_thread(lambda: found.append(torch.ones(1 << 20, device="cuda")))
 assert float(found[0].sum()) == 1 << 20
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run(script)
 
 
 @pytest.mark.gpu
