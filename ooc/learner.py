@@ -73,6 +73,7 @@ class Learner:
             key: str | None = self._sequences.key_of(recorder.signature())
             self._sequences.note_end(key)
             return Learned(key, is_new=False)
+        self._runner.settle_times()
         recording = recorder.finish(self._manager.records)
         recording.note_origins(self._manager.records)
         self._steps.note_recording(recording)

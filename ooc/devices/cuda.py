@@ -22,7 +22,7 @@ from ooc.units import format_exactly, format_nbytes
 from vmm.cuda_calls import CudaCalls, CudaFault, load_bindings
 from vmm.cuda_table import CudaTable, DriverPointers, cuda_table, driver_pointers
 from vmm.device_store import DeviceSlot
-from vmm.device_timer import DeviceTimer
+from vmm.device_timer import DeviceTimer, OpTimer
 from vmm.driver import MemoryFault
 from vmm.files import default_directory
 from vmm.machine import memory_room
@@ -391,24 +391,36 @@ class CudaOps:
     def __init__(self, memory: CudaMemory) -> None:
         self.device = torch.device("cuda", memory.device_index)
         self.timer = DeviceTimer(memory.streams)
+        self.lets_native = True
         self._streams = memory.streams
+        self._op_timer = OpTimer(memory.streams)
+        self._dispatcher: Dispatcher | None = None
 
-    def begins(self, func: Any, operands: Iterable[VariableRecord], written: Container[int]) -> None:  # noqa: ARG002
+    def begins(self, func: Any, operands: Iterable[VariableRecord], written: Container[int]) -> int | None:  # noqa: ARG002
         """As `OpWatch.begins`."""
         self._streams.follow()
+        return self._op_timer.begin()
 
-    def ended(self) -> None:
-        """As `OpWatch.ended`. The host waits for the op, so that its time is measured and not that of its launch.
+    def ended(self, begun: int | None, tell: Callable[[int], object] | None) -> None:
+        """As `OpWatch.ended`."""
+        self._op_timer.end(begun, tell)
 
-        This costs steps on demand alone, which are slow in any case; a planned step has no such wait.
+    def settle(self) -> None:
+        """As `OpWatch.settle`."""
+        self._op_timer.settle()
+
+    def born(self, address: int, nbytes: int) -> None:  # noqa: ARG002
+        """As `OpWatch.born`. The op that allocates has been ordered, or the next op will be after it.
+
+        Its stream may wait now for what was evicted to make room: that is no part of the op's time.
         """
-        self._streams.observe_use()
-
-    def born(self, address: int, nbytes: int) -> None:
-        """As `OpWatch.born`. Does nothing: the op that allocates has been ordered, or the next op will be after it."""
+        self._op_timer.begin_again()
+        if self._dispatcher is not None:
+            self._dispatcher.begin_op_again()
 
     def attach(self, dispatcher: Dispatcher) -> None:
-        """As `OpWatch.attach`: planned ops are put in order, too, and call Python only where the stream is another."""
+        """As `OpWatch.attach`: ops that run natively are put in order, and call Python only on another stream."""
+        self._dispatcher = dispatcher
         dispatcher.follow_stream(str(self.device), self._streams.num_moves_address, self.follow)
 
     def calls_of(self, executable: ExecutablePlan) -> list[Any]:

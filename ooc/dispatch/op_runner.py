@@ -150,7 +150,7 @@ class OpRunner:
         self.parts = OpsInParts(
             manager, allocator, self.dispatcher, self.executor, self.lock, self.recording, self.refusals, notes
         )
-        if self._watch is None and not self._names_ops:
+        if (watch is None or watch.lets_native) and not self._names_ops:
             run_natively(
                 self.dispatcher,
                 manager=manager,
@@ -405,30 +405,41 @@ class OpRunner:
             state.set_inside(recorder.num_ops)
             cold_ns = state.cold_ns
             self.refusals.pending.clear()
-            if self._watch is not None:
-                self._watch.begins(func, records, op.written)
+            begun = self._watch.begins(func, records, op.written) if self._watch is not None else None
         started = time.monotonic_ns()
         try:
             with marked(str(func)) if self._names_ops else _NOTHING:
                 result = func(*args, **kwargs)
-            if self._watch is not None:
-                with self._lock:
-                    self._watch.ended()
         except BaseException:
+            self._ended(begun, None)
             error = self._failures.end((func, args, kwargs), records, self._manager.records_at(op.written), trial=trial)
             if error is not None:
                 return self.parts.resolve(error, (func, args, kwargs))
             raise
         if self.refusals.pending:
+            self._ended(begun, None)
             return self._failures.given_up((func, args, kwargs), records, trial, result)
         op.duration_ns = max(time.monotonic_ns() - started - (state.cold_ns - cold_ns), 0)
         with self._lock:
+            self._ended(begun, op.note_device_ns)
             self.absorb()
             if isinstance(trial, RerunTrial):
                 self._finish_trial(trial, op, result)
             self._unpin(records)
             self._complete(op, result)
         return result
+
+    def _ended(self, begun: int | None, tell: Callable[[int], object] | None) -> None:
+        """An op on demand has been issued; without `tell`, it has failed."""
+        if self._watch is not None:
+            with self._lock:
+                self._watch.ended(begun, tell)
+
+    def settle_times(self) -> None:
+        """Ask the device how long the ops so far took, before a recording is learned from."""
+        if self._watch is not None:
+            with self._lock:
+                self._watch.settle()
 
     def _finish_trial(self, trial: RerunTrial, op: OpRecord, result: Any) -> None:
         """Run the op once more, if there is room, and note whether its bits repeat."""

@@ -107,13 +107,18 @@ class Dispatcher(Protocol):
         """Which ops on demand Python sees because something may begin with them (`ooc.tracing.recording.Head`)."""
 
     def follow_stream(self, device: str, num_moves: int, follow: Callable[[], object], /) -> None:
-        """Call `follow` before a planned op where torch's current stream is another than at the planned op before.
+        """Call `follow` before an op where torch's current stream is another than at the op before.
+
+        Ops that Python runs are not looked at. Of those on demand that native code runs, the time on the device is taken.
 
         Args:
             device: Whose stream, such as "cuda:0".
             num_moves: Address of a 64-bit count, which `follow` keeps alive; where it has changed, too.
             follow: What it raises, the op raises.
         """
+
+    def begin_op_again(self) -> None:
+        """The time of the op on demand that native code runs, if any, begins now: it has waited for memory."""
 
     def watch(self, mode: int, func: Any, heads: tuple[Any, ...], /) -> None:
         """Ops on demand in another grad mode than this (1: enabled; -1: any) are left to Python, and so is `func`.

@@ -28,19 +28,30 @@ class OpWatch(Protocol):
     Attributes:
         device: Where tensors over the device's memory lie, as torch has it.
         timer: Times what the device computes.
+        lets_native: Whether native code may run ops on demand; this is not told of those then, but of what they allocate.
     """
 
     device: torch.device
     timer: DeviceTimer
+    lets_native: bool
 
-    def begins(self, func: Any, operands: Iterable[VariableRecord], written: Container[int]) -> None:
-        """An op is about to run on demand; `written` are the addresses of operands that it changes."""
+    def begins(self, func: Any, operands: Iterable[VariableRecord], written: Container[int]) -> int | None:
+        """An op is about to run on demand; `written` are the addresses of operands that it changes.
 
-    def ended(self) -> None:
-        """The op that ran on demand has been issued, and its duration is about to be taken."""
+        What `ended` takes.
+        """
+
+    def ended(self, begun: int | None, tell: Callable[[int], object] | None) -> None:
+        """The op that ran on demand has been issued, or, without `tell`, has failed.
+
+        `tell` gets its time on the device in nanoseconds, when `settle` is called, if that is known.
+        """
+
+    def settle(self) -> None:
+        """Tell how long the ops so far took. The host waits for the last of them."""
 
     def born(self, address: int, nbytes: int) -> None:
-        """Memory was allocated that no plan has inside an op; its first use will be a write."""
+        """Memory was allocated that no plan has, inside an op or between two; its first use will be a write."""
 
     def attach(self, dispatcher: Dispatcher) -> None:
         """Have what must be seen of planned ops looked at by native code, where it can."""

@@ -212,6 +212,8 @@ class FakeOps:
     """Tells the fake of ops. Each allocation is a kernel of its own, since it may reuse what its op has freed."""
 
     device = torch.device("cpu")
+    lets_native = False
+    """The fake is told of each op."""
 
     def __init__(self, memory: FakeKernels, manager: ResidencyManager) -> None:
         self._memory = memory
@@ -226,8 +228,11 @@ class FakeOps:
             (writes if record.address in written else reads).append((record.address, record.nbytes))
         self._memory.kernel(str(func), reads=reads, writes=writes)
 
-    def ended(self) -> None:
-        """As `OpWatch.ended`. Does nothing: the host has run the op already."""
+    def ended(self, begun: int | None, tell: Callable[[int], object] | None) -> None:
+        """As `OpWatch.ended`. Does nothing: the host has run the op already, and its own time is the op's."""
+
+    def settle(self) -> None:
+        """As `OpWatch.settle`: the times are known."""
 
     def born(self, address: int, nbytes: int) -> None:
         """As `OpWatch.born`."""

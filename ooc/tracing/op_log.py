@@ -18,6 +18,9 @@ class OpLog(Protocol):
     def detach(self) -> OpLog:
         """Take them as a log of their own, to which nothing is added."""
 
+    def settle(self) -> None:
+        """Give each op its time on the device; waits for the last of them. `entries` and `entry` do so, too."""
+
     def entries(self) -> list[Entry]:
         """Of a detached log, oldest first."""
 

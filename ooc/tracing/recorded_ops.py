@@ -47,6 +47,10 @@ class OpRecord:
     sliced: Sequence[int] | None = None
     node: int = 0
 
+    def note_device_ns(self, ns: int) -> None:
+        """So long it took on the device: that is its duration, if issuing it took no longer."""
+        self.duration_ns = max(self.duration_ns, ns)
+
 
 class RecordedOps:
     """Ops in order: stretches that native code has logged, and records of those that came through Python.
@@ -147,6 +151,13 @@ class RecordedOps:
             else:
                 found = part.signature(found)
         return found
+
+    def settle(self) -> None:
+        """Give the ops that native code has logged their times on the device."""
+        self._detach()
+        for part in self._parts:
+            if not isinstance(part, list):
+                part.settle()
 
     def _add(self, part: list[OpRecord] | OpLog) -> None:
         self._parts.append(part)

@@ -104,7 +104,11 @@ class StepRecorder:
         return self._ops.operands_since(start)
 
     def finish(self, end_records: Mapping[int, VariableRecord]) -> RecordedStep:
-        """What was recorded, which later changes of records do not touch. `end_records` are those alive now."""
+        """What was recorded, which later changes of records do not touch. `end_records` are those alive now.
+
+        On a device the host waits for the last op: recordings are kept, and what the device keeps of each op is not.
+        """
+        self._ops.settle()
         return RecordedStep(
             recorder=self,
             start={

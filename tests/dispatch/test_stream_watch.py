@@ -1,5 +1,5 @@
-"""Planned ops of a device whose ops run on streams (native/stream_watch.h): Python is called only where the stream is
-another than at the op before, or the end of the chain has moved. Streams are those of a device that is none.
+"""Ops on a device whose ops run on streams (native/stream_watch.h): Python is called only where the stream is another
+than at the op before, or the end of the chain has moved; and how long ops on demand take there (native/op_times.h).
 """
 
 from __future__ import annotations
@@ -10,46 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.dispatch.device_without import GUARD, LOAD
+
 ROOT = Path(__file__).parents[2]
 
-GUARD = """
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-
-namespace {
-long current_stream = 0;
-bool fails = false;
-
-struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
-  c10::Device exchangeDevice(c10::Device device) const override { return device; }
-  c10::Device getDevice() const override { return {type(), 0}; }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device device) const override {
-    TORCH_CHECK(!fails, "no stream");
-    return c10::Stream(c10::Stream::UNSAFE, device, current_stream);
-  }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-};
-const c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::PrivateUse1, new Guard());
-}  // namespace
-
-extern "C" __attribute__((visibility("default"))) void set_stream(long stream) { current_stream = stream; }
-extern "C" __attribute__((visibility("default"))) void set_fails(int value) { fails = value != 0; }
-"""
-
-SCRIPT = """
-import ctypes, sys
-from pathlib import Path
-import torch, ooc
-from vmm import native_build
-from vmm.torch_cpu import torch_build_flags
-
-include_dirs, library_dirs = torch_build_flags()
-guard = ctypes.CDLL(str(native_build.build(
-    "guard", [Path(sys.argv[1])], include_dirs=include_dirs, library_dirs=library_dirs, libraries=["c10"],
-    extra_flags=["-std=c++20", "-Wno-unused-parameter"], meets_torch=True)))
+SCRIPT = f"""
+{LOAD}
 num_moves = ctypes.c_uint64()
 called, raised = [], []
 
@@ -121,9 +87,64 @@ with ooc.Session("4MiB", threshold_nbytes="64KiB", plan_cache=False, background_
 
 @pytest.mark.parametrize("with_boxed", [True, False])
 def test_python_is_called_where_the_stream_is_another(with_boxed: bool, tmp_path: Path) -> None:
+    run(SCRIPT, tmp_path, with_boxed=with_boxed)
+
+
+TIMES = f"""
+{LOAD}
+num_moves = ctypes.c_uint64()
+followed = []
+SLOW_MS = 5.0
+
+def durations_ms(num_ops, num_steps=2, waits=False):
+    # Of the products in the last of these steps, none of which has a plan yet. Each allocates, and one ends the operand
+    # of the one before. `waits`: an allocation moves something, for which the device waits.
+    with ooc.Session("8MiB", threshold_nbytes="64KiB", plan_cache=False, step_boundary="explicit") as session:
+        weight = torch.full((1 << 16,), 1.0)
+        runner = session.engine.runner
+        dispatcher, served = runner.dispatcher, runner._served
+        dispatcher.follow_stream("privateuseone:0", ctypes.addressof(num_moves), lambda: followed.append(1))
+
+        def in_time(address, nbytes):
+            dispatcher.begin_op_again()
+            return served(address, nbytes)
+
+        runner._served = in_time if waits else served
+        for _ in range(num_steps):
+            with session.step():
+                x = torch.ones(1 << 16)
+                for _ in range(num_ops):
+                    x = x * weight
+                found = [op.duration_ns / 1e6 for op in runner.recording.recorder.ops if "mul" in str(op.func)]
+    assert len(found) == num_ops and followed, found
+    return found[1:]  # the first is Python's, which tries it
+
+guard.set_step_ms(ctypes.c_double(SLOW_MS))
+found = durations_ms(20)
+assert min(found) >= SLOW_MS, found
+reused = guard.count_events()
+found = durations_ms(20)
+assert min(found) >= SLOW_MS, found
+assert guard.count_events() == reused, "events are not used again"
+found = durations_ms(20, num_steps=1, waits=True)
+assert SLOW_MS <= min(found) and max(found) < 2 * SLOW_MS, found
+guard.set_records(0)  # the device refuses: the host's times stand
+found = durations_ms(20)
+assert max(found) < SLOW_MS, found
+guard.set_records(1)
+found = durations_ms(5000)  # more than wait to be asked for
+assert min(found) >= SLOW_MS and guard.count_events() < 9000, guard.count_events()
+"""
+
+
+@pytest.mark.parametrize("with_boxed", [True, False])
+def test_an_op_on_demand_lasts_as_long_as_the_device_says(with_boxed: bool, tmp_path: Path) -> None:
+    run(TIMES, tmp_path, with_boxed=with_boxed)
+
+
+def run(script: str, tmp_path: Path, *, with_boxed: bool) -> None:
     source = tmp_path / "guard.cpp"
     source.write_text(GUARD)
-    script = SCRIPT
     if not with_boxed:
         hide = "import ooc.dispatch.mode as mode\nmode.boxed_ops = lambda: None\n"
         script = script.replace("num_moves = c", f"{hide}num_moves = c").replace(" and dispatcher.num_boxed > 0", "")

@@ -45,6 +45,8 @@ class DemandOp {
   ~DemandOp() {
     for (PyObject* record : records_) Py_DECREF(record);
     Py_XDECREF(where_);
+    self_->stream.drop(first_);
+    self_->stream.drop(last_);
   }
 
   // Whether Python need not look at what comes now, whatever op it is. The first ops of a recording, and one in another
@@ -107,10 +109,12 @@ class DemandOp {
     visit_written([this](uint64_t address) { return note(address, num_operands_); });
     state_->position.store(2 * index_ + 1, std::memory_order_release);
     cold_ns_ = state_->cold_ns.load(std::memory_order_relaxed);
-    PyObject* unlocked = unlock(demand_, Py_NewRef(Py_None));
+    const bool is_behind = self_->stream.keep_up();
+    PyObject* unlocked = unlock(demand_, is_behind ? Py_NewRef(Py_None) : nullptr);
     if (unlocked == nullptr) return Start::kFails;  // the op does not run: it writes nothing
     Py_DECREF(unlocked);
     num_noted_ = addresses_.size();
+    first_ = self_->stream.begin_op();
     return Start::kRuns;
   }
 
@@ -121,6 +125,7 @@ class DemandOp {
   // returned. False: with an error, and operands that are pinned.
   template <class VisitResults>
   bool lock_and_stop(int64_t duration_ns, VisitResults&& visit_results) {
+    last_ = self_->stream.end_op(first_);
     if (!lock(demand_)) return false;
     demand_.unpin(records_);
     visit_results([this](uint64_t address) { return note(address, num_noted_); });
@@ -139,6 +144,9 @@ class DemandOp {
     demand_.log->ops->push_back({Py_NewRef(func_), std::exchange(where_, nullptr), base, at(num_operands_),
                                  at(num_noted_), at(addresses_.size()),
                                  std::max(duration_ns - more_cold_ns, int64_t{0}), replayable_, node_});
+    if (last_ != nullptr) {
+      demand_.log->note_time(self_->stream.stamps, std::exchange(first_, nullptr), std::exchange(last_, nullptr));
+    }
     state_->position.store(2 * index_ + 2, std::memory_order_release);
     return true;
   }
@@ -189,6 +197,7 @@ class DemandOp {
   std::vector<PyObject*> records_;  // owned
   std::vector<uint64_t> addresses_;  // of operands, of what is written, of results
   size_t num_operands_ = 0, num_noted_ = 0;
+  void *first_ = nullptr, *last_ = nullptr;  // owned: events before and after the op
   uint64_t cold_ns_ = 0;
   long long node_ = 0;
   uint32_t index_ = 0;

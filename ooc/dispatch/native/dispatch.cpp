@@ -462,6 +462,7 @@ PyMethodDef dispatcher_methods[] = {
     {"at_head", dispatcher_at_head, METH_O, "Which ops on demand Python sees because something may begin with them."},
     {"watch", dispatcher_watch, METH_VARARGS, "Leave ops on demand in another grad mode to Python."},
     {"follow_stream", dispatcher_follow_stream, METH_VARARGS, "Call this before planned ops on another stream."},
+    {"begin_op_again", dispatcher_begin_op_again, METH_NOARGS, "The time of the op under way begins now."},
     {"vouch", dispatcher_vouch, METH_NOARGS, "The next planned op may have fewer operands, though it changes some."},
     {"leave", dispatcher_leave, METH_NOARGS, "Stop comparing ops with the plan."},
     {"enter_section", dispatcher_enter, METH_NOARGS, "From now on nothing of the program's comes in between."},

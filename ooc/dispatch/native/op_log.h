@@ -5,9 +5,13 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <new>
+#include <utility>
 #include <vector>
+
+#include "op_times.h"
 
 namespace ooc {
 
@@ -15,7 +19,7 @@ struct LoggedOp {
   PyObject* func;   // owned
   PyObject* where;  // owned: a str, or None where nobody asked yet
   uint32_t occurrences, written, results, stop;  // ranges of `addresses`, one after the other
-  int64_t duration_ns;
+  int64_t duration_ns;  // the host's, until the device's is settled and is longer
   bool replayable;
   long long node;  // `CallSites::node_number`
 };
@@ -24,7 +28,20 @@ struct OpLog {
   PyObject_HEAD
   std::vector<LoggedOp>* ops;
   std::vector<uint64_t>* addresses;
+  OpTimes* times;  // owned; null: of a device whose ops are done when they return
   bool has_begun;  // an op has touched a variable that was the first to
+
+  // The newest op ran between these events, which are the log's from now on.
+  void note_time(Stamps* stamps, void* first, void* last) {
+    if (times == nullptr) times = new OpTimes(stamps);
+    if (times->note(static_cast<uint32_t>(ops->size() - 1), first, last)) settle();
+  }
+
+  // Wait for the last op; what each took on the device is its duration from now on, if that is longer than to issue it.
+  void settle() const {
+    if (times == nullptr) return;
+    times->settle([this](uint32_t op, int64_t ns) { (*ops)[op].duration_ns = std::max((*ops)[op].duration_ns, ns); });
+  }
 };
 
 // A tuple of numbers: the cycle collector follows a list for ever, a tuple of numbers no longer than it takes to look.
@@ -51,9 +68,10 @@ inline PyObject* logged_entry(const OpLog* log, const LoggedOp& op) {
 }
 
 // entries() -> the entries of all ops, of a log to which nothing is added: each object that is made may have garbage
-// collected, whose finalizers run ops.
+// collected, whose finalizers run ops. On a device it waits for the last of them.
 inline PyObject* op_log_entries(PyObject* object, PyObject*) {
   const auto* log = reinterpret_cast<OpLog*>(object);
+  log->settle();
   const auto size = static_cast<Py_ssize_t>(log->ops->size());
   PyObject* found = PyList_New(size);
   if (found == nullptr) return nullptr;
@@ -81,7 +99,15 @@ inline Py_ssize_t logged_place(const OpLog* log, PyObject* number, Py_ssize_t mo
 inline PyObject* op_log_entry(PyObject* object, PyObject* number) {
   const auto* log = reinterpret_cast<OpLog*>(object);
   const Py_ssize_t place = logged_place(log, number, static_cast<Py_ssize_t>(log->ops->size()) - 1);
-  return place < 0 ? nullptr : logged_entry(log, (*log->ops)[static_cast<size_t>(place)]);
+  if (place < 0) return nullptr;
+  log->settle();
+  return logged_entry(log, (*log->ops)[static_cast<size_t>(place)]);
+}
+
+// settle(): give each op its time on the device; waits for the last of them.
+inline PyObject* op_log_settle(PyObject* object, PyObject*) {
+  reinterpret_cast<OpLog*>(object)->settle();
+  Py_RETURN_NONE;
 }
 
 // detach() -> a log with all of them, to which nothing is added; this one has none then.
@@ -149,12 +175,14 @@ inline void op_log_dealloc(PyObject* object) {
   }
   delete log->ops;
   delete log->addresses;
+  delete log->times;
   Py_TYPE(object)->tp_free(object);
 }
 
 inline PyMethodDef op_log_methods[] = {
     {"entries", op_log_entries, METH_NOARGS, "The ops, oldest first, as tuples."},
     {"entry", op_log_entry, METH_O, "One op, as a tuple."},
+    {"settle", op_log_settle, METH_NOARGS, "Give each op its time on the device, and wait for the last of them."},
     {"detach", op_log_detach, METH_NOARGS, "All of them as a log of their own; this one is empty then."},
     {"operands", op_log_operands, METH_O, "From one op on, the ops, and operands' addresses by place."},
     {"signature", op_log_signature, METH_O, "A hash of the ops."},
@@ -191,6 +219,7 @@ inline PyObject* op_log_detach(PyObject* object, PyObject*) {
   auto* to = reinterpret_cast<OpLog*>(detached);
   to->ops->swap(*from->ops);
   to->addresses->swap(*from->addresses);
+  std::swap(to->times, from->times);
   to->ops->shrink_to_fit();
   to->addresses->shrink_to_fit();
   return detached;

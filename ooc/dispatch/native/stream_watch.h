@@ -10,6 +10,8 @@
 
 #include <exception>
 
+#include "op_times.h"
+
 namespace ooc {
 
 struct StreamWatch {
@@ -19,6 +21,8 @@ struct StreamWatch {
   c10::StreamId seen_stream = 0;
   uint64_t seen_moves = 0;
   bool has_seen = false;
+  Stamps* stamps = nullptr;
+  void* begun = nullptr;  // borrowed: the event before the op on demand that is under way
 
   // The next op is about to be issued. False with an error.
   bool keep_up() {
@@ -39,6 +43,25 @@ struct StreamWatch {
     seen_moves = *num_moves;
     has_seen = true;
     return true;
+  }
+
+  // The events before and after an op on demand, to be owned; null: its time is not taken.
+  void* begin_op() { return begun = follow == nullptr ? nullptr : stamps->stamp(); }
+  void* end_op(void* first) {
+    begun = nullptr;
+    return first == nullptr ? nullptr : stamps->stamp();
+  }
+
+  // What was issued of the op under way, if any, was waiting for memory: its time begins now.
+  void begin_op_again() {
+    if (begun != nullptr) stamps->stamp(begun);
+  }
+
+  // An event of an op that was not noted.
+  void drop(void* event) {
+    if (event == nullptr) return;
+    if (event == begun) begun = nullptr;
+    stamps->give_back(event);
   }
 };
 

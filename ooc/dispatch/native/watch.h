@@ -44,10 +44,17 @@ PyObject* dispatcher_follow_stream(PyObject* object, PyObject* positional) {
     PyErr_SetString(PyExc_ValueError, error.what());
     return nullptr;
   }
+  watch.stamps = ooc::Stamps::of(watch.device);
   watch.num_moves = reinterpret_cast<const uint64_t*>(num_moves);
   watch.follow = Py_NewRef(follow);
   auto* self = reinterpret_cast<Dispatcher*>(object);
   Py_XDECREF(std::exchange(self->stream, watch).follow);
+  Py_RETURN_NONE;
+}
+
+// begin_op_again(): see `ooc::StreamWatch`.
+PyObject* dispatcher_begin_op_again(PyObject* object, PyObject*) {
+  reinterpret_cast<Dispatcher*>(object)->stream.begin_op_again();
   Py_RETURN_NONE;
 }
 
