@@ -450,6 +450,7 @@ class StepCycle:
             self._why.note_refusal(executor.bailout_reason)
             if follower.waits_in_vain:
                 self._unions.note_refused(follower)
+            if follower.waits_in_vain or follower.is_outgrown:  # it is planned anew in the memory that there is
                 self._sequences.retire(follower)
                 self.give_up_retired()
             executor.bailout_reason = left_because

@@ -127,7 +127,7 @@ class Bindings:
         elif not self._manager.is_host and self.is_any_given_out():
             self.refusal = "memory of a variable was given out (data_ptr() or the like) and is still held"
         elif executable.num_chunks + num_kept > self._manager.num_chunks:
-            self.refusal = "a library's workspace has grown into the plan's memory"
+            self.refusal, executable.is_outgrown = "a library's workspace has grown into the plan's memory", True
         else:
             return True
         return False

@@ -109,7 +109,7 @@ class Dispatcher(Protocol):
     def follow_stream(self, device: str, num_moves: int, follow: Callable[[], object], /) -> None:
         """Call `follow` before an op where torch's current stream is another than at the op before.
 
-        Ops that Python runs are not looked at. Of those on demand that native code runs, the time on the device is taken.
+        Ops that Python runs are not looked at. From now on ops on demand that native code runs are timed on the device.
 
         Args:
             device: Whose stream, such as "cuda:0".

@@ -136,7 +136,7 @@ class Shape:
         if exactly and observed.trace.fingerprint() != self.observed.trace.fingerprint():
             return None
         forth = align(observed, self.observed)
-        if forth is None:
+        if forth is None or observed.strays(forth) or self.observed.strays(frozenset(forth.values())):
             return None
         if len(forth) == len(observed.trace.variables) or len(forth) == len(self._largest):
             return forth

@@ -131,7 +131,7 @@ class ExecutablePlan:
         self.reruns = PlannedReruns(plan, trace, residencies)
         self.trials: PlannedTrials | None = None
         """What is to be tried in the next step."""
-        self.is_quick = self.is_due = self.waits_in_vain = False
+        self.is_quick = self.is_due = self.waits_in_vain = self.is_outgrown = False
         self.stands_for: Trace | None = None
         """Of a plan made in mid-step: the trace with all ops that may run again, for which the next one is made."""
         self.scratch: dict[tuple[int, int], Reservation] = {}

@@ -28,7 +28,7 @@ class OpWatch(Protocol):
     Attributes:
         device: Where tensors over the device's memory lie, as torch has it.
         timer: Times what the device computes.
-        lets_native: Whether native code may run ops on demand; this is not told of those then, but of what they allocate.
+        lets_native: Whether native code may run ops on demand, of which this is not told, but of what they allocate.
     """
 
     device: torch.device

@@ -61,6 +61,16 @@ class Observed:
     forward: tuple[int, ...] = ()
     known: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
+    def strays(self, known: Container[int] = ()) -> bool:
+        """Whether it begins or ends with memory that no op has named, besides these variables.
+
+        A library has taken its workspace, or given it up. No other step will be like it.
+        """
+        return any(
+            not v.evictable and (v.birth_tick is None or v.death_tick is None) and index not in known
+            for index, v in enumerate(self.trace.variables)
+        )
+
 
 NEED = "largest_need_nbytes"
 """In a trace's metadata: what the worst op, in the step or before it, needed at once (`need_nbytes`)."""
