@@ -63,9 +63,10 @@ class _Write:
 
     is_load = False
 
-    def __init__(self, file: DeviceFile, ticket: int, nbytes: int) -> None:
+    def __init__(self, file: DeviceFile, ticket: int, nbytes: int, fence: DeviceEvent) -> None:
         self._file = file
         self.ticket = ticket
+        self.fence = fence
         self.nbytes = nbytes
         self.pieces: list[_Piece] = []
 
@@ -201,11 +202,11 @@ class DeviceFile:
         """Make sure that so much more can be allocated. Raises StoreFull."""
         self._store.reserve(nbytes)
 
-    def write(self, slot: DeviceSlot, ranges: Ranges, ticket: int) -> _Write:
-        """Queue the copies out; the file's part begins as they end."""
+    def write(self, slot: DeviceSlot, ranges: Ranges, fence: DeviceEvent, ticket: int) -> _Write:
+        """Queue the copies out, which come after `fence`; the file's part begins as they end."""
         place, total = slot.in_file, sum(n for _, n in ranges)
         self._pump()
-        write = place.write = _Write(self, ticket, total)
+        write = place.write = _Write(self, ticket, total, fence)
         streams = self.streams
         for offset, nbytes in self._parts(total):
             piece = _Piece(self._take_buffer(), offset, nbytes)

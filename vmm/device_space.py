@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from vmm.addresses import AddressSpace, Reservation
@@ -11,7 +12,8 @@ from vmm.driver import Driver, MemoryFault, Still
 __all__ = ["DeviceSpace"]
 
 _MAX_LEAVING = 256
-"""Reservations given back but still mapped. One wait of the host serves them all; not tuned."""
+"""Reservations given back but still mapped. One wait of the host serves half of them, those that went first: most of
+the time their use has ended, and nobody waits. Not tuned."""
 
 
 class DeviceSpace(AddressSpace):
@@ -29,7 +31,8 @@ class DeviceSpace(AddressSpace):
     def __init__(self, driver: Driver, streams: DeviceStreams) -> None:
         super().__init__(driver)
         self._streams = streams
-        self._leaving: list[Reservation] = []
+        self._leaving: deque[Reservation] = deque()
+        self._half: DeviceEvent | None = None  # after which nothing uses the first half of what may gather there
         self._unused: dict[int, DeviceEvent] = {}  # by address
         self.num_stops = 0
         """How often the host had to wait before a mapping was taken away."""
@@ -42,10 +45,10 @@ class DeviceSpace(AddressSpace):
     def note_unused(self, reservation: Reservation, event: DeviceEvent) -> None:
         """Nothing uses what a reservation shows now after `event`, until it is mapped again.
 
-        So that the host need wait no longer than that when other chunks are mapped there.
+        So that the host need wait no longer than that when other chunks are mapped there. What was said first stands.
         """
         if reservation.runs is not None:
-            self._unused[reservation.address] = event
+            self._unused.setdefault(reservation.address, event)
 
     def copy_chunks(self, source: int, target: int, num_chunks: int) -> None:
         """As `AddressSpace.copy_chunks`, behind all compute work so far; what comes after it is behind that.
@@ -110,8 +113,10 @@ class DeviceSpace(AddressSpace):
         if reservation in self._leaving:
             raise ValueError(f"{reservation!r} was released before")
         self._leaving.append(reservation)
-        if len(self._leaving) >= _MAX_LEAVING:
-            self._observe()
+        if len(self._leaving) == _MAX_LEAVING // 2:
+            self._half = self._streams.fence()
+        elif len(self._leaving) >= _MAX_LEAVING:
+            self._release_half()
 
     def close(self) -> None:
         """Release every reservation, after the end of all use. Idempotent."""
@@ -122,9 +127,22 @@ class DeviceSpace(AddressSpace):
     def _observe(self) -> None:
         self.num_stops += 1
         self._streams.observe_use()
-        while self._leaving:
-            super().release(self._leaving[-1])
-            self._leaving.pop()
+        self._release_first(0)
+
+    def _release_half(self) -> None:
+        """Release what was given back first."""
+        if self._half is None:
+            self._observe()
+            return
+        self._streams.observe(WaitRule.HOST_AFTER_USE, self._half)
+        self._release_first(len(self._leaving) - _MAX_LEAVING // 2)
+        self._half = self._streams.fence()
+
+    def _release_first(self, num_left: int) -> None:
+        self._half = None
+        while len(self._leaving) > num_left:  # one that fails is tried again
+            super().release(self._leaving[0])
+            self._leaving.popleft()
 
 
 def _chunks(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

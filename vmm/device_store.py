@@ -49,11 +49,11 @@ class DeviceTransfer:
         ticket: int,
         nbytes: int,
         is_load: bool,
-        fence: DeviceEvent | None = None,
+        fence: DeviceEvent,
     ) -> None:
         self._streams = streams
         self.fence = fence
-        """Of a load: behind all ops issued before it."""
+        """Behind all ops issued before it."""
         self.event = event
         self.ticket = ticket
         self.nbytes = nbytes
@@ -111,7 +111,7 @@ class FilePart(Protocol):
     def allocate(self, nbytes: int) -> Any: ...
     def free(self, slot: Any) -> None: ...
     def reserve(self, nbytes: int) -> None: ...
-    def write(self, slot: DeviceSlot, ranges: Ranges, ticket: int) -> Any: ...
+    def write(self, slot: DeviceSlot, ranges: Ranges, fence: DeviceEvent, ticket: int) -> Any: ...
     def read(self, slot: DeviceSlot, ranges: Ranges, after: Sequence[DeviceEvent], ticket: int) -> Any: ...
     def content(self, slot: DeviceSlot) -> bytes: ...
     def measure(self) -> StoreSpeed: ...
@@ -226,10 +226,11 @@ class DeviceStore:
         ticket = next(self._tickets)
         self._count("write", nbytes)
         streams = self._streams
-        streams.wait(WaitRule.WRITE_AFTER_USE, streams.outward, streams.fence())
+        fence = streams.fence()
+        streams.wait(WaitRule.WRITE_AFTER_USE, streams.outward, fence)
         if slot.in_file is not None:
             assert self._file is not None
-            slot.last_write = self._file.write(slot, segments, ticket)
+            slot.last_write = self._file.write(slot, segments, fence, ticket)
             return slot.last_write
         for event in slot.predecessors:
             streams.wait(WaitRule.WRITE_AFTER_READ_OF_BLOCKS, streams.outward, event)
@@ -238,7 +239,7 @@ class DeviceStore:
             for host, device, length in self._pairs(slot, segments, nbytes):
                 streams.calls.copy_to_host(host, device, length, streams.outward)
             event = streams.record(streams.outward)
-        slot.last_write = DeviceTransfer(streams, event, ticket=ticket, nbytes=nbytes, is_load=False)
+        slot.last_write = DeviceTransfer(streams, event, ticket=ticket, nbytes=nbytes, is_load=False, fence=fence)
         return slot.last_write
 
     def read(self, slot: DeviceSlot, segments: Ranges, after: Sequence[Any] = ()) -> Any:

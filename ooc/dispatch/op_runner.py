@@ -376,7 +376,7 @@ class OpRunner:
             for record in records:
                 record.pin()
             try:
-                self._manager.load(records)
+                self._manager.load(records, for_ops=True)
             except NoRoom as no_room:
                 self._unpin(records)
                 return self.parts.run((func, args, kwargs), records, no_room, 0)

@@ -117,6 +117,12 @@ class RecordTransfers:
         record.load_started(runs, transfer)
         self.note_move(record, transfer, is_load=True)
 
+    def leave(self, record: VariableRecord, *, for_ops: bool) -> None:
+        """End a resident record's transfer, as `settle` does: it leaves its chunks, and nothing uses its addresses."""
+        if not self.is_host and record.transfer is not None:
+            self.space.note_unused(record.reservation, record.transfer.fence)
+        self.settle(record, for_ops=for_ops)
+
     def settle_load(self, record: VariableRecord, runs: Runs) -> None:
         """Load an away record into these chunks, and wait."""
         self.start_load(record, runs)

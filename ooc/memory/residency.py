@@ -152,6 +152,13 @@ class ResidencyManager(RecordTransfers):
             self._births.end_ready(self._pool)
         return self._pool.take(num_chunks)
 
+    def take_again(self, record: VariableRecord) -> Runs:
+        """Take chunks for what is away, of which so many are free: those that its addresses show still, if they are."""
+        shown = record.reservation.runs
+        if shown is not None and self._pool.take_if_free(shown):
+            return shown
+        return self.take(self.chunks_of(record.nbytes))
+
     def give_chunks(self, record: VariableRecord) -> None:
         """Give chunks to a record whose bytes are about to be made; evicts others as needed. Manages it from now on.
 
@@ -270,7 +277,7 @@ class ResidencyManager(RecordTransfers):
             pinned = sum(self.chunks_of(r.nbytes) for r in self._resident.values()) - movable_chunks
             raise NoRoom(num_needed=num_chunks, num_free=self.num_free, num_pinned=pinned)
         others = movable[len(victims) :]
-        self.evict([*victims, *self.ahead.spare(others, index)])
+        self.evict([*victims, *self.ahead.spare(others, index)], for_ops=True)
         self.ahead.write_behind((record for record, _ in others), index)
 
     def by_next_use(self, index: int) -> list[tuple[VariableRecord, int]]:
@@ -298,12 +305,12 @@ class ResidencyManager(RecordTransfers):
                     self.settle(record)
         return bool(found)
 
-    def _arrive(self, record: VariableRecord) -> None:
+    def _arrive(self, record: VariableRecord, *, for_ops: bool = False) -> None:
         """Wait for a record that is on its way in, and map it. Raises `StoreFailed`, `MemoryFault`: it is away."""
         self._loading.pop(record.address, None)
         runs = record.runs
         try:
-            self.settle(record)
+            self.settle(record, for_ops=for_ops)
             self.guards.lift(record)
             self.space.map(record.reservation, runs)
         except (StoreFailed, MemoryFault):
@@ -313,8 +320,12 @@ class ResidencyManager(RecordTransfers):
             raise
         self._resident[record.address] = record
 
-    def evict(self, records: Sequence[VariableRecord]) -> None:
+    def evict(self, records: Sequence[VariableRecord], *, for_ops: bool = False) -> None:
         """Evict records: write those out that the store has no current copy of, wait, and free the chunks.
+
+        Args:
+            records: Resident ones.
+            for_ops: Only ops, and loads that come after them, use the chunks next: on a device the host does not wait.
 
         Raises:
             StoreFailed: A write failed. Its variable is still resident; the others are away.
@@ -347,7 +358,10 @@ class ResidencyManager(RecordTransfers):
         for record in leaving:
             runs, is_still = record.runs, self.moves_still(record)
             try:
-                (self.still.leave if is_still else self.settle)(record)
+                if is_still:
+                    self.still.leave(record)
+                else:
+                    self.leave(record, for_ops=for_ops)
             except (StoreFailed, MemoryFault) as error:
                 failure = error
                 continue
@@ -378,8 +392,13 @@ class ResidencyManager(RecordTransfers):
         if self.debug and record.checksum is not None and self.checksum(record) != record.checksum:
             raise hidden_write(record)
 
-    def load(self, records: Iterable[VariableRecord]) -> None:
+    def load(self, records: Iterable[VariableRecord], *, for_ops: bool = False) -> None:
         """Load records and wait for them. The caller has pinned them, so that none evicts another.
+
+        Args:
+            records: Those of them that are resident are left alone.
+            for_ops: Only ops use them next: on a device these wait, and the host does not. Who is given an address may
+                use it on a stream that nobody knows of.
 
         Raises:
             NoRoom: They do not fit beside what is pinned. What was loaded stays.
@@ -403,7 +422,7 @@ class ResidencyManager(RecordTransfers):
         self.make_room(sum(self.chunks_of(r.nbytes) for r in missing))
         loading = []
         for record in missing:
-            taken = self.take(self.chunks_of(record.nbytes))
+            taken = self.take_again(record)
             is_still = self.moves_still(record)
             try:
                 (self.still.arrive if is_still else self.start_load)(record, taken)
@@ -417,7 +436,7 @@ class ResidencyManager(RecordTransfers):
                 loading.append(record)
         for record in loading:
             try:
-                self._arrive(record)
+                self._arrive(record, for_ops=for_ops)
             except (StoreFailed, MemoryFault) as error:
                 failure = error
         self._note_peak()

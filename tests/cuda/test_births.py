@@ -10,6 +10,7 @@ import torch
 from ooc import models
 from ooc.testing.fake_device import FakeCudaDevice
 from tests.cuda.cases import CudaSession, fixed_speed
+from vmm.device_streams import DeviceEvent, DeviceStreams, WaitRule
 
 MIB = 1 << 20
 MAPPING = ("cuMemMap", "cuMemSetAccess", "cuMemUnmap")
@@ -54,3 +55,32 @@ def test_where_memory_is_short_addresses_serve_again_when_their_chunks_are_free(
     assert losses == expected
     assert rows[-1].evicted_nbytes > 0
     assert calls[-1]["cuMemMap"] < 0.75 * others[-1]["cuMemMap"], (calls, others)
+
+
+def test_the_host_waits_for_no_transfer_and_no_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops wait for what is loaded, and for the writes of whose memory they get. The host waits before it unmaps."""
+    rules: list[WaitRule] = []
+    observe = DeviceStreams.observe
+
+    def seen(streams: DeviceStreams, rule: WaitRule, event: DeviceEvent) -> None:
+        rules.append(rule)
+        observe(streams, rule, event)
+
+    _, expected, _ = train(64 * MIB)
+    monkeypatch.setattr(DeviceStreams, "observe", seen)
+    monkeypatch.setattr(CudaSession, "close", partial_close(CudaSession.close, rules))
+    _, losses, rows = train(8 * MIB)
+    assert losses == expected
+    assert rows[-1].evicted_nbytes > 0 and rows[-1].loaded_nbytes > 0
+    assert set(rules) == {WaitRule.HOST_AFTER_USE}, rules
+
+
+def partial_close(close: Any, rules: list[WaitRule]) -> Any:
+    """What is waited for at the session's end is no matter."""
+
+    def closed(session: CudaSession, **options: Any) -> None:
+        before = list(rules)
+        close(session, **options)
+        rules[:] = before
+
+    return closed

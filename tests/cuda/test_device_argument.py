@@ -247,16 +247,19 @@ def test_graphs_are_refused_by_name_and_compilation_is_announced(caplog: pytest.
     assert torch._C._is_multithreading_enabled()
 
 
-def test_ops_on_demand_are_timed_to_their_end_and_planned_ones_are_not_waited_for() -> None:
+def test_no_op_is_waited_for_until_its_time_is_asked_for() -> None:
     fake = FakeCuda(eagerness=0.0)
     memory = _memory(fake, 4)
     ops = memory.watch(None)  # type: ignore[arg-type]
     done: list[str] = []
-    ops.begins("op", (), ())
+    times: list[int] = []
+    begun = ops.begins("op", (), ())
     fake.launch(0, lambda: done.append("first"), name="op")
-    assert done == []
-    ops.ended()
-    assert done == ["first"]
+    ops.ended(begun, times.append)
+    ops.ended(ops.begins("op", (), ()), None)  # has failed
+    assert done == [] and times == []
+    ops.settle()
+    assert done == ["first"] and len(times) == 1 and times[0] > 0
 
     def second() -> None:
         fake.launch(0, lambda: done.append("second"), name="op")
