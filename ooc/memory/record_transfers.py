@@ -119,8 +119,9 @@ class RecordTransfers:
 
     def leave(self, record: VariableRecord, *, for_ops: bool) -> None:
         """End a resident record's transfer, as `settle` does: it leaves its chunks, and nothing uses its addresses."""
-        if not self.is_host and record.transfer is not None:
-            self.space.note_unused(record.reservation, record.transfer.fence)
+        transfer: Any = record.transfer
+        if not self.is_host and transfer is not None:
+            self.space.note_unused(record.reservation, transfer.fence)
         self.settle(record, for_ops=for_ops)
 
     def settle_load(self, record: VariableRecord, runs: Runs) -> None:

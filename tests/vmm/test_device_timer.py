@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from vmm import device_timer
 from vmm.cuda_calls import CudaCalls, CudaFault
 from vmm.device_streams import DeviceStreams
-from vmm import device_timer
 from vmm.device_timer import DeviceTimer, OpTimer
 from vmm.testing.fake_cuda import FakeCuda
 
@@ -116,7 +116,7 @@ def test_waiting_for_memory_is_no_part_of_an_op(fake: FakeCuda, streams: DeviceS
 
 
 def test_failed_ops_and_a_driver_that_refuses_keep_no_events(
-    fake: FakeCuda, streams: DeviceStreams, monkeypatch: pytest.MonkeyPatch
+    streams: DeviceStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timer, times = OpTimer(streams), list[int]()
     for _ in range(5):
@@ -139,5 +139,5 @@ def test_failed_ops_and_a_driver_that_refuses_keep_no_events(
     assert len(times) == 6
 
 
-def _refuse(event: object) -> int:
+def _refuse(_event: object) -> int:
     raise CudaFault("refused", call="cuEventRecord", result_name="refused", result_code=1, num_attempts=1)
