@@ -1,6 +1,6 @@
 """Runs the gate's items in shards, keeps what has been done, and prints a short table last.
 
-    python -m benchmarks.gpu.gate [--shard N] [--out DIR] [--fake] [--list]
+    python -m benchmarks.gpu.gate [--shard N] [--only TEXT] [--out DIR] [--fake] [--list]
 
 Results are JSON lines in DIR, one file for each commit and GPU; an item that is there is not run again.
 Exit code: 0 when nothing that ran was wrong, 1 when something was, 2 when nothing could run.
@@ -315,6 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started_s = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.gate", description=__doc__.splitlines()[0])
     parser.add_argument("--shard", type=int, help="only this one, from 1; all by default")
+    parser.add_argument("--only", action="append", metavar="TEXT", help="items so named; may be repeated")
     parser.add_argument("--out", type=Path, default=ROOT / "bench-out" / "gpu-gate", help="directory for results")
     parser.add_argument("--commit", help="what is measured, where git cannot tell (also OOC_COMMIT)")
     parser.add_argument("--retry", action="store_true", help="measure once more what overran or was wrong")
@@ -322,6 +323,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="what would run, shard by shard")
     options = parser.parse_args(arguments)
     items = FAKE_ITEMS if options.fake else ITEMS
+    if options.only:
+        items = tuple(item for item in items if any(text in item.name for text in options.only))
+        if not items:
+            parser.error(f"--only {' '.join(options.only)}: no item's name has that; --list names them")
     parts = shards(items)
     if options.shard is not None and not 1 <= options.shard <= len(parts):
         parser.error(f"--shard {options.shard}: there are {len(parts)} shards, 1 to {len(parts)}")

@@ -242,9 +242,15 @@ def _samples_per_s(name: str, answer: dict[str, Any]) -> Figure:
         notes.append(f"{num_remapped} chunks remapped")
     if num_reruns := last[-1].get("num_reruns"):
         notes.append(f"{num_reruns} re-runs")
-    notes += [*answer.get("unplannable", ()), *answer.get("notes", ())]
+    notes += [*answer.get("unplannable", ()), *answer.get("notes", ()), *_why_left(answer)]
     value = answer["batch_size"] / _step_s(answer)
     return Figure(variant=name, metric="samples", unit="1/s", value=value, note="; ".join(notes))
+
+
+def _why_left(answer: dict[str, Any]) -> list[str]:
+    """Why steps left their plans, each reason once."""
+    whys = (step.get("why") for step in answer["steps"] if step["mode"] == "off_plan")
+    return [f"off its plan: {why}" for why in dict.fromkeys(whys) if why]
 
 
 def _against_the_limit(name: str, answer: dict[str, Any], compute_s: float | None) -> Iterable[Figure]:

@@ -151,6 +151,14 @@ def test_throughput_has_a_line_for_what_does_not_fit() -> None:
     assert not any(figure.is_good is False for figure in figures)
 
 
+def test_why_steps_left_their_plans_is_said_once() -> None:
+    answer = _answer(mode="off_plan")
+    for index, step in enumerate(answer["steps"]):
+        step["why"] = "op 7 came" if index else "another one"
+    (figure,) = throughput("resnet50", (64,), 1 << 30, (ours("auto"),))(Scripted(answer))
+    assert figure.note.endswith("off its plan: another one; off its plan: op 7 came"), figure.note
+
+
 def test_the_limit_is_the_slower_of_computation_and_links() -> None:
     """Steps of 0.5 s; computation takes 0.4 s; 3 GB in at 10 GB/s and 2 GB out at 5 GB/s, no contention."""
 
@@ -221,6 +229,10 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().out.startswith("shard 1: preflight (60 s), doctor (45 s), tests (130 s)")
     with pytest.raises(SystemExit):
         gate.main(["--shard", "99"])
+    assert gate.main(["--list", "--only", "side by side", "--only", "demo"]) == 0
+    assert capsys.readouterr().out.count(" s)") == 3
+    with pytest.raises(SystemExit):
+        gate.main(["--list", "--only", "no such item"])
 
 
 def test_a_child_that_dies_is_an_answer_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
