@@ -154,10 +154,10 @@ class ResidencyManager(RecordTransfers):
 
     def take_again(self, record: VariableRecord) -> Runs:
         """Take chunks for what is away, of which so many are free: those that its addresses show still, if they are."""
-        shown = record.reservation.runs
-        if shown is not None and self._pool.take_if_free(shown):
+        shown, num_chunks = record.reservation.runs, self.chunks_of(record.nbytes)
+        if shown is not None and sum(n for _, n in shown) == num_chunks and self._pool.take_if_free(shown):
             return shown
-        return self.take(self.chunks_of(record.nbytes))
+        return self.take(num_chunks)
 
     def give_chunks(self, record: VariableRecord) -> None:
         """Give chunks to a record whose bytes are about to be made; evicts others as needed. Manages it from now on.
