@@ -153,9 +153,12 @@ class ResidencyManager(RecordTransfers):
         return self._pool.take(num_chunks)
 
     def take_again(self, record: VariableRecord) -> Runs:
-        """Take chunks for what is away, of which so many are free: those that its addresses show still, if they are."""
+        """Take chunks for what is away, of which so many are free; on a device those that its addresses show, if they are.
+
+        On the CPU mapping others costs too little to be seen in any script.
+        """
         shown, num_chunks = record.reservation.runs, self.chunks_of(record.nbytes)
-        if shown is not None and sum(n for _, n in shown) == num_chunks and self._pool.take_if_free(shown):
+        if not self.is_host and shown is not None and sum(n for _, n in shown) == num_chunks and self._pool.take_if_free(shown):
             return shown
         return self.take(num_chunks)
 
