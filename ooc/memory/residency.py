@@ -158,7 +158,12 @@ class ResidencyManager(RecordTransfers):
         On the CPU mapping others costs too little to be seen in any script.
         """
         shown, num_chunks = record.reservation.runs, self.chunks_of(record.nbytes)
-        if not self.is_host and shown is not None and sum(n for _, n in shown) == num_chunks and self._pool.take_if_free(shown):
+        if (
+            not self.is_host
+            and shown is not None
+            and sum(n for _, n in shown) == num_chunks
+            and self._pool.take_if_free(shown)
+        ):
             return shown
         return self.take(num_chunks)
 
