@@ -153,7 +153,7 @@ class ResidencyManager(RecordTransfers):
         return self._pool.take(num_chunks)
 
     def take_again(self, record: VariableRecord) -> Runs:
-        """Take chunks for what is away, of which so many are free: on a device those that its addresses show, if it can.
+        """Take chunks for what is away, of which so many are free: on a device those that it shows still, if it can.
 
         On the CPU mapping others costs too little to be seen in any script.
         """
