@@ -18,6 +18,9 @@ _SMALLEST_SAVED_NBYTES = 64 * 1024
 """As small as our own threshold: below it a file costs more than the memory is worth."""
 
 
+_Packed = tuple[Path, torch.dtype, torch.Size, tuple[int, ...]]
+
+
 class CheckpointedSequential(nn.Module):
     """A sequence cut into `num_segments` parts whose inner activations are computed again."""
 
@@ -57,22 +60,23 @@ def saved_tensors_on_disk(folder: str | None) -> Iterator[None]:
 def _hooked(directory: Path) -> Iterator[None]:
     number = 0
 
-    def pack(tensor: Tensor) -> Tensor | tuple[Path, torch.dtype, torch.Size]:
+    def pack(tensor: Tensor) -> Tensor | _Packed:
         nonlocal number
         if isinstance(tensor, nn.Parameter) or tensor.numel() * tensor.element_size() < _SMALLEST_SAVED_NBYTES:
             return tensor
         path = directory / str(number)
         number += 1
         tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tofile(path)
-        return path, tensor.dtype, tensor.shape
+        return path, tensor.dtype, tensor.shape, tensor.stride()
 
-    def unpack(packed: Tensor | tuple[Path, torch.dtype, torch.Size]) -> Tensor:
+    def unpack(packed: Tensor | _Packed) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        path, dtype, shape = packed
+        path, dtype, shape, stride = packed
         tensor = torch.from_numpy(np.fromfile(path, dtype=np.uint8)).view(dtype).view(shape)
         os.unlink(path)
-        return tensor
+        # As it was: a product of matrices may have other bits where one of them is transposed.
+        return tensor if tensor.stride() == stride else torch.empty_strided(shape, stride, dtype=dtype).copy_(tensor)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
