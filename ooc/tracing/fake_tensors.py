@@ -55,6 +55,7 @@ class _Storage:
     label: str = ""
     seen: bool = True
     origin: None = None
+    birthplace: None = None
 
     @property
     def serial(self) -> int:

@@ -7,6 +7,7 @@ log notes each allocation and free with its position in the step. Only at the st
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -109,11 +110,18 @@ class StepRecorder:
         On a device the host waits for the last op: recordings are kept, and what the device keeps of each op is not.
         """
         self._ops.settle()
+        num_born = Counter(record.birthplace for record in self.start_records.values())
         return RecordedStep(
             recorder=self,
             start={
                 address: StartVariable(
-                    nbytes=r.nbytes, serial=r.serial, seen=r.seen, kind=r.kind, label=r.label, origin=r.origin
+                    nbytes=r.nbytes,
+                    serial=r.serial,
+                    seen=r.seen,
+                    kind=r.kind,
+                    label=r.label,
+                    # Not only of the recording before: between a forward pass and the next one others may have come.
+                    origin=r.birthplace if r.origin is None and num_born[r.birthplace] == 1 else r.origin,
                 )
                 for address, r in self.start_records.items()
             },

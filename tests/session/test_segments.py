@@ -196,6 +196,34 @@ def test_micro_batches_in_any_number_are_planned() -> None:
     assert planned_share(rows[14:]) > 0.9
 
 
+def test_outputs_that_outlive_other_segments_and_are_as_large_as_gradients() -> None:
+    """They were taken for gradients, since in the segment before nothing had made them: each step left its plan."""
+
+    def program() -> list[Any]:
+        torch.manual_seed(0)
+        words, cells, last = nn.Embedding(600, 128), nn.LSTM(128, 128, batch_first=True), nn.Linear(128, 600)
+        modules, out = [words, cells, last], []
+        optimizer = torch.optim.Adagrad([p for m in modules for p in m.parameters()], lr=0.05)
+        for index in range(24):
+            if index == 12:  # more words: from here on steps are planned by segments
+                words, last = nn.Embedding(900, 128), nn.Linear(128, 900)
+                modules = [words, cells, last]
+                optimizer = torch.optim.Adagrad([p for m in modules for p in m.parameters()], lr=0.05)
+            text = torch.randint(0, words.num_embeddings, (16, 33))
+            states, _ = cells(words(text[:, :-1]))  # as large as its weights; alive until the next ones are there
+            loss = nn.functional.cross_entropy(last(states).flatten(0, 1), text[:, 1:].flatten())
+            optimizer.zero_grad(set_to_none=index % 5 != 0)
+            loss.backward()
+            optimizer.step()
+            out.append(loss.item())
+        return out + digest(*modules)
+
+    rows = run(program, budget="10752KiB")
+    assert planned_share([*rows[18:20], *rows[21:]]) > 0.9, [
+        (row.mode, row.num_planned_ops, row.num_demand_ops, row.why) for row in rows
+    ]
+
+
 def test_what_is_there_tells_which_of_two_plans_begins() -> None:
     """Gradients that are kept or not, at random: a backward pass that adds to them, or makes them.
 
