@@ -134,6 +134,7 @@ class DeviceSpace(AddressSpace):
         if self._half is None:
             self._observe()
             return
+        self.num_stops += 1
         self._streams.observe(WaitRule.HOST_AFTER_USE, self._half)
         self._release_first(len(self._leaving) - _MAX_LEAVING // 2)
         self._half = self._streams.fence()

@@ -136,7 +136,9 @@ class Shape:
         if exactly and observed.trace.fingerprint() != self.observed.trace.fingerprint():
             return None
         forth = align(observed, self.observed)
-        if forth is None or observed.strays(forth) or self.observed.strays(frozenset(forth.values())):
+        if forth is None:
+            return None
+        if any(v not in forth for v in observed.strays) or any(v not in forth.values() for v in self.observed.strays):
             return None
         if len(forth) == len(observed.trace.variables) or len(forth) == len(self._largest):
             return forth

@@ -39,7 +39,7 @@ def may_belong(observed: Observed) -> bool:
     It has ops, not too many, no collectives, and none that ran in parts; no library has taken memory to keep.
     """
     is_whole = not any(observed.flights) and all(apart is None for apart in observed.sliced)
-    return is_whole and not observed.strays() and 0 < len(observed.funcs) <= _MOST_STEP_OPS
+    return is_whole and not observed.strays and 0 < len(observed.funcs) <= _MOST_STEP_OPS
 
 
 class StepUnion:

@@ -61,15 +61,20 @@ class Observed:
     forward: tuple[int, ...] = ()
     known: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
-    def strays(self, known: Container[int] = ()) -> bool:
-        """Whether it begins or ends with memory that no op has named, besides these variables.
+    @property
+    def strays(self) -> tuple[int, ...]:
+        """The variables with which it begins or ends, and that no op has named. Looked for once.
 
         A library has taken its workspace, or given it up. No other step will be like it.
         """
-        return any(
-            not v.evictable and (v.birth_tick is None or v.death_tick is None) and index not in known
-            for index, v in enumerate(self.trace.variables)
-        )
+        if "strays" not in self.known:
+            self.known["strays"] = tuple(
+                index
+                for index, v in enumerate(self.trace.variables)
+                if not v.evictable and (v.birth_tick is None or v.death_tick is None)
+            )
+        found: tuple[int, ...] = self.known["strays"]
+        return found
 
 
 NEED = "largest_need_nbytes"
