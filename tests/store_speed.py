@@ -13,7 +13,7 @@ from ooc import _current
 from ooc.memory.protocols import Store
 from ooc.replay.op_timings import OpTimings
 from ooc.telemetry import steps
-from ooc.tracing.observed import Observed
+from ooc.tracing.observed import Draws, Observed
 from ooc.tracing.recorder import RecordedStep
 from scheduler.plan import Machine
 from scheduler.trace import Trace
@@ -38,9 +38,9 @@ def store_speed(speed: StoreSpeed) -> Iterator[None]:
     """Sessions in this process plan for this speed and for ops timed by their operands; none of it is measured."""
     build = RecordedStep.build
 
-    def timed(step: RecordedStep) -> Observed:
-        is_new, observed = step._observed is None, build(step)
-        if is_new and _current.session is not None:  # else ops are timed by a profile
+    def timed(step: RecordedStep, draws: Draws = frozenset()) -> Observed:
+        before, observed = step._observed, build(step, draws)
+        if observed is not before and _current.session is not None:  # else ops are timed by a profile
             step._observed = observed = replace(observed, trace=_timed(observed.trace))
         return observed
 

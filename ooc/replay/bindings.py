@@ -64,21 +64,20 @@ class Bindings:
             if variable.is_persistent:
                 record = by_serial.get(variable.serial) if variable.serial is not None else None
                 if record is None or record.nbytes != variable.nbytes:
-                    self.refusal = "a variable that lived across steps is gone"
-                    executable.waits_in_vain = True  # serials do not come again
+                    # Serials do not come again.
+                    self.refusal, executable.waits_in_vain = "a variable that lived across steps is gone", True
                     return None
                 variable.record = record
                 bound.append((variable, record))
                 taken.add(record.serial)
         by_rank: dict[tuple[int, int | None], VariableRecord] = {}
         by_origin: dict[tuple[str, int, int], VariableRecord] = {}
-        num_born: Counter[tuple[str, int, int]] = Counter()
+        num_born: Counter[tuple[str, int, int] | None] = Counter()
         for record in records.values():
             by_rank[record.nbytes, ranks[record.serial]] = record
             if record.origin is not None:
                 by_origin[record.origin] = record
-            if record.birthplace is not None:
-                num_born[record.birthplace] += 1
+            num_born[record.birthplace] += 1
         by_birthplace = {r.birthplace: r for r in records.values() if r.birthplace and num_born[r.birthplace] == 1}
         for variable in executable.variables:
             if variable.predecessor is None and not variable.is_standing:

@@ -131,6 +131,8 @@ class ExecutablePlan:
         self.reruns = PlannedReruns(plan, trace, residencies)
         self.trials: PlannedTrials | None = None
         """What is to be tried in the next step."""
+        self.draws: set[tuple[Any, str]] = set()
+        """Of its ops, those that have turned out to join what is drawn anew in each step (`Draws`)."""
         self.is_quick = self.is_due = self.waits_in_vain = self.is_outgrown = False
         self.stands_for: Trace | None = None
         """Of a plan made in mid-step: the trace with all ops that may run again, for which the next one is made."""
@@ -361,6 +363,10 @@ class ExecutablePlan:
                 return self.variables[index]
         return None
 
+    def is_at(self, variable: int, address: int) -> bool:
+        """Whether a variable is alive, at this address."""
+        return bool(self.variable_alive[variable]) and int(self.variable_address[variable]) == address
+
     def give_up_records(self) -> list[VariableRecord]:
         """Let go of the records kept for variables born in the step; the caller disposes of them.
 
@@ -494,27 +500,9 @@ class ExecutablePlan:
         """Whether op `op` or a later one writes the variable."""
         return any(u.writes and u.variable == variable.index for o in self.trace.ops[op:] for u in o.uses)
 
-    def late_bindings(
-        self, op: int, addresses: Sequence[int], records: Mapping[int, VariableRecord]
-    ) -> list[tuple[PlanVariable, VariableRecord]]:
-        """Which variables op `op` would bind to which of `records` if its operands are at these addresses.
-
-        Empty if they are bound so already, or cannot be: only what comes into the step from outside is bound late.
-        """
-        expected = self.occurrences[op]
-        if len(expected) != len(addresses) or len({*zip(expected, addresses, strict=True)}) != len(set(expected)):
-            return []  # one variable cannot be bound to two records
-        changes: dict[int, VariableRecord] = {}
-        for index, address in zip(expected, addresses, strict=True):
-            if self.variable_alive[index] and int(self.variable_address[index]) == address:
-                continue
-            variable, record = self.variables[index], records.get(address)
-            if record is None or variable.is_born or variable.is_persistent or not variable.has_room(record.nbytes):
-                return []
-            changes[index] = record
-        if len({record.address for record in changes.values()}) != len(changes):
-            return []  # one record cannot be bound to two variables
-        return [(self.variables[index], record) for index, record in changes.items()]
+    def is_used_from(self, variable: PlanVariable, op: int) -> bool:
+        """Whether op `op` or a later one has the variable among its operands."""
+        return any(variable.index in occurrences for occurrences in self.occurrences[op:])
 
     def start_residencies(self) -> dict[int, ExecutableResidency]:
         """Per variable that is resident when the step starts, its first residency."""

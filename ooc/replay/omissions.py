@@ -135,11 +135,14 @@ class Omissions(PartOfReplay):
             return None  # one storage cannot be two variables
         found: dict[PlanVariable, VariableRecord] = {}
         for number, address in zip(expected, addresses, strict=True):
-            is_alive = bool(executable.variable_alive[number])
-            if is_alive and int(executable.variable_address[number]) == address:
+            if executable.is_at(number, address):
                 continue
             variable = executable.variables[number]
-            record = None if is_alive else self._stand_in_at(executable, address, variable, variable_at)
+            record = (
+                None
+                if executable.variable_alive[number]
+                else self._stand_in_at(executable, address, variable, variable_at)
+            )
             if record is None or not executable.is_born_before(variable, index):
                 return None
             if executable.residency_at(variable, index) is None:

@@ -3,7 +3,7 @@
 - *Bystanders*: ops that touch no variable, which a step may go without.
 - *Marks* (`ooc.tracing.operand_marks`), which stand in a plan after an op that runs in parts, and which no step has.
 - *Omissions* (`ooc.replay.omissions`), in plans for steps that leave out ops.
-- *Late bindings*: what comes into the step from outside, and is another storage each time (a batch from a list).
+- *Late bindings* (`ooc.replay.late_bindings`): what comes from outside, and is another storage each time.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ooc.memory.record import State, VariableRecord
 from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.late_bindings import LateBindings
 from ooc.replay.omissions import Omissions
-from ooc.replay.plan_variables import PlanVariable
 from ooc.replay.replaying import PartOfReplay
 from ooc.tracing.op_semantics import written_values
-from scheduler.plan import Loaded
 
 
 class Realignment(PartOfReplay):
@@ -27,8 +25,11 @@ class Realignment(PartOfReplay):
 
     @functools.cached_property
     def _omissions(self) -> Omissions:
-        parts = self._executor, self._manager, self._allocator, self._dispatcher, self._bindings, self._acts
-        return Omissions(*parts)
+        return Omissions(*self._parts)
+
+    @functools.cached_property
+    def _late(self) -> LateBindings:
+        return LateBindings(*self._parts)
 
     def adapt(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: Callable[[], str]) -> bool:
         """Let the op that is about to run be the next one of the plan, if it may; `place`: where the program calls it.
@@ -48,7 +49,7 @@ class Realignment(PartOfReplay):
             return True
         if self._executor.active is None:
             return False
-        return self._rebind(addresses) if executable.funcs[cursor] is func else self._skip_to(func)
+        return self._late.bind(addresses) if executable.funcs[cursor] is func else self._skip_to(func)
 
     def _vouch_for(
         self, executable: ExecutablePlan, index: int, addresses: Sequence[int], changed: Iterable[int]
@@ -56,7 +57,8 @@ class Realignment(PartOfReplay):
         """Note what an op changes that has not all operands of the next planned one. Whether it may be that now."""
         alive = [variable for variable in executable.occurrences[index] if executable.variable_alive[variable]]
         planned = iter([int(executable.variable_address[variable]) for variable in alive])
-        known = [address for address in addresses if executable.record_at(address) is not None]
+        # What it has twice may be planned to be two variables: samples that are drawn with replacement.
+        known = [address for address in dict.fromkeys(addresses) if executable.record_at(address) is not None]
         if not addresses or not all(address in planned for address in known):
             return False  # of those that it does not know, only what was allocated beside it will be let pass
         unplanned = set(changed).difference(executable.changed_by(index))
@@ -102,50 +104,4 @@ class Realignment(PartOfReplay):
                 return False
         self._allocator.state.set_between(stop)
         self._dispatcher.start(stop)
-        return True
-
-    def _rebind(self, addresses: Sequence[int]) -> bool:
-        """Bind operands of the next op to plan variables that are not bound yet.
-
-        Returns:
-            True if the op's operands are now as planned, and resident.
-        """
-        executable = self._executor.active
-        assert executable is not None
-        index = self._dispatcher.cursor
-        changes = executable.late_bindings(index, addresses, self._manager.records)
-        return bool(changes) and all(
-            self._bind_late(executable, variable, record, index) for variable, record in changes
-        )
-
-    def _bind_late(
-        self, executable: ExecutablePlan, variable: PlanVariable, record: VariableRecord, index: int
-    ) -> bool:
-        residency = executable.residency_at(variable, index)
-        if residency is None and variable.index not in (executable.parts.sliced[index] or ()):
-            return False  # else it is read where it is: in the store
-        if record.exports or not record.seen or self._manager.flights.holds(record):
-            return False
-        if self._executor.is_anyone_late(executable, executable.trace.ops[index].start_tick):
-            return False
-        if executable.variable_alive[variable.index]:
-            if variable.record is not None and (
-                variable.record.state is State.DISCARDED or not self._acts.may_move(variable.record)
-            ):
-                return False
-            self._bindings.expel(executable, variable)
-        if record.state is State.RESIDENT:
-            self._manager.evict([record])
-        del self._manager.records[record.address]
-        self._bindings.bury(executable, variable)
-        variable.record = record
-        self._bindings.set_alive(executable, variable, record)
-        started = time.monotonic_ns()
-        if residency is not None and residency.planned.start != Loaded(index):
-            self._acts.start_load(residency)
-            self._acts.arrive(record)
-        # Else `before` loads it, if at all, after it has released the variable that has the chunks until this very op.
-        if executable.is_written_from(variable, index):
-            record.written()  # the op that was to note the first write may have been another's
-        self._manager.note_stall(started)
         return True

@@ -38,6 +38,7 @@ class PartOfReplay:
         bindings: Bindings,
         acts: ResidencyActs,
     ) -> None:
+        self._parts = executor, manager, allocator, dispatcher, bindings, acts
         self._executor = executor
         self._manager = manager
         self._allocator = allocator

@@ -98,7 +98,7 @@ class Sequences:
         self._without_headroom: set[str] = set()  # sequences for whose headroom there is no room
         self._plans: dict[str, ExecutablePlan] = {}
         self._asked: dict[str, Machine] = {}  # what the first plan of each sequence was made for
-        self._unplannable: dict[str, str] = {}
+        self.unplannable: dict[str, str] = {}  # sequences that cannot be planned, with the reason
         self._expectation = Expectation()
         self._sightings = FirstSightings()
         self._keys: dict[int, str] = {}  # by a recording's signature, as last learned
@@ -109,11 +109,12 @@ class Sequences:
         self.last_trace: Trace | None = None
         self._last_plan: Plan | None = None
         self.last_num_ops: int | None = None
+        self.draws: set[tuple[Any, str]] = set()  # see `ooc.tracing.observed.Draws`
         self.retired: list[ExecutablePlan] = []
         """Plans that will not be replayed again; whoever empties the list gives back what they keep."""
 
     def __repr__(self) -> str:
-        return f"<Sequences: {len(self._seen)} seen, {len(self._plans)} planned, {len(self._unplannable)} unplannable>"
+        return f"<Sequences: {len(self._seen)} seen, {len(self._plans)} planned, {len(self.unplannable)} unplannable>"
 
     @property
     def background(self) -> BackgroundPlanner | None:
@@ -141,11 +142,6 @@ class Sequences:
         for shape in reversed(self._seen.values()):
             yield shape.observed.trace
 
-    @property
-    def unplannable(self) -> Mapping[str, str]:
-        """Sequences that cannot be planned, with the reason."""
-        return self._unplannable
-
     def note(self, recording: RecordedStep, machine: Callable[[], Machine]) -> str:
         """Note a step that ran on demand, and learn from it (`learn`) if it may be a repetition. Returns its key."""
         self.last_num_ops = recording.num_ops
@@ -155,7 +151,7 @@ class Sequences:
             if known is not None and known not in self._plans and self._must_wait(self._seen.get(known)):
                 self._remember(known, self._seen[known])
                 return known  # all that could be learned from it is that it comes again
-            key = self.learn(repeated.build(), machine())
+            key = self.learn(repeated.build(self.draws), machine())
             self._expectation.rename(name_of(repeated), key)
             self._keys.pop(repeated.signature, None)
             self._keys[repeated.signature] = key
@@ -169,7 +165,7 @@ class Sequences:
         if self.is_segmented:
             self._segments.add(key)
         self._expectation.rename(name_of(recording), key)
-        if not self.covers(key) and key not in self._unplannable:
+        if not self.covers(key) and key not in self.unplannable:
             self._plan_shape(key, union, machine())
 
     def covers(self, key: str) -> bool:
@@ -233,7 +229,7 @@ class Sequences:
         are_replaced = changed * 2 > throughout and shape.num_seen <= _MOST_REPLACED
         # If parameters were replaced between the two observations, a third one is needed to know them from batches,
         # or the gradients that an optimizer's step begins with, that are new in each step.
-        if not (fits or key in self._unplannable or not observed.trace.ops or are_replaced):
+        if not (fits or key in self.unplannable or not observed.trace.ops or are_replaced):
             self._plan_shape(key, shape, machine)
         return key
 
@@ -267,11 +263,17 @@ class Sequences:
             if old not in self._plans:
                 del self._seen[old]
                 self._segments.discard(old)
-                self._unplannable.pop(old, None)
+                self.unplannable.pop(old, None)
 
     def retire(self, executable: ExecutablePlan) -> None:
         """Give up a plan that waits for variables that will not come back."""
         if (key := self.key_of_plan(executable)) is not None:
+            self._retire(key)
+
+    def retire_drawn(self) -> None:
+        """Give up plans that were left where an op joins what is drawn anew in each step."""
+        for key in [key for key, plan in self._plans.items() if plan.draws]:
+            self.draws |= self._plans[key].draws
             self._retire(key)
 
     def _retire(self, key: str) -> None:
@@ -305,11 +307,11 @@ class Sequences:
             _log.info("planning was interrupted; it is tried again when this sequence comes again")
             return
         except PlanError as error:
-            self._unplannable[key] = str(error)
+            self.unplannable[key] = str(error)
             _log.warning("this sequence stays on demand: %s", error)
             return
         except Exception as error:  # noqa: BLE001 - a fault of the planner's must not end the user's training
-            self._unplannable[key] = f"a fault in the planner: {error!r}"
+            self.unplannable[key] = f"a fault in the planner: {error!r}"
             _log.exception("a fault in the planner; this sequence stays on demand. Please report it")
             return
         executable.is_quick = is_quick
@@ -354,7 +356,7 @@ class Sequences:
             return
         (request, plan), asked = found, self._first.taken()
         key, shape, present = request.key, self._known(request.key), self._plans.get(request.key)
-        if shape is None or key in self._unplannable:
+        if shape is None or key in self.unplannable:
             return
         if request.old_ns is None and (present is None or self.maker.is_interim(present.plan)):
             if asked is not None:
@@ -373,7 +375,7 @@ class Sequences:
         if asked.headroom > 1.0 and shape.is_elastic:
             self._without_headroom.add(key)
         else:
-            self._unplannable[key] = str(error)
+            self.unplannable[key] = str(error)
             _log.warning("this sequence stays on demand: %s", error)
 
     def _make_executable(self, plan: Plan, envelope: Envelope, observed: Observed, area: int = 0) -> ExecutablePlan:
@@ -412,7 +414,7 @@ class Sequences:
     def forget_plans(self) -> None:
         """The budget has changed: no plan made so far is of use. Each sequence is planned anew when it is next seen."""
         self.retired += self._plans.values()
-        for known in (self._plans, self._envelopes, self._asked, self._unplannable, self._without_headroom):
+        for known in (self._plans, self._envelopes, self._asked, self.unplannable, self._without_headroom):
             known.clear()
         self._first.forget()
         self._proven.forget_empty()

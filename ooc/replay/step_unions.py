@@ -14,7 +14,7 @@ from dataclasses import replace
 from ooc.replay.elastic import Envelope, standing
 from ooc.replay.union_parts import FreePhase, UnionOp, UnionVariable
 from ooc.replay.union_walk import UnionWalk
-from ooc.tracing.observed import Observed, Origin
+from ooc.tracing.observed import DRAWN, Observed, Origin
 from scheduler.trace import Op, Trace, Use, Variable
 from vmm.table import between_ops, inside_op
 
@@ -100,6 +100,7 @@ class StepUnion:
         """What a step has in common with it. None: too little, or nobody can tell."""
         if not may_belong(observed) or observed.grad_mode != self._grad_mode:
             return None
+        self._note_drawn(observed)
         starting = [v for v in self.variables if not v.is_born]
         known = self._known(observed, starting)
         walk = UnionWalk(self._ops, observed, known, starting, is_elastic=self._may_vary, step=self.num_seen)
@@ -114,6 +115,27 @@ class StepUnion:
         longest = max(self._longest, len(observed.funcs))
         num_ops = len(self._ops) + walk.num_new
         return walk if num_ops <= min(_MOST_GROWTH * longest, _MOST_OPS) else None
+
+    def _note_drawn(self, observed: Observed) -> None:
+        """What an op was taken to use in each step, and is drawn anew as it has turned out, is anybody from now on."""
+        if not observed.drawn:
+            return
+        used = zip(observed.funcs, observed.trace.ops, observed.occurrences, strict=True)
+        draws = {(func, op.where) for func, op, operands in used if not observed.drawn.isdisjoint(operands)}
+        displaced = set[UnionVariable]()
+        for op in [op for op in self._ops if (op.func, op.where) in draws]:
+            before = op.operands
+            op.operands = tuple(self._anybody(v) if v.death is None and v.label != DRAWN else v for v in before)
+            displaced.update(v for v in before if v not in op.operands and not v.is_born)
+        for variable in displaced.difference(v for op in self._ops for v in op.operands):
+            variable.is_replaced, variable.is_persistent = True, False
+
+    def _anybody(self, variable: UnionVariable) -> UnionVariable:
+        found = UnionVariable(nbytes=variable.nbytes, kind=variable.kind, label=DRAWN, evictable=True)
+        found.index, found.is_new, found.is_replaced = len(self.variables), False, True
+        self.variables.append(found)
+        self._observed, self._version = None, self._version + 1
+        return found
 
     def _known(self, observed: Observed, starting: list[UnionVariable]) -> dict[int, UnionVariable]:
         """Variables that exist at a step's start, by their storages, or by where they were born in the step before."""
@@ -194,7 +216,7 @@ class StepUnion:
         serial = observed.start_serials[index]
         if serial is None:
             return
-        variable.is_replaced |= variable.serial not in (None, serial)
+        variable.is_replaced |= variable.serial not in (None, serial) or index in observed.drawn
         # What was born in the step before, and lives on, is an optimizer's state.
         is_older = serial == variable.serial or serial < older_than or observed.origins[index] is not None
         variable.is_persistent = variable.death is None and is_older and not variable.is_replaced

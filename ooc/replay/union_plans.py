@@ -26,7 +26,7 @@ class UnionPlans:
 
     def __init__(self, sequences: Sequences) -> None:
         self._sequences = sequences
-        self._unions = Unions()
+        self._unions = Unions(sequences.draws)
         self._is_on = True  # until a fault of the planner's
 
     def __repr__(self) -> str:
@@ -44,6 +44,7 @@ class UnionPlans:
 
     def note(self, recording: RecordedStep, machine: Callable[[], Machine]) -> str:
         """Note a step that ran on demand, as `Sequences.note` does; one that is like no other joins a union."""
+        self._sequences.retire_drawn()
         older_than, is_segment = self._unions.note(recording), self._sequences.is_segmented
         key = self._join(recording, older_than, None, machine) if self._unions.keys(is_segment=is_segment) else None
         if key is not None:

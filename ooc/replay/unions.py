@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ooc.replay.step_unions import StepUnion, may_belong
-from ooc.tracing.observed import Observed
+from ooc.tracing.observed import Draws, Observed
 from ooc.tracing.recorder import RecordedStep
 
 _NUM_FIRST = 2
@@ -74,12 +74,16 @@ class _Played:
 class Unions:
     """Keeps unions of the steps that were not like any other; steps and segments apart.
 
+    Args:
+        draws: Ops that join what is drawn anew in each step (`ooc.tracing.observed.Draws`); it grows.
+
     Attributes:
         num_begun: Unions that were begun so far.
         forgotten: Those that are kept no more; for whoever has plans for them to empty.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, draws: Draws = frozenset()) -> None:
+        self._draws = draws
         self._unions: dict[str, StepUnion] = {}  # the one that grew last at the end
         self._unlike: deque[_Unlike] = deque(maxlen=_LONG_WINDOW)
         self._num_seen = self._num_made = self._num_periods = self._num_turns = 0
@@ -154,7 +158,7 @@ class Unions:
         for key, union in reversed(self._unions.items()):
             if union.is_of_segments != is_segment:
                 continue
-            observed = recording.build()
+            observed = recording.build(self._draws)
             walk = union.walk(observed)
             if walk is not None:
                 union.add(observed, older_than=older_than, walk=walk)
@@ -182,7 +186,9 @@ class Unions:
 
     def _begun(self, steps: Sequence[_Unlike], is_segment: bool) -> tuple[str, StepUnion] | None:
         self._num_made += 1
-        observed = [(each.recording.build(), each.older_than) for each in steps if each.recording is not None]
+        observed = [
+            (each.recording.build(self._draws), each.older_than) for each in steps if each.recording is not None
+        ]
         latest, older_than = observed[-1]
         if not may_belong(latest):
             return None

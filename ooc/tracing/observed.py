@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from ooc.memory.record import VariableRecord
@@ -41,6 +43,7 @@ class Observed:
         grad_mode: Whether gradients were enabled when its first op ran.
         num_alive: Variables that existed at the step's start, used or not.
         replaceable: Of a union of steps: variables for which others stand in where they were not made.
+        drawn: Variables that stand for operands which are others in each step (`Draws`).
         forward: Per op, `forward_ops`; empty where nobody has asked.
         known: What follows from the rest, once it was asked for; no part of what equals what.
     """
@@ -58,6 +61,7 @@ class Observed:
     grad_mode: bool = True
     num_alive: int = 0
     replaceable: frozenset[int] = frozenset()
+    drawn: frozenset[int] = frozenset()
     forward: tuple[int, ...] = ()
     known: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
@@ -87,6 +91,10 @@ def need_nbytes(trace: Trace) -> int:
     return smallest_num_chunks(trace, machine) * GRANULE_NBYTES
 
 
+DRAWN = "drawn anew in each step"
+"""What variables are called that stand for what is (`Draws`)."""
+_SERIALS = count(-1, -1)
+"""No storage has these, and no two drawn variables the same."""
 _MOST_OPS_UNTIL_FREED = 32
 """What a collective has used may be held last by the threads of its backend: it was freed up to 27 ops after its last
 use. In a trace it dies so many ops after that, or recordings of equal steps would differ in that alone: FSDP2's were
@@ -184,6 +192,11 @@ class InFlight:
         ]
 
 
+Draws = AbstractSet[tuple[Any, str]]
+"""Ops, by what they call and where in the program, that join what is drawn anew in each step from what earlier steps
+have left: samples of a replay buffer. Which those are says nothing, and which were drawn twice, or made just now."""
+
+
 @dataclass(slots=True)
 class TraceBuilder:
     """Builds one observation.
@@ -193,12 +206,14 @@ class TraceBuilder:
         in_flight: What collectives under way use.
         family: See `Observed`.
         grad_mode: See `Observed`.
+        draws: Ops whose operands are anybody.
     """
 
     start_records: dict[int, StartVariable]
     in_flight: InFlight
     family: str
     grad_mode: bool
+    draws: Draws = frozenset()
     present_op: int = 0
     tick: int = 1  # tick 0 is the start itself: what is freed first of all has lived until then
     drafts: list[_Draft] = field(default_factory=list)
@@ -232,7 +247,10 @@ class TraceBuilder:
             self._die(index)
             start_tick = self.tick
             self.tick += 1
-            operands = tuple(v for v in map(self._operand, op.occurrences) if v is not None)
+            if (op.func, op.where) in self.draws and op.sliced is None and not op.in_flight:
+                operands = self._drawn(op, end_serials)
+            else:
+                operands = tuple(v for v in map(self._operand, op.occurrences) if v is not None)
             landed = self._known(op.landed)
             written = {self._operand(address) for address in op.written}
             name = str(op.func)
@@ -278,6 +296,22 @@ class TraceBuilder:
     def _known(self, addresses: Iterable[int]) -> tuple[int, ...]:
         """The variables alive at these addresses."""
         return tuple(self.live[address] for address in addresses if address in self.live)
+
+    def _drawn(self, op: OpRecord, ends: Container[int]) -> tuple[int, ...]:
+        """Operands of an op that joins what is drawn: each that outlives the step is anybody, and twice if it is."""
+        operands = []
+        for address in op.occurrences:
+            born = self.live.get(address)
+            is_from_outside = address in self.start_records if born is None else address in ends
+            if is_from_outside:
+                found = self.drafts[born] if born is not None else self.start_records[address]
+                serial, operand = next(_SERIALS), len(self.drafts)
+                self.drafts.append(_Draft(nbytes=found.nbytes, birth_tick=None, start_serial=serial, seen=True))
+                self.drafts[operand].label = DRAWN
+                operands.append(operand)
+            elif (known := self._operand(address)) is not None:
+                operands.append(known)
+        return tuple(operands)
 
     def _apply(self, event: Event, label: str) -> int | None:
         if event.kind == ALLOC:
@@ -363,6 +397,7 @@ class TraceBuilder:
             flights=tuple(flights),
             family=self.family,
             origins=tuple(d.origin for d in self.drafts),
+            drawn=frozenset(i for i, d in enumerate(self.drafts) if d.start_serial is not None and d.start_serial < 0),
             grad_mode=self.grad_mode,
             num_alive=len(self.ranks),
             forward=forward_ops(ops),

@@ -44,6 +44,15 @@ _VETTED_NAMESPACES = frozenset({"aten", "prims", "prim", "mkldnn", "mkl", "onedn
 
 
 @functools.cache
+def joins_list(func: Any) -> bool:
+    """Whether an op makes one tensor of a list of them, and changes none: `cat`, `stack`."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.is_mutable or not schema.arguments or len(schema.returns) != 1:
+        return False
+    return str(schema.arguments[0].type) == "List[Tensor]" and str(schema.returns[0].type) == "Tensor"
+
+
+@functools.cache
 def written_arguments(func: Any) -> tuple[tuple[int, str], ...] | None:
     """`(position, name)` of the arguments that an op writes; None: take it to write all of them."""
     schema = func._schema

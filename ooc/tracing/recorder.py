@@ -13,7 +13,7 @@ from typing import Any
 
 from ooc.memory.record import VariableRecord
 from ooc.memory.step_uses import Allocation, Operands, StepUses
-from ooc.tracing.observed import InFlight, Observed, StartVariable, TraceBuilder
+from ooc.tracing.observed import Draws, InFlight, Observed, StartVariable, TraceBuilder
 from ooc.tracing.op_log import OpLog
 from ooc.tracing.recorded_ops import OpRecord, RecordedOps
 from vmm.torch_cpu import ALLOC, Event
@@ -162,6 +162,7 @@ class RecordedStep:
         self.grad_mode, self.flight_nbytes = recorder.grad_mode, recorder.flight_nbytes
         self.bound_nbytes = _most_alive(start, recorder.events)
         self._observed: Observed | None = None
+        self._num_draws = 0  # with which that was built
         self._uses: StepUses | None = None
 
     def __repr__(self) -> str:
@@ -206,11 +207,13 @@ class RecordedStep:
             if event:
                 record.birthplace = record.origin
 
-    def build(self) -> Observed:
-        """The step as it was observed."""
-        if self._observed is None:
-            builder = TraceBuilder(dict(self.start), InFlight(self.flight_nbytes), self.family, self.grad_mode)
+    def build(self, draws: Draws = frozenset()) -> Observed:
+        """The step as it was observed. `draws`: ops whose operands are others in each step."""
+        if self._observed is None or self._num_draws != len(draws):
+            flights = InFlight(self.flight_nbytes)
+            builder = TraceBuilder(dict(self.start), flights, self.family, self.grad_mode, draws)
             self._observed = builder.build(self.ops, self._recorder.events, self.end_serials)
+            self._num_draws = len(draws)
         return self._observed
 
 

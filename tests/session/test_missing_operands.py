@@ -80,7 +80,10 @@ def test_what_an_op_changes_that_has_not_all_operands(change: Change, debug: boo
 
 
 def test_an_op_that_was_planned_with_one_variable_twice_gets_two() -> None:
-    """Of variables from outside a step. It was bound to the one and the other by turns, for ever."""
+    """Of variables from outside a step. It was bound to the one and the other by turns, for ever.
+
+    The first time costs the plan; from then on what the op joins is anybody's.
+    """
 
     def program() -> list[Any]:
         net, batches, out = model(num_layers=2), [batch(number) for number in range(8)], []
@@ -95,8 +98,8 @@ def test_an_op_that_was_planned_with_one_variable_twice_gets_two() -> None:
         return out + digest(net)
 
     rows = run(program)
-    assert "planned" in {row.mode for row in rows[6:]}
-    assert [row.mode for row in rows].count("off_plan") >= 2
+    assert rows[8].mode == rows[12].mode == rows[15].mode == "planned"
+    assert rows[9].mode == "off_plan"
 
 
 def test_realignments_that_undo_each_other_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,20 @@ namespace {
 
 // Compares the storages of an op's operands with those that the plan expects, in the plan's order. One that the plan
 // expects and that is not in the arena (it fell below the threshold this time) is harmless, and so is a stranger: one
-// that was allocated beside the plan in this step, and stays where it is. But the plan's first op that touches a variable
-// is not the same op on small tensors: that may come any number of times before it. Nor is an op that changes operands
-// surely the same with some of them: `h.add_(y)` would be taken for `y.add_(small)`, and nobody would note that y has
-// changed. Python looks at what such an op really changes (`Realignment.vouch_for`).
+// that was allocated beside the plan in this step, and stays where it is. So is what comes again, in place of another
+// that the plan expects (samples drawn with replacement). But the plan's first op that touches a variable is not the same
+// op on small tensors: that may come any number of times before it. Nor is an op that changes operands surely the same
+// with some of them: `h.add_(y)` would be taken for `y.add_(small)`, and nobody would note that y has changed. Python
+// looks at what such an op really changes (`Realignment.vouch_for`).
 class Expected {
  public:
   Expected(const Dispatcher* self, const PlanOp& op)
-      : self_(self), next_(op.uses_start), stop_(op.uses_stop), flags_(op.flags), is_met_((op.flags & kTouches) == 0) {
+      : self_(self),
+        start_(op.uses_start),
+        next_(op.uses_start),
+        stop_(op.uses_stop),
+        flags_(op.flags),
+        is_met_((op.flags & kTouches) == 0) {
     if (self_->acts != nullptr) self_->acts->forget_met();
   }
 
@@ -33,8 +39,11 @@ class Expected {
     has_any_ = true;
     uint32_t next = next_;
     while (next < stop_ && !is_at(self_->uses[next], address)) ++next;
-    if (next == stop_) return is_met_ = self_->acts != nullptr && self_->acts->meets_stranger(address);
+    if (next == stop_) {
+      return is_met_ = comes_again(address) || (self_->acts != nullptr && self_->acts->meets_stranger(address));
+    }
     has_skipped_ = has_skipped_ || next != next_;
+    if (next - start_ < 64) compared_ |= uint64_t{1} << (next - start_);
     next_ = next + 1;
     return is_met_ = true;
   }
@@ -44,8 +53,16 @@ class Expected {
     return self_->variable_address[variable] == address && self_->variable_alive[variable] != 0;
   }
 
+  bool comes_again(uint64_t address) {
+    for (uint32_t use = start_; use < next_ && use - start_ < 64; ++use) {
+      if ((compared_ >> (use - start_) & 1) != 0 && is_at(self_->uses[use], address)) return has_skipped_ = true;
+    }
+    return false;
+  }
+
   const Dispatcher* self_;
-  uint32_t next_, stop_, flags_;
+  uint32_t start_, next_, stop_, flags_;
+  uint64_t compared_ = 0;  // of the first 64 operands that the plan expects, those that have come
   bool has_any_ = false, has_skipped_ = false;
   bool is_met_;
 };
