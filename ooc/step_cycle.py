@@ -16,7 +16,6 @@ gradients are switched on or off (an evaluation), where a plan ends. What begins
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import threading
@@ -32,7 +31,8 @@ from ooc.learner import Learner
 from ooc.memory.record import VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.executable_plan import ExecutablePlan
-from ooc.replay.learning_budget import LearningBudget
+from ooc.replay.late_entry import LatePlans
+from ooc.replay.learning_budget import LearningBudget, Stay
 from ooc.replay.optimizer_rounds import OptimizerRounds
 from ooc.replay.segmentation import Segmentation
 from ooc.replay.sequences import Sequences
@@ -41,22 +41,14 @@ from ooc.telemetry.progress import Position, Progress
 from ooc.telemetry.steps import StepLog
 from ooc.telemetry.timeline import Timeline
 from ooc.telemetry.why import UnplannedSteps
+from ooc.tracing.op_semantics import makes_tensors
+from ooc.tracing.recorder import StepRecorder
 from vmm.nvtx_ranges import NamedRange
 
 _log = logging.getLogger(__name__)
 
 _MOST_IN_BETWEEN = 0.2
 """A step where no more than this part of the ops ran on demand had something in between, and was not new itself."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Stay:
-    """On a plan, from where it is entered to where another one is, or none."""
-
-    plan: ExecutablePlan
-    key: str
-    entered_ns: int  # processor time that it took to enter it
-    num_ops: int = 0  # played, of all periods that have ended
 
 
 class StepCycle:
@@ -124,7 +116,8 @@ class StepCycle:
         self._entered: ExecutablePlan | None = None  # the plan that was entered last
         self._heads: tuple[Any, ...] = ()  # the functions with which what has a plan may begin
         self._begun_ns = learning.cost_ns()  # when the present sequence did
-        self._stay: _Stay | None = None  # of the same, until it ends
+        self._stay: Stay | None = None  # of the same, until it ends
+        self._late = LatePlans(manager.records.get)
         self._tried: list[ExecutablePlan] = []  # plans that were entered and left at their heads before this very op
         self._most_ops = 0  # of the longest plan that was replayed
         self._at_begin = (0, 0)  # the same when the present step began, with the ops of its segment then
@@ -222,11 +215,9 @@ class StepCycle:
                 if self.rounds.num_steps > 1:
                     self.rounds.note_period(is_new=is_new)
                 else:
-                    has_union, waits = self._unions.of_whole_steps()
-                    num_unions = self._unions.num_begun
-                    self._segmentation.note_whole(
-                        is_new=is_new, num_unions=num_unions, has_union=has_union, awaits_plan=waits
-                    )
+                    has, waits = self._unions.of_whole_steps()
+                    num = self._unions.num_begun
+                    self._segmentation.note_whole(is_new=is_new, num_unions=num, has_union=has, awaits_plan=waits)
             self._at_start = self._num_ops()
             if is_other:  # what begins now begins as one of the plans so far, and would leave it
                 self._segmentation = Segmentation()
@@ -262,7 +253,7 @@ class StepCycle:
         if func in active.funcs[cursor : active.num_idle + (not is_other)]:
             return
         addresses = self._runner.dispatcher.occurrences(args, kwargs)
-        if not addresses and not _makes_tensors(func):
+        if not addresses and not makes_tensors(func):
             return  # it may come at any place, and changes nothing
         is_other = is_other and (bool(addresses) or func in active.funcs[active.num_idle : active.num_idle + 1])
         with self._lock:
@@ -301,7 +292,7 @@ class StepCycle:
         addresses = self._runner.dispatcher.occurrences(args, kwargs)
         if not addresses:
             may_begin = is_awaited or is_border or self._runner.recording.looks_at_idle or func in self._heads
-            if not may_begin or not _makes_tensors(func):
+            if not may_begin or not makes_tensors(func):
                 return
         with self._lock:
             if torch._C._current_autograd_node() is not None:
@@ -385,15 +376,15 @@ class StepCycle:
             self._unions.note_refused(lost)
             sequences.retire(lost)
         is_main = executor.active is not None and executor.active.num_ops >= self._most_ops // 2
+        is_main = is_main and executor.so_far is None  # else nobody knows when its first ops ran
         self._timeline.end_period(executor.active if is_main else None, self._steps.num_steps - 1)
         if executor.active is not None:
             self._most_ops = max(self._most_ops, executor.active.num_ops)
             executor.active.num_alive = executor.active.num_entered
-            num_played = executor.active.num_ops - len(executor.active.omitted)
             if self._stay is not None:
-                self._stay.num_ops += num_played
+                self._stay.num_ops += executor.num_played()
             key = sequences.active_key
-            self._num_planned += num_played
+            self._num_planned, self._num_on_demand = self._num_ops()
             sequences.note_end(key)
         else:
             sequences.take_ready()  # first, so that what has just been recorded can be planned next
@@ -406,10 +397,11 @@ class StepCycle:
         follower = choose()
         if executor.active is not None:
             replayed = executor.active
-            refined = sequences.refine(replayed, self._manager.store)
+            refined = sequences.refine(replayed, self._manager.store, is_part=executor.so_far is not None)
             if follower is replayed:
                 follower = refined
             if follower is replayed and executor.rotate():
+                self._late.begin(follower)
                 sequences.begin(follower)
                 return
             if executor.active is not None:
@@ -417,37 +409,63 @@ class StepCycle:
             self.give_up_retired()
         self._enter(follower, is_begun=is_begun)
 
-    def _enter(self, follower: ExecutablePlan | None, *, is_begun: bool = False) -> None:
-        """Begin a sequence by a plan, on demand without one, or where that cannot be entered."""
+    def op_differs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """A plan was left since this op came instead of another. Whether the step goes on with another plan now."""
+        if threading.get_ident() != self._thread or not self._manager.is_host or not self._is_open():
+            return False
+        with self._lock:
+            recorder = self._runner.recording.recorder
+            if recorder is None or self._manager.flights or self._executor.mid_op_pins:
+                return False
+            self._runner.absorb()
+            addresses = self._runner.dispatcher.occurrences(args, kwargs)
+            plan = self._late.take(self._sequences.latest_first().values(), recorder, func, addresses)
+            if plan is None:
+                return False
+            self._enter(plan, so_far=recorder)
+            self._awaited = None
+            return self._executor.active is plan
+
+    def _enter(
+        self, follower: ExecutablePlan | None, *, is_begun: bool = False, so_far: StepRecorder | None = None
+    ) -> None:
+        """Begin a sequence by a plan, or go on with it after `so_far`; on demand without one, or if that cannot be."""
         executor = self._executor
         self._end_stay()
-        self._runner.start_recording()
-        self._begun_ns = self._learning.cost_ns()
+        if so_far is None:
+            self._late.begin(follower)
+            self._runner.start_recording()
+            self._begun_ns = self._learning.cost_ns()
         if follower is None:
             return
         if not self._learning.may_enter(follower):
             if self._learning.everything_fits:
                 self._why.note_all_fits()
-            else:
+            elif so_far is None:
                 self._why.note_refusal(
                     "plans like it have cost more than they saved, or were left too early to save it"
                 )
             return
+        left_because, left = executor.bailout_reason, self._sequences.active_key  # if this step has left a plan before
         self._sequences.begin(follower)
         self._entered = follower
         self._tried.append(follower)
-        left_because = executor.bailout_reason  # if this step has left a plan before
         started_ns = time.thread_time_ns()
         self._unions.prepare(follower, self._manager.records)
-        if executor.enter(follower, self._sequences.others(follower), is_begun=is_begun):
+        if executor.enter(follower, self._sequences.others(follower), is_begun=is_begun, so_far=so_far):
             self._runner.recording.stop()
             key = self._sequences.active_key or ""
-            self._stay = _Stay(follower, key, entered_ns=time.thread_time_ns() - started_ns)
+            self._stay = Stay(follower, key, entered_ns=time.thread_time_ns() - started_ns)
+            if so_far is not None:
+                self._stay.is_late, self._stay.num_ops = True, -so_far.num_replayed
             self._steps.note_plan(self._manager.num_chunks - self._manager.num_free)
         else:
             _log.info("cannot play the plan: %s", executor.bailout_reason)
-            self._steps.note_refusal(executor.bailout_reason)
-            self._why.note_refusal(executor.bailout_reason)
+            if so_far is not None:
+                self._sequences.active_key = left
+            else:
+                self._steps.note_refusal(executor.bailout_reason)
+                self._why.note_refusal(executor.bailout_reason)
             if follower.waits_in_vain:
                 self._unions.note_refused(follower)
             if follower.waits_in_vain or follower.is_outgrown:  # it is planned anew in the memory that there is
@@ -456,28 +474,18 @@ class StepCycle:
             executor.bailout_reason = left_because
 
     def _end_stay(self) -> None:
-        if self._stay is None:
-            return
-        recorder = self._runner.recording.recorder
-        num_ops = self._stay.num_ops + (recorder.num_replayed if recorder is not None else 0)
-        plan = self._stay.plan  # of sizes that differ nobody knows which were compared
-        is_whole = (recorder is None or recorder.num_ops == 0) and not (plan.is_elastic or plan.may_omit)
-        self._learning.note_stay(
-            plan,
-            num_ops=num_ops,
-            entered_ns=self._stay.entered_ns,
-            key=self._stay.key,
-            cost_ns=self._learning.cost_ns() - self._begun_ns if is_whole else None,
-        )
-        self._stay = None
+        stay, self._stay, recorder = self._stay, None, self._runner.recording.recorder
+        if stay is not None:
+            num_ops, num_replayed = (recorder.num_ops, recorder.num_replayed) if recorder is not None else (0, 0)
+            self._learning.end_stay(stay, num_ops=num_ops, num_replayed=num_replayed, begun_ns=self._begun_ns)
 
     def _num_ops(self) -> tuple[int, int]:
         """Ops so far that were planned, and on demand; the present segment's, too."""
         active, recorder = self._executor.active, self._runner.recording.recorder
         planned, on_demand = self._num_planned, self._num_on_demand
         if active is not None:
-            planned += self._runner.dispatcher.cursor - len(active.omitted)
-        elif recorder is not None:
+            planned, recorder = planned + self._executor.num_played(), self._executor.so_far
+        if recorder is not None:
             planned += recorder.num_replayed
             on_demand += recorder.num_ops - recorder.num_replayed
         return planned, on_demand
@@ -539,9 +547,3 @@ class StepCycle:
         )
         if self._progress.is_on and self._steps.num_steps > before:
             self._progress.note_step(self._steps.num_steps, self._steps.rows[-1], self._resident_nbytes())
-
-
-def _makes_tensors(func: Any) -> bool:
-    """Whether an op returns tensors; where nobody can tell, it may."""
-    schema = getattr(func, "_schema", None)
-    return schema is None or any("Tensor" in str(result.type) for result in schema.returns)

@@ -10,3 +10,6 @@ class Borders(Protocol):
 
     def op_comes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """May end what is recorded or replayed, and enter another plan."""
+
+    def op_differs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """A plan was left since this op came instead of another. Whether the step goes on with another plan now."""

@@ -317,7 +317,7 @@ class OpRunner:
             return func(*args, **kwargs)
         if self.borders is not None and threading.get_ident() == self._thread:
             self.borders.op_comes(func, args, kwargs)
-        if self._executor.active is not None:
+        while self._executor.active is not None:
             played = self._dispatcher.try_play(func, (), args, kwargs)
             if played is not None or (played := self._play_realigned(func, args, kwargs)) is not None:
                 return played[0]
@@ -327,6 +327,8 @@ class OpRunner:
                 if self._executor.active is not None:
                     place = self._call_sites.of_this_op()
                     self.bail_out(difference(self._executor.active, self._dispatcher.cursor, func, place))
+            if self.borders is None or not self.borders.op_differs(func, args, kwargs):
+                break
         return self._run_on_demand(func, args, kwargs)
 
     def _run_beside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -66,26 +66,30 @@ def land_transfers(
 def recorder_so_far(
     executable: ExecutablePlan,
     num_ops: int,
-    *,
     start_records: Mapping[int, VariableRecord],
+    *,
     events: list[Event],
     beside: OpsBeside,
+    earlier: StepRecorder | None,
 ) -> StepRecorder:
     """A recorder of the ops replayed so far, as if they had run on demand.
 
-    `start_records` are those that were not bound to a persistent variable when the step began.
+    `start_records` are those that were not bound to a persistent variable when the step began. `earlier`: what came
+    before the plan was entered, in its middle.
     """
-    start = dict(start_records)
+    start = dict(start_records if earlier is None else earlier.start_records)
     persistent = (executable.variables[i].record for i in executable.persistent.tolist())
     start.update({record.address: record for record in persistent if record is not None})
     recorder = StepRecorder(start)
+    prefix = list(earlier.as_records()) if earlier is not None else []
     recorder.grad_mode = executable.grad_mode
     recorder.is_begun = num_ops > executable.num_idle
     address, changes = executable.variable_address.tolist(), list(executable.readdressed)
     durations_ns = (executable.op_stop_ns[:num_ops] - executable.op_start_ns[:num_ops]).tolist()
     variables, ops = executable.variables, []
     omitted, nodes, forward = set(executable.omitted), executable.op_nodes.tolist(), executable.observed.forward
-    for index in reversed(range(num_ops)):
+    nodes[: len(prefix)] = [op.node for op in prefix]
+    for index in reversed(range(len(prefix), num_ops)):
         while changes and changes[-1][0] > index:  # back to the addresses that the op has seen
             _, variable, before = changes.pop()
             address[variable] = before
@@ -119,9 +123,13 @@ def recorder_so_far(
                 landed=[address[r] for r in landed],
             )
         )
+    ops += prefix[::-1]
     found, recorder.events = beside.joined(ops[::-1], _without_omitted(events, executable.omitted), executable.omitted)
     recorder.extend(found)
     recorder.num_replayed, recorder.num_beside = len(found), len(found) - len(ops)
+    if earlier is not None:
+        recorder.num_replayed += earlier.num_replayed - len(prefix)
+        recorder.num_beside += earlier.num_beside
     return recorder
 
 

@@ -28,6 +28,7 @@ from vmm.store import StoreFull
 from vmm.torch_cpu import AllocatorTable
 
 Bound = list[tuple[PlanVariable, VariableRecord]]
+_Records = Mapping[int, VariableRecord]
 
 
 class Bindings:
@@ -48,12 +49,15 @@ class Bindings:
 
     # -- before a plan's first step
 
-    def bind(self, executable: ExecutablePlan, *, is_begun: bool = False) -> Bound | None:
+    def bind(
+        self, executable: ExecutablePlan, *, is_begun: bool = False, among: _Records | None = None
+    ) -> Bound | None:
         """Bind records to the plan variables that exist at the step's start. None: a persistent one is missing.
 
         With `is_begun`, not those that are freed before the first op that touches a variable: that is about to run.
+        `among`: what existed then, by address; all that the manager has, if the step is only beginning.
         """
-        records = self._manager.records
+        records = self._manager.records if among is None else among
         self._first_serial = self._manager.next_serial()
         executable.num_entered = len(records)
         by_serial = {record.serial: record for record in records.values()}
@@ -64,19 +68,16 @@ class Bindings:
             if variable.is_persistent:
                 record = by_serial.get(variable.serial) if variable.serial is not None else None
                 if record is None or record.nbytes != variable.nbytes:
-                    # Serials do not come again.
                     self.refusal, executable.waits_in_vain = "a variable that lived across steps is gone", True
                     return None
                 variable.record = record
                 bound.append((variable, record))
                 taken.add(record.serial)
         by_rank: dict[tuple[int, int | None], VariableRecord] = {}
-        by_origin: dict[tuple[str, int, int], VariableRecord] = {}
+        by_origin = {record.origin: record for record in records.values() if record.origin is not None}
         num_born: Counter[tuple[str, int, int] | None] = Counter()
         for record in records.values():
             by_rank[record.nbytes, ranks[record.serial]] = record
-            if record.origin is not None:
-                by_origin[record.origin] = record
             num_born[record.birthplace] += 1
         by_birthplace = {r.birthplace: r for r in records.values() if r.birthplace and num_born[r.birthplace] == 1}
         for variable in executable.variables:

@@ -30,6 +30,7 @@ from ooc.replay.bindings import Bindings, Bound
 from ooc.replay.border_relocation import BorderRelocation
 from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.late_entry import LateEntry
 from ooc.replay.op_watch import OpWatch, named_calls
 from ooc.replay.ops_beside import OpsBeside
 from ooc.replay.plan_switch import Handover, PlanChange, held_for
@@ -39,6 +40,7 @@ from ooc.replay.realignment import Realignment
 from ooc.replay.rerun_device import RerunDevice
 from ooc.replay.reruns import Reruns
 from ooc.replay.unserved import Unserved
+from ooc.tracing.recorder import StepRecorder
 from ooc.tracing.recording import StepRecording
 from vmm.chunks import ChunkPool
 from vmm.nvtx_ranges import names_ops
@@ -81,6 +83,8 @@ class Executor:
         self.active: ExecutablePlan | None = None
         self.run_in_parts: Callable[..., Any] = _not_in_parts
         self.bailout_reason = ""
+        self.so_far: StepRecorder | None = None
+        """Of the present period, what came before the plan was entered in its middle."""
         self.events = EventLog()  # of the present period
         self._next_death = 0  # in `ExecutablePlan.deaths`
         self.mid_op_pins: list[VariableRecord] = []  # unpinned by `finish`
@@ -105,7 +109,12 @@ class Executor:
     # -- between steps
 
     def enter(
-        self, executable: ExecutablePlan, others: Sequence[ExecutablePlan] = (), *, is_begun: bool = False
+        self,
+        executable: ExecutablePlan,
+        others: Sequence[ExecutablePlan] = (),
+        *,
+        is_begun: bool = False,
+        so_far: StepRecorder | None = None,
     ) -> bool:
         """Make a plan active: bring all variables to where its step starts. Called at a step boundary, on demand.
 
@@ -113,6 +122,7 @@ class Executor:
             executable: The plan.
             others: Inactive plans; their mappings are given up if the kernel's limit on mappings stands in the way.
             is_begun: The first op that touches a variable is about to run.
+            so_far: The step's ops so far, where it goes on with this plan in its middle (`ooc.replay.late_entry`).
 
         Returns:
             False if the plan cannot start from here (`bailout_reason` says why); the step goes on on demand.
@@ -120,12 +130,22 @@ class Executor:
         Raises:
             StoreFailed: A transfer failed; the step goes on on demand.
         """
+        late = LateEntry(executable, so_far) if so_far is not None else None
+        try:
+            return self._enter(executable, others, is_begun, late)
+        finally:
+            if late is not None and self.active is not executable:
+                late.undo(self._manager)
+
+    def _enter(
+        self, executable: ExecutablePlan, others: Sequence[ExecutablePlan], is_begun: bool, late: LateEntry | None
+    ) -> bool:
         manager = self._manager
         if not manager.flights.settle_soon():
             self.bailout_reason = f"not over: {', '.join(manager.flights.names())}"
             return False
         manager.land()
-        bound = self._bindings.bind(executable, is_begun=is_begun)
+        bound = late.bind(self._bindings, manager) if late else self._bindings.bind(executable, is_begun=is_begun)
         if bound is None:
             self.bailout_reason = self._bindings.refusal
             return False
@@ -133,7 +153,7 @@ class Executor:
         if self.reruns.read_given_out(executable, bound):
             self.bailout_reason = _RERUNS_READ_IT
             return False
-        targets = executable.start_residencies()
+        targets = late.targets(bound) if late else executable.start_residencies()
         if not self._bindings.may_make_way(executable, bound, targets):
             self.bailout_reason = self._bindings.refusal
             return False
@@ -143,11 +163,13 @@ class Executor:
             return False
         self._install(executable)
         self._bindings.unbind_freed(executable, bound)
-        self._start_period(executable)
+        self._start_period(executable, late.so_far if late is not None else None)
         if failure is not None:
             self.bail_out("a load could not be started")
             raise failure
         self._arrive(bound)
+        if late is not None:
+            late.show(bound, manager)
         if self.acts.guards_releases:
             self._bindings.guard_away(executable)  # as at the end of the step, which is over
         return True
@@ -176,8 +198,9 @@ class Executor:
         self._allocator.state.mode = MODE_PLANNED
         self.active = executable
 
-    def _start_period(self, executable: ExecutablePlan) -> None:
-        self.events = EventLog()
+    def _start_period(self, executable: ExecutablePlan, so_far: StepRecorder | None = None) -> None:
+        self.so_far = so_far
+        self.events = EventLog(so_far.events if so_far is not None else ())
         self.reruns.begin()
         self.beside.begin()
         executable.between.begin()
@@ -192,8 +215,16 @@ class Executor:
             if variable.record is not None and executable.variable_alive[variable.index]
         ]
         self._start_foreign = dict(self._manager.records)
-        self._allocator.state.restart()
-        self._dispatcher.start(0)
+        if so_far is None:
+            self._allocator.state.restart()
+        at = so_far.num_ops if so_far is not None else 0
+        self._allocator.state.set_between(at)
+        self._dispatcher.start(at)
+
+    def num_played(self) -> int:
+        """Ops of the present period that the plan has replayed so far."""
+        num_before = self.so_far.num_ops if self.so_far is not None else 0
+        return self._dispatcher.cursor - num_before - len(self.active.omitted) if self.active is not None else 0
 
     def is_complete(self) -> bool:
         """Whether every op of the plan has been replayed in this period."""
@@ -455,8 +486,8 @@ class Executor:
         num_ops = cursor if not is_over else 0  # of the plan; those left out are none of the recording's
         if is_over or not self.beside.is_running or cursor > executable.num_idle:
             self.beside.begin()  # what has begun is the plan's
-        events = self.events.take()
-        recorder = recorder_so_far(executable, num_ops, start_records=start, events=events, beside=self.beside)
+        earlier, events = self.so_far if not is_over else None, self.events.take()
+        recorder = recorder_so_far(executable, num_ops, start, events=events, beside=self.beside, earlier=earlier)
         pinned = pinned_by(executable, cursor) if inside else set()
         self.reruns.leave(executable, cursor + 1 if inside else cursor)
         self.mid_op_pins += return_records(self._manager, self._allocator, executable, pinned)

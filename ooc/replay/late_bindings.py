@@ -75,17 +75,15 @@ class LateBindings(PartOfReplay):
     def _note_draw(self, executable: ExecutablePlan, op: int, addresses: Sequence[int]) -> None:
         """Where the next op joins others than the plan has, note that these are drawn anew in each step.
 
-        Next time the operands of such an op are anybody's (`ooc.tracing.observed.Draws`).
+        Next time the operands of such an op are anybody's (`Draws` in `ooc.tracing.observed`). Not where it joins
+        parameters, of another network this time: what the plan has there has other uses, too.
         """
-        func, traced = executable.funcs[op], executable.trace.ops[op]
-        records = [self._manager.records.get(address) or executable.record_at(address) for address in addresses]
-        if (
-            joins_list(func)
-            and len(executable.occurrences[op]) == len(addresses)
-            and all(record is not None and not record.kind for record in records)
-            and not any(use.reads and use.writes for use in traced.uses)
-        ):
-            executable.draws.add((func, traced.where))
+        func, expected = executable.funcs[op], set(executable.occurrences[op])
+        if not joins_list(func) or len(executable.occurrences[op]) != len(addresses):
+            return
+        others = (executable.occurrences[i] for i, other in enumerate(executable.funcs) if not joins_list(other))
+        if all(expected.isdisjoint(used) for used in others):
+            executable.draws.add((func, executable.trace.ops[op].where))
 
     def _may_lose(self, executable: ExecutablePlan, holder: PlanVariable, op: int) -> bool:
         """Whether what a live variable is bound to may be another one's from op `op` on.

@@ -6,8 +6,10 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from ooc.memory.counters import Counters
+from ooc.replay.executable_plan import ExecutablePlan
 
 LEARNING_FRACTION = 0.05
 """Where nothing has to move, learning takes at most this part of the time so far. A planned op saves about 7 us, and
@@ -30,6 +32,9 @@ _SAVED_NS = 5_000
 _SAVED_SHARE = 0.4
 """What it saves where something moves, in the time that an op takes of late, waits and all. At half of the memory:
 0.37 of it in twelve layers of 192 (131 us an op on demand, 82 planned), 0.43 in episodes (60 and 34 us)."""
+_FREE_PLANS = 8
+"""So many plans are entered once, whatever others have gained before them: those were of another part of the program,
+or are replaced for what they were left for."""
 _MOST_SEQUENCES = 1024
 """Whose costs on demand are remembered."""
 _LATEST_SHARE = 0.25
@@ -65,6 +70,28 @@ class Account:
         self.gain_ns += (gain_ns - self.gain_ns) * _LATEST_SHARE
         self._num_passed = 0
         self._pause = 0 if gain_ns >= 0 else min(max(2 * self._pause, 1), _LONGEST_PAUSE)
+
+
+@dataclass(slots=True)
+class Stay:
+    """On a plan, from where it is entered to where another one is, or none.
+
+    Attributes:
+        entered_ns: Processor time that it took to enter it.
+        num_ops: Played, of all periods that have ended.
+        is_late: It was entered in the midst of a step.
+    """
+
+    plan: ExecutablePlan
+    key: str
+    entered_ns: int
+    num_ops: int = 0
+    is_late: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether what it cost can be compared: of sizes that differ nobody knows which were compared."""
+        return not (self.is_late or self.plan.is_elastic or self.plan.may_omit)
 
 
 class LearningBudget:
@@ -110,7 +137,7 @@ class LearningBudget:
         self._ended_s, self._spent_then_s = self._opened, 0.0  # when the last period ended
         self._ns_per_op: float | None = None  # of late
         self._planned_share = 1.0  # of the ops of late; none have been planned before, which says nothing
-        self._account = Account()  # of all plans
+        self._account, self._num_plans = Account(), 0  # of all plans; and how many were
         self._accounts: weakref.WeakKeyDictionary[object, Account] = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
@@ -150,8 +177,10 @@ class LearningBudget:
         return self._spent_s <= fraction * (self._clock() - self._opened)
 
     def may_enter(self, plan: object) -> bool:
-        """Whether to enter this plan for what begins. One that was never entered is judged by all others."""
-        return not self._is_limited or self._accounts.get(plan, self._account).may_try()
+        """Whether to enter this plan for what begins. One that was never entered is judged by others, if many were."""
+        if not self._is_limited or (plan not in self._accounts and self._num_plans < _FREE_PLANS):
+            return True
+        return self._accounts.get(plan, self._account).may_try()
 
     def cost_ns(self) -> int:
         """What the session's thread has spent so far that plans could save: processor time, and waiting for transfers.
@@ -192,8 +221,18 @@ class LearningBudget:
             gain_ns = num_ops * _SAVED_SHARE * self._ns_per_op - entered_ns
         else:
             return
+        self._num_plans += plan not in self._accounts
         for account in (self._account, self._accounts.setdefault(plan, Account())):
             account.note(gain_ns)
+
+    def end_stay(self, stay: Stay, *, num_ops: int, num_replayed: int, begun_ns: int) -> None:
+        """Note that a plan is played no longer, after which so many ops were recorded, of which it has played some.
+
+        `begun_ns`: what `cost_ns` was when its sequence began.
+        """
+        cost_ns = self.cost_ns() - begun_ns if num_ops == 0 and stay.is_whole else None
+        num_played = stay.num_ops + num_replayed
+        self.note_stay(stay.plan, num_ops=num_played, entered_ns=stay.entered_ns, key=stay.key, cost_ns=cost_ns)
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:

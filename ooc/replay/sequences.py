@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ooc.memory.protocols import Store
+from ooc.replay import twins
 from ooc.replay.background import BackgroundPlanner, PlanRequest
 from ooc.replay.elastic import HEADROOM, Alignment, Envelope, Plannable, Shape
 from ooc.replay.executable_plan import ExecutablePlan
@@ -37,8 +38,6 @@ _MAX_KEYS = 1024
 _REFINE_AFTER, _QUICK_AFTER = (3, 8), 2
 """Steps replayed from a plan after which it is made anew: early, and with a better minimum; a quick one earlier."""
 _COSTS, _LOST = ("loaded_nbytes", "recompute_ns"), ("stall_ns", "recompute_ns")
-_MOST_TWINS = 2
-"""Sequences of the same ops that differ in the storages that they use."""
 _MOST_REPLACED = 2
 """Observations after which what most variables are replaced by in each step is taken to be new in each step."""
 _WORTHWHILE = 0.995
@@ -245,7 +244,7 @@ class Sequences:
         So are the same ops on another model's parameters (two networks of one form that are trained in turns), unless
         the storages are new each time anyway.
         """
-        others: list[tuple[str, Alignment]] = []
+        others: list[twins.Twin] = []
         for key, shape in reversed(self._seen.items()):
             alignment = shape.align(observed, exactly=not self._is_elastic)
             if alignment is None:
@@ -253,8 +252,8 @@ class Sequences:
             changed, throughout = shape.num_persistent_changed(observed, alignment)
             if changed * 2 <= throughout:
                 return key, alignment
-            others.append((key, alignment))
-        return others[0] if len(others) >= _MOST_TWINS else None
+            others.append((key, shape, alignment))
+        return twins.joins(observed, others)
 
     def _remember(self, key: str, shape: Shape) -> None:
         self._seen.pop(key, None)
@@ -422,12 +421,12 @@ class Sequences:
         if self.background is not None:
             self.background.cancel()
 
-    def refine(self, executable: ExecutablePlan, store: Store) -> ExecutablePlan:
+    def refine(self, executable: ExecutablePlan, store: Store, *, is_part: bool = False) -> ExecutablePlan:
         """Plan anew with the measured times and rates, after a step was replayed whole from this plan.
 
         The first plan rests on steps on demand and on an idle store. The better of the two by simulation is returned.
         """
-        if executable.may_omit:
+        if executable.may_omit or is_part:
             return executable  # what ops take that some steps leave out is not measured
         key, log = self.key_of_plan(executable), executable.timings
         tried = executable.trials is not None and executable.trials.was_installed
@@ -534,12 +533,13 @@ class Sequences:
         self, fits: Callable[[ExecutablePlan], bool], num_alive: Callable[[], int]
     ) -> ExecutablePlan | None:
         """The plan for what begins now, of those that fit: what is expected, or else the one replayed last."""
-        fitting = {
-            key: plan
-            for key, plan in reversed(self._plans.items())
-            if plan.num_idle != plan.num_ops and (key in self._segments or not self.is_segmented) and fits(plan)
-        }
+        fitting = {k: plan for k, plan in self.latest_first().items() if plan.num_idle != plan.num_ops and fits(plan)}
         return self._expectation.likeliest(fitting, num_alive)
+
+    def latest_first(self) -> dict[str, ExecutablePlan]:
+        """The plans for segments, or for whole steps, whichever there are now; the one replayed last comes first."""
+        plans = reversed(self._plans.items())
+        return {key: plan for key, plan in plans if key in self._segments or not self.is_segmented}
 
     def begin(self, executable: ExecutablePlan) -> None:
         """Note that a plan is entered, or replayed again."""

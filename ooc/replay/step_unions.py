@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ooc.replay.elastic import Envelope, standing
 from ooc.replay.union_parts import FreePhase, UnionOp, UnionVariable
 from ooc.replay.union_walk import UnionWalk
 from ooc.tracing.observed import DRAWN, Observed, Origin
+from ooc.tracing.op_semantics import joins_list
 from scheduler.trace import Op, Trace, Use, Variable
 from vmm.table import between_ops, inside_op
 
@@ -136,6 +138,24 @@ class StepUnion:
         self.variables.append(found)
         self._observed, self._version = None, self._version + 1
         return found
+
+    def draws(self, observed: Observed, walk: UnionWalk) -> set[tuple[Any, str]]:
+        """Ops of a step that join others than the union's at their places: what earlier steps have left, drawn anew."""
+        ours = {(op.func, op.where, len(op.operands)) for op in self._ops if joins_list(op.func)}
+        if not ours:
+            return set()
+        uses = zip(observed.funcs, observed.occurrences, strict=True)
+        elsewhere = {variable for func, used in uses if not joins_list(func) for variable in used}
+        steps = zip(walk.found, observed.trace.ops, observed.occurrences, strict=True)
+        return {
+            (op.func, traced.where)
+            for op, traced, used in steps
+            if op.place < 0  # it is new
+            and (op.func, traced.where, len(used)) in ours
+            and elsewhere.isdisjoint(used)
+            and any(observed.start_serials[variable] is not None for variable in used)
+            and observed.drawn.isdisjoint(used)
+        }
 
     def _known(self, observed: Observed, starting: list[UnionVariable]) -> dict[int, UnionVariable]:
         """Variables that exist at a step's start, by their storages, or by where they were born in the step before."""

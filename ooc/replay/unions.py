@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ooc.replay.step_unions import StepUnion, may_belong
-from ooc.tracing.observed import Draws, Observed
+from ooc.replay.union_walk import UnionWalk
+from ooc.tracing.observed import Observed
 from ooc.tracing.recorder import RecordedStep
 
 _NUM_FIRST = 2
@@ -82,8 +84,8 @@ class Unions:
         forgotten: Those that are kept no more; for whoever has plans for them to empty.
     """
 
-    def __init__(self, draws: Draws = frozenset()) -> None:
-        self._draws = draws
+    def __init__(self, draws: set[tuple[Any, str]] | None = None) -> None:
+        self._draws = draws if draws is not None else set()
         self._unions: dict[str, StepUnion] = {}  # the one that grew last at the end
         self._unlike: deque[_Unlike] = deque(maxlen=_LONG_WINDOW)
         self._num_seen = self._num_made = self._num_periods = self._num_turns = 0
@@ -158,13 +160,23 @@ class Unions:
         for key, union in reversed(self._unions.items()):
             if union.is_of_segments != is_segment:
                 continue
-            observed = recording.build(self._draws)
-            walk = union.walk(observed)
+            observed, num_draws = recording.build(self._draws), len(self._draws)
+            walk = self._walk(union, observed)
+            if walk is not None and len(self._draws) > num_draws:
+                observed = recording.build(self._draws)
+                walk = union.walk(observed)
             if walk is not None:
                 union.add(observed, older_than=older_than, walk=walk)
                 self._unions[key] = self._unions.pop(key)
                 return None if self._grows_without_end(key, union) else (key, union)
         return None
+
+    def _walk(self, union: StepUnion, observed: Observed) -> UnionWalk | None:
+        """What a step has in common with a union. What turns out to be drawn anew is noted in `_draws`."""
+        walk = union.walk(observed)
+        if walk is not None:
+            self._draws |= union.draws(observed, walk)
+        return walk
 
     def _grows_without_end(self, key: str, union: StepUnion) -> bool:
         played = self._played.setdefault(key, _Played())
@@ -186,6 +198,7 @@ class Unions:
 
     def _begun(self, steps: Sequence[_Unlike], is_segment: bool) -> tuple[str, StepUnion] | None:
         self._num_made += 1
+        num_draws = len(self._draws)
         observed = [
             (each.recording.build(self._draws), each.older_than) for each in steps if each.recording is not None
         ]
@@ -197,6 +210,8 @@ class Unions:
             elastic = self._union_of(observed, is_segment=is_segment, is_elastic=True)
             if union is None or (elastic is not None and elastic.num_ops * _ELASTIC < union.num_ops):
                 union = elastic
+        if len(self._draws) > num_draws:
+            return self._begun(steps, is_segment)  # once more: now it is known what is drawn anew
         if union is None:
             return None
         union.note_latest(latest, older_than)
@@ -216,7 +231,7 @@ class Unions:
         name = f"union {self._num_made}"
         union = StepUnion(latest, name, older_than=older_than, is_of_segments=is_segment, is_elastic=is_elastic)
         for observed, older in steps[:-1]:
-            if (walk := union.walk(observed)) is not None:
+            if (walk := self._walk(union, observed)) is not None:
                 union.add(observed, older_than=older, walk=walk)
         return union if union.num_seen >= 2 else None
 

@@ -53,6 +53,13 @@ def joins_list(func: Any) -> bool:
 
 
 @functools.cache
+def makes_tensors(func: Any) -> bool:
+    """Whether an op returns tensors; where nobody can tell, it may."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or any("Tensor" in str(result.type) for result in schema.returns)
+
+
+@functools.cache
 def written_arguments(func: Any) -> tuple[tuple[int, str], ...] | None:
     """`(position, name)` of the arguments that an op writes; None: take it to write all of them."""
     schema = func._schema

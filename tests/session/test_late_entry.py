@@ -1,0 +1,188 @@
+"""Steps that begin alike and part: what leaves its plan goes on with the plan of what came.
+
+In core and under a session with debug checks, compared to the last bit; and how much of it was planned.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ooc.errors import StoreFailed
+from ooc.memory.residency import ResidencyManager
+from ooc.replay import unions
+from ooc.replay.bindings import Bindings
+from ooc.replay.executor import Executor
+from ooc.replay.late_entry import LateEntry
+from tests.session.program_runs import run_many
+from tests.session.test_segments import batch, digest, model, planned_share, run
+
+NUM_STEPS = 48
+RUNNER = "tests.session.program_late:run_seed"
+NUM_PROGRAMS = 24
+
+
+@pytest.fixture(autouse=True)
+def no_unions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else steps that part and come together again would have one plan."""
+    for name in ("_NUM_UNLIKE", "_NUM_MIXED"):
+        monkeypatch.setattr(unions, name, 99)
+
+
+@pytest.fixture
+def entries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each late entry, before which op it was."""
+    found: list[int] = []
+    show = LateEntry.show
+
+    def shown(self: LateEntry, *arguments: Any) -> None:
+        found.append(self.at)
+        show(self, *arguments)
+
+    monkeypatch.setattr(LateEntry, "show", shown)
+    return found
+
+
+def networks() -> list[Any]:
+    """A batch is made, then one of three networks of one form is trained on it, drawn at random."""
+    choose, nets = random.Random(1), [model(seed, num_layers=3) for seed in range(3)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9) for net in nets]
+    out: list[Any] = []
+    for step in range(NUM_STEPS):
+        which = choose.randrange(3)
+        loss = nets[which](batch(step).sigmoid()).square().mean()
+        loss.backward()
+        optimizers[which].step()
+        optimizers[which].zero_grad()
+        out.append(loss.item())
+    return out + digest(*nets)
+
+
+def heads() -> list[Any]:
+    """A trunk, then the head of a task, in no order: what the trunk has made is alive where plans part."""
+    choose, trunk, tasks = random.Random(2), model(num_layers=3), [model(seed, num_layers=1) for seed in (5, 6, 7)]
+    trained = nn.ModuleList([trunk, *tasks])
+    out: list[Any] = []
+    optimizers = [torch.optim.AdamW([*trunk.parameters(), *task.parameters()], lr=1e-3) for task in tasks]
+    for step in range(NUM_STEPS):
+        which = choose.randrange(3)
+        loss = tasks[which](trunk(batch(step))).square().mean()
+        loss.backward()
+        optimizers[which].step()
+        optimizers[which].zero_grad()
+        out.append(loss.item())
+    return out + digest(trained)
+
+
+def state_that_goes_on() -> list[Any]:
+    """What was changed before plans part is changed again after that, in the same residency of the other plan."""
+    choose, net, state = random.Random(3), model(num_layers=4), batch(99)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+    out: list[Any] = []
+    for step in range(NUM_STEPS):
+        state.mul_(0.9)
+        x = batch(step) + state
+        y = net(x.sin() if choose.random() < 0.5 else x.cos())
+        loss = y.square().mean()
+        state.add_(y.detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out += [loss.item(), state.sum().item()]
+    return out + digest(net)
+
+
+def rare() -> list[Any]:
+    """One step of eight ends with a penalty, after the forward pass."""
+    choose, net = random.Random(4), model(num_layers=4)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    out: list[Any] = []
+    for step in range(NUM_STEPS):
+        loss = net(batch(step)).square().mean()
+        if choose.random() < 0.125:
+            loss = loss + sum(p.abs().sum() for p in net.parameters()) * 1e-4
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return out + digest(net)
+
+
+PROGRAMS = [networks, heads, state_that_goes_on, rare]
+
+
+@pytest.mark.parametrize("debug", [True, False])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_parts_goes_on_with_the_other_plan(
+    program: Callable[[], list[Any]], debug: bool, entries: list[int]
+) -> None:
+    rows = run(program, debug=debug)
+    assert len(entries) >= 2, "the plan that was expected was always the one that came"
+    assert all(at > 0 for at in entries)
+    assert planned_share(rows[-NUM_STEPS // 3 :]) > 0.9  # before, some networks have no plan yet
+
+
+def test_what_cannot_be_entered_leaves_the_step_on_demand(monkeypatch: pytest.MonkeyPatch, entries: list[int]) -> None:
+    """Every second late entry is refused when all is bound and made way for. Nothing is bound any more then."""
+    counts: Counter[str] = Counter()
+    enter, map_all = Executor.enter, Bindings.map_all
+
+    def counted(self: Executor, *arguments: Any, **options: Any) -> bool:
+        counts["late"] += options.get("so_far") is not None
+        counts["is late"] = options.get("so_far") is not None
+        return enter(self, *arguments, **options)
+
+    def refused(self: Bindings, *arguments: Any) -> bool:
+        if counts["is late"] and counts["late"] % 2:
+            self.refusal = "refused"
+            counts["refused"] += 1
+            return False
+        return map_all(self, *arguments)
+
+    monkeypatch.setattr(Executor, "enter", counted)
+    monkeypatch.setattr(Bindings, "map_all", refused)
+    run(heads)
+    assert counts["refused"] >= 2
+    assert entries
+
+
+def test_a_load_that_cannot_be_started_fails_the_op_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: Counter[str] = Counter()
+    enter, start_load = Executor.enter, ResidencyManager.start_load
+
+    def counted(self: Executor, *arguments: Any, **options: Any) -> bool:
+        counts["is late"] = options.get("so_far") is not None
+        try:
+            return enter(self, *arguments, **options)
+        except StoreFailed:
+            counts["failed"] += 1
+            return False  # as if the program had tried the op again
+        finally:
+            counts["is late"] = 0
+
+    def failing(self: ResidencyManager, *arguments: Any, **options: Any) -> None:
+        if counts["is late"]:
+            counts["loads"] += 1
+            if counts["loads"] % 3 == 0:
+                raise StoreFailed("a transfer failed")
+        start_load(self, *arguments, **options)
+
+    monkeypatch.setattr(Executor, "enter", counted)
+    monkeypatch.setattr(ResidencyManager, "start_load", failing)
+    run(heads)
+    assert counts["failed"]
+
+
+def test_random_programs_of_steps_that_begin_alike() -> None:
+    """`python -m tests.session.program_runs --runner tests.session.program_late:run_seed --seed 0` runs more."""
+    tally = run_many(range(NUM_PROGRAMS), runner=RUNNER)
+    report = "\n".join(f"seed {seed}: {failure}" for seed, failure in list(tally.failures.items())[:5])
+    assert not tally.failures, report
+    assert tally.num_run == NUM_PROGRAMS
+    assert tally.modes["late entries"] > NUM_PROGRAMS, tally.modes
