@@ -328,15 +328,21 @@ class Shape:
         newest = tuple(max(self._serials[i]) if i in self._persistent else s for i, s in enumerate(serials))
         return replace(self.observed, start_serials=newest)
 
+    def others_throughout(self, observed: Observed, alignment: Alignment) -> set[int]:
+        """What exists throughout an observed step, and is another storage than before."""
+        return {
+            theirs
+            for theirs, ours in alignment.items()
+            if observed.trace.variables[theirs].birth_tick is None
+            and observed.trace.variables[theirs].death_tick is None
+            and observed.start_serials[theirs] not in self._serials[ours]
+        }
+
     def num_persistent_changed(self, observed: Observed, alignment: Alignment) -> tuple[int, int]:
         """Of what exists throughout a step, how many are other storages than before; and how many there are."""
-        throughout = changed = 0
-        for theirs, ours in alignment.items():
-            v, serial = observed.trace.variables[theirs], observed.start_serials[theirs]
-            if v.birth_tick is None and v.death_tick is None:
-                throughout += 1
-                changed += serial not in self._serials[ours]
-        return changed, throughout
+        variables = (observed.trace.variables[theirs] for theirs in alignment)
+        throughout = sum(v.birth_tick is None and v.death_tick is None for v in variables)
+        return len(self.others_throughout(observed, alignment)), throughout
 
 
 def standing(trace: Trace, variables: tuple[Variable, ...], elastic: frozenset[int] = frozenset()) -> Envelope:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from ooc.memory.protocols import Store
-from ooc.replay import twins
 from ooc.replay.background import BackgroundPlanner, PlanRequest
 from ooc.replay.elastic import HEADROOM, Alignment, Envelope, Plannable, Shape
 from ooc.replay.executable_plan import ExecutablePlan
@@ -24,6 +23,7 @@ from ooc.replay.proven_ops import ProvenOps
 from ooc.replay.rerun_trials import RerunTrials
 from ooc.replay.step_unions import StepUnion
 from ooc.replay.stoppable import Stopped
+from ooc.replay.twins import Twin, Twins
 from ooc.tracing.observed import Observed
 from ooc.tracing.recorder import RecordedStep
 from scheduler.cost.bounds import lower_bounds
@@ -99,7 +99,7 @@ class Sequences:
         self._asked: dict[str, Machine] = {}  # what the first plan of each sequence was made for
         self.unplannable: dict[str, str] = {}  # sequences that cannot be planned, with the reason
         self._expectation = Expectation()
-        self._sightings = FirstSightings()
+        self._sightings, self._twins = FirstSightings(), Twins()
         self._keys: dict[int, str] = {}  # by a recording's signature, as last learned
         self._segments: set[str] = set()
         self.is_segmented = False
@@ -244,7 +244,7 @@ class Sequences:
         So are the same ops on another model's parameters (two networks of one form that are trained in turns), unless
         the storages are new each time anyway.
         """
-        others: list[twins.Twin] = []
+        others: list[Twin] = []
         for key, shape in reversed(self._seen.items()):
             alignment = shape.align(observed, exactly=not self._is_elastic)
             if alignment is None:
@@ -253,7 +253,7 @@ class Sequences:
             if changed * 2 <= throughout:
                 return key, alignment
             others.append((key, shape, alignment))
-        return twins.joins(observed, others)
+        return self._twins.joined(observed, others)
 
     def _remember(self, key: str, shape: Shape) -> None:
         self._seen.pop(key, None)

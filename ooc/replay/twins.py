@@ -14,23 +14,34 @@ from ooc.tracing.observed import Observed
 _MOST_TWINS = 2
 """So many are told apart in any case."""
 _MOST_ONCE = 6
-"""Where what exists throughout is trained (members of an ensemble, heads of tasks), so many may have come once:
-those of more than that are new each time."""
+"""Where what exists throughout is trained (members of an ensemble, heads of tasks), so many may have come once."""
 
 Twin = tuple[str, Shape, Alignment]
 """A sequence's key, its shape, and how a step is aligned with it."""
 
 
-def joins(observed: Observed, others: Sequence[Twin]) -> tuple[str, Alignment] | None:
-    """Which of these a step joins whose storages are others than theirs, the latest first. None: it is another twin."""
-    once = [twin for twin in others if twin[1].num_seen == 1]
-    if len(others) < _MOST_TWINS or (len(once) < _MOST_ONCE and _changes_throughout(observed)):
-        return None
-    key, _, alignment = (once or others)[0]
-    return key, alignment
+class Twins:
+    """Tells twins apart, or lets them share a sequence."""
+
+    def __init__(self) -> None:
+        self._shared: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<Twins, {len(self._shared)} sequences shared>"
+
+    def joined(self, observed: Observed, others: Sequence[Twin]) -> tuple[str, Alignment] | None:
+        """Which of these a step joins whose storages are others than theirs, the latest first. None: it is new."""
+        once = [twin for twin in others if twin[1].num_seen == 1]
+        if len(others) < _MOST_TWINS or (len(once) < _MOST_ONCE and _trains(observed, others[0])):
+            return None
+        shared = [twin for twin in others if twin[0] in self._shared]
+        key, _, alignment = (shared or once or others)[0]
+        self._shared.add(key)
+        return key, alignment
 
 
-def _changes_throughout(observed: Observed) -> bool:
-    """Whether a step changes what exists throughout it, as training does a model's parameters."""
-    throughout = {i for i, v in enumerate(observed.trace.variables) if v.birth_tick is None and v.death_tick is None}
-    return any(use.reads and use.writes and use.variable in throughout for op in observed.trace.ops for use in op.uses)
+def _trains(observed: Observed, other: Twin) -> bool:
+    """Whether a step changes, as training does a model's parameters, what is another storage than in the other twin."""
+    _, shape, alignment = other
+    others = shape.others_throughout(observed, alignment)
+    return any(use.reads and use.writes and use.variable in others for op in observed.trace.ops for use in op.uses)

@@ -185,4 +185,4 @@ def test_random_programs_of_steps_that_begin_alike() -> None:
     report = "\n".join(f"seed {seed}: {failure}" for seed, failure in list(tally.failures.items())[:5])
     assert not tally.failures, report
     assert tally.num_run == NUM_PROGRAMS
-    assert tally.modes["late entries"] > NUM_PROGRAMS, tally.modes
+    assert tally.modes["late entries"] > NUM_PROGRAMS / 2, tally.modes
