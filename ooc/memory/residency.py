@@ -455,6 +455,10 @@ class ResidencyManager(RecordTransfers):
 
     # -- for the executor
 
+    def manages(self, record: VariableRecord) -> bool:
+        """Whether a record is the manager's, and not an executor's."""
+        return self.records.get(record.address) is record
+
     def resident_chunks(self) -> int:
         """Chunks held by the managed records."""
         return sum(self.chunks_of(r.nbytes) for r in self.records.values() if r.state.holds_chunks)

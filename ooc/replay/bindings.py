@@ -42,7 +42,7 @@ class Bindings:
         """Why the last `bind` or `map_all` said no."""
         self.keep_room: Collection[VariableRecord] = ()
         """What `expel` leaves as large as the plan has it."""
-        self._first_serial = 0  # of this period; what has a smaller one existed before
+        self._first_serial = 0  # of this period
 
     def __repr__(self) -> str:
         return f"<Bindings over {self._manager!r}>"
@@ -83,8 +83,8 @@ class Bindings:
         for variable in executable.variables:
             if variable.predecessor is None and not variable.is_standing:
                 continue
+            variable.record = None
             if is_begun and executable.is_freed_at_head(variable):
-                variable.record = None
                 continue
             origin = variable.predecessor.origin if variable.predecessor is not None else None
             record = by_origin.get(origin) if executable.is_elastic and origin is not None else None
@@ -167,13 +167,12 @@ class Bindings:
             return None
         in_place = self.in_place(bound, targets)
         try:
+            beside, away = self.beside(bound, workspaces), [r for r in workspaces if r.state is State.AWAY]
             resident = [r for r in workspaces if r.state is State.RESIDENT]
-            beside = self.beside(bound, workspaces)
             manager.share_pool(new_pool(), executable.num_chunks, [*resident, *beside])
-            away = [r for r in workspaces if r.state is State.AWAY]
             if sum(manager.chunks_of(r.nbytes) for r in away) > manager.num_free:
                 manager.evict([r for r in beside if r.seen and not r.pins])  # else `load` would evict what is in place
-            manager.load(away)  # beside the plan's chunks
+            manager.load(away)
             if not self.map_all(executable, others):
                 return None
         finally:
@@ -243,8 +242,7 @@ class Bindings:
     def beside(self, bound: Bound, workspaces: Sequence[VariableRecord]) -> list[VariableRecord]:
         """What is in memory beside the plan, and stays there until somebody needs the room."""
         besides = {record.address for _, record in bound} | {record.address for record in workspaces}
-        records = self._manager.records.values()
-        return [r for r in records if r.state is State.RESIDENT and r.address not in besides]
+        return [r for r in self._manager.records.values() if r.state is State.RESIDENT and r.address not in besides]
 
     def map_all(self, executable: ExecutablePlan, others: Sequence[ExecutablePlan]) -> bool:
         """Map every variable's reservation to its first chunks. False, and nothing kept, if that cannot be."""
@@ -314,9 +312,10 @@ class Bindings:
 
     def give_up(self, executable: ExecutablePlan, *, keep_bound: bool = False) -> None:
         """Unmap what an inactive plan keeps mapped."""
-        bound = [(r, r.record) for r in executable.variables if not r.is_born and r.record is not None]
+        found = ((v, v.record) for v in executable.variables if v.record is not None)
+        bound = [(v, record) for v, record in found if not v.is_born or self._manager.manages(record)]
         for _, record in bound:
-            if record.state is State.AWAY and self._manager.records.get(record.address) is record:
+            if record.state is State.AWAY and self._manager.manages(record):
                 self._manager.guards.hide(record)
         while executable.scratch:
             self._space.release(executable.scratch.popitem()[1])
@@ -424,8 +423,6 @@ class Bindings:
                 executable.variable_address[variable.index] = 0  # not bound in this step
         self._first_serial = manager.next_serial()
 
-    # -- single variables
-
     def give_new_record(self, variable: PlanVariable) -> None:
         """Give a plan variable that is born in the step a record with a reservation (perhaps its successor's)."""
         if variable.is_born:
@@ -447,7 +444,9 @@ class Bindings:
         if variable.record.exports and variable.record.state is not State.RESIDENT:
             return  # its addresses show the store's file, to whoever has a pointer, until it has arrived
         self._manager.guards.lift(variable.record)
-        runs, _ = fitting(self._manager, variable.residencies[0], variable.record)
+        runs = variable.record.runs  # bound, and where the plan has it already, perhaps later than at first
+        if variable.record.state is not State.RESIDENT or not self._manager.manages(variable.record):
+            runs, _ = fitting(self._manager, variable.residencies[0], variable.record)
         self._space.map(variable.record.reservation, runs)
 
     def set_alive(

@@ -169,7 +169,7 @@ class Executor:
             raise failure
         self._arrive(bound)
         if late is not None:
-            late.show(bound, manager)
+            late.begin(bound)
         if self.acts.guards_releases:
             self._bindings.guard_away(executable)  # as at the end of the step, which is over
         return True

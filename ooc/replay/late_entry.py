@@ -141,7 +141,7 @@ class LateEntry:
         bound: Bound = []
         for variable, record in found:
             # One that was freed may have been allocated anew: two variables of the plan before shared its addresses.
-            is_there = manager.records.get(record.address) is record and record.address not in self._allocated
+            is_there = manager.manages(record) and record.address not in self._allocated
             if is_there and self._is_alive(variable):
                 bound.append((variable, record))
                 continue
@@ -163,7 +163,7 @@ class LateEntry:
         """The plan was not entered, or was left at once: what its variables are bound to is the manager's."""
         for variable in self._executable.variables:
             record = variable.record
-            if record is not None and manager.records.get(record.address) is record:
+            if record is not None and manager.manages(record):
                 variable.record = None
                 self._executable.variable_address[variable.index] = 0
 
@@ -196,16 +196,14 @@ class LateEntry:
         found = ((v.index, residency_before(self._executable, v, self.at)) for v, _ in bound)
         return {index: residency for index, residency in found if residency is not None}
 
-    def show(self, bound: Bound, manager: ResidencyManager) -> None:
-        """Let addresses show what is there now, after all were mapped as at the step's start, and has arrived.
+    def begin(self, bound: Bound) -> None:
+        """All has arrived. What is written from here on counts as changed, and nothing before that may fail.
 
-        What is written from here on counts as changed: a plan notes the first write of a residency, which may be over.
+        A plan notes the first write of a residency, which may be over.
         """
         executable = self._executable
         for variable, record in bound:
-            if record.state is State.RESIDENT:
-                manager.space.map(record.reservation, record.runs)
-                if executable.is_written_from(variable, self.at):
-                    record.written()
+            if record.state is State.RESIDENT and executable.is_written_from(variable, self.at):
+                record.written()
         now = time.monotonic_ns()
         executable.op_start_ns[: self.at] = executable.op_stop_ns[: self.at] = now

@@ -18,10 +18,13 @@ from ooc.errors import StoreFailed
 from ooc.memory.residency import ResidencyManager
 from ooc.replay import unions
 from ooc.replay.bindings import Bindings
+from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.executor import Executor
 from ooc.replay.late_entry import LateEntry
 from tests.session.program_runs import run_many
 from tests.session.test_segments import batch, digest, model, planned_share, run
+from vmm.driver import MemoryFault
+from vmm.store import StoreFull
 
 NUM_STEPS = 48
 RUNNER = "tests.session.program_late:run_seed"
@@ -39,13 +42,13 @@ def no_unions(monkeypatch: pytest.MonkeyPatch) -> None:
 def entries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of each late entry, before which op it was."""
     found: list[int] = []
-    show = LateEntry.show
+    begin = LateEntry.begin
 
-    def shown(self: LateEntry, *arguments: Any) -> None:
+    def begun(self: LateEntry, *arguments: Any) -> None:
         found.append(self.at)
-        show(self, *arguments)
+        begin(self, *arguments)
 
-    monkeypatch.setattr(LateEntry, "show", shown)
+    monkeypatch.setattr(LateEntry, "begin", begun)
     return found
 
 
@@ -114,6 +117,30 @@ def rare() -> list[Any]:
     return out + digest(net)
 
 
+def in_later_residencies() -> list[Any]:
+    """What was made was moved out and in again before plans part, and is changed in place after that."""
+    choose, net = random.Random(5), model(num_layers=6)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+    out: list[Any] = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        x = batch(step)
+        kept, made = [x * (number + 1) for number in range(4)], []
+        for layer in net:
+            x = layer(x)
+            made.append(x)
+        total = sum(each.sum() for each in kept)
+        y = x.sin() if choose.random() < 0.5 else x.cos()
+        for number, each in enumerate(kept):
+            each.mul_(0.5)
+            y = (y + each * 1e-3) * made[2 * number].detach()
+        loss = y.square().mean()
+        loss.backward()
+        optimizer.step()
+        out += [loss.item(), float(total)]
+    return out + digest(net)
+
+
 PROGRAMS = [networks, heads, state_that_goes_on, rare]
 
 
@@ -128,26 +155,37 @@ def test_what_parts_goes_on_with_the_other_plan(
     assert planned_share(rows[-NUM_STEPS // 3 :]) > 0.9  # before, some networks have no plan yet
 
 
-def test_what_cannot_be_entered_leaves_the_step_on_demand(monkeypatch: pytest.MonkeyPatch, entries: list[int]) -> None:
-    """Every second late entry is refused when all is bound and made way for. Nothing is bound any more then."""
+@pytest.mark.parametrize("debug", [True, False])
+@pytest.mark.parametrize("program", [heads, in_later_residencies])
+@pytest.mark.parametrize("fault", ["disk full", "too many mappings, once"])
+def test_what_cannot_be_entered_leaves_the_step_on_demand(
+    program: Callable[[], list[Any]], fault: str, debug: bool, monkeypatch: pytest.MonkeyPatch, entries: list[int]
+) -> None:
+    """Refused when all is mapped, for good or once. What was bound is where it was, and shows its bytes.
+
+    Else what this step had made was lost, or its addresses showed the chunks in which the plan has it first.
+    """
     counts: Counter[str] = Counter()
-    enter, map_all = Executor.enter, Bindings.map_all
+    enter, reserve = Executor.enter, Bindings._reserve_store
 
     def counted(self: Executor, *arguments: Any, **options: Any) -> bool:
         counts["late"] += options.get("so_far") is not None
-        counts["is late"] = options.get("so_far") is not None
+        counts["is late"], counts["tries"] = int(options.get("so_far") is not None), 0
         return enter(self, *arguments, **options)
 
-    def refused(self: Bindings, *arguments: Any) -> bool:
-        if counts["is late"] and counts["late"] % 2:
-            self.refusal = "refused"
+    def refused(self: Bindings, executable: ExecutablePlan) -> None:
+        counts["tries"] += 1
+        if counts["is late"] and fault == "disk full" and counts["late"] % 2:
             counts["refused"] += 1
-            return False
-        return map_all(self, *arguments)
+            raise StoreFull("no room", needed_nbytes=1, free_nbytes=0)
+        if counts["is late"] and fault != "disk full" and counts["tries"] == 1:
+            counts["refused"] += 1
+            raise MemoryFault("too many mappings")
+        reserve(self, executable)
 
     monkeypatch.setattr(Executor, "enter", counted)
-    monkeypatch.setattr(Bindings, "map_all", refused)
-    run(heads)
+    monkeypatch.setattr(Bindings, "_reserve_store", refused)
+    run(program, debug=debug)
     assert counts["refused"] >= 2
     assert entries
 
