@@ -160,7 +160,7 @@ def test_segments_that_cannot_be_planned_say_so(monkeypatch: pytest.MonkeyPatch)
     """Not that their plan is being made, however often they come."""
 
     def plan_shape(self: Sequences, key: str, *_: Any) -> None:
-        self._unplannable[key] = "op 3 needs more than there is"
+        self.unplannable[key] = "op 3 needs more than there is"
 
     monkeypatch.setattr(Sequences, "_plan_shape", plan_shape)
     with forced_segments():
