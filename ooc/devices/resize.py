@@ -94,7 +94,7 @@ def refill_pool(
         manager.retake_pool(ChunkPool(memory.num_chunks))
     num_free = memory.num_chunks
     coming = []
-    alive = [r for r in present if manager.records.get(r.address) is r and r.state is State.AWAY]
+    alive = [r for r in present if manager.manages(r) and r.state is State.AWAY]
     for record in sorted(alive, key=lambda r: r.seen):  # what may be in use unseen must come
         num_free -= manager.chunks_of(record.nbytes)
         if num_free >= 0 or not record.seen:

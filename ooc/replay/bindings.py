@@ -42,7 +42,7 @@ class Bindings:
         """Why the last `bind` or `map_all` said no."""
         self.keep_room: Collection[VariableRecord] = ()
         """What `expel` leaves as large as the plan has it."""
-        self._first_serial = 0  # of this period
+        self._first_serial = 0  # of this period; what has a smaller one existed before
 
     def __repr__(self) -> str:
         return f"<Bindings over {self._manager!r}>"
@@ -352,7 +352,7 @@ class Bindings:
                     self.map_first(executable.variables[record.variable_index])
                     self._manager.guards.guard_away([record])
         for record in self._manager.guards.served_records():
-            if self._manager.records.get(record.address) is record:
+            if self._manager.manages(record):
                 self._manager.guards.hide(record)
             elif executable is not None and record.variable_index >= 0:
                 self.map_first(executable.variables[record.variable_index])

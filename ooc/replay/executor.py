@@ -511,7 +511,7 @@ class Executor:
     def _pin(self, strangers: Sequence[VariableRecord]) -> None:
         """Until `finish`, what the op that runs uses beside the plan."""
         for record in strangers:
-            if self._manager.records.get(record.address) is record:
+            if self._manager.manages(record):
                 record.pin()
                 self.mid_op_pins.append(record)
 

@@ -96,7 +96,7 @@ class Omissions(PartOfReplay):
         finally:
             self._bindings.keep_room = ()
             for record in records:
-                if self._manager.records.get(record.address) is record and record.state is not State.LOADING:
+                if self._manager.manages(record) and record.state is not State.LOADING:
                     trim(self._manager, record)
 
     # -- which op it is

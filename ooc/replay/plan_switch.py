@@ -113,7 +113,7 @@ class Handover:
 
     def _drop_freed(self, manager: ResidencyManager) -> None:
         """Forget records whose storages were freed meanwhile."""
-        self._alive = {i: r for i, r in self.records.items() if manager.records.get(r.address) is r}
+        self._alive = {i: r for i, r in self.records.items() if manager.manages(r)}
 
     def _take_reservations(self, manager: ResidencyManager) -> None:
         """Take over the records that the old plan keeps for variables that are not alive: their addresses are known."""
