@@ -11,10 +11,10 @@ from typing import Any
 
 from ooc.memory.protocols import Store
 from ooc.replay.background import BackgroundPlanner, PlanRequest
-from ooc.replay.elastic import HEADROOM, Alignment, Envelope, Plannable, Shape
+from ooc.replay.elastic import Alignment, Envelope, Plannable, Shape
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.expectation import Expectation
-from ooc.replay.first_plans import FirstPlan, FirstPlans
+from ooc.replay.first_plans import FirstPlans
 from ooc.replay.first_sightings import FirstSightings, name_of
 from ooc.replay.op_timings import told_anew
 from ooc.replay.plan_cache import PlanCache
@@ -93,8 +93,7 @@ class Sequences:
         self._seen: dict[str, Shape] = {}
         self._united: dict[str, StepUnion] = {}
         self._envelopes: dict[str, Envelope] = {}  # of the plans
-        self._first = FirstPlans(self.maker.background)
-        self._without_headroom: set[str] = set()  # sequences for whose headroom there is no room
+        self._first = FirstPlans(self.maker, self._proven.applied)
         self._plans: dict[str, ExecutablePlan] = {}
         self._asked: dict[str, Machine] = {}  # what the first plan of each sequence was made for
         self.unplannable: dict[str, str] = {}  # sequences that cannot be planned, with the reason
@@ -291,7 +290,10 @@ class Sequences:
         started = time.monotonic()
         self._asked[key] = machine
         try:
-            found = (*ready, False) if ready is not None else self._first_plan(key, shape, machine)
+            found = (*ready, False) if ready is not None else None
+            found = found or self._first.make(
+                key, shape, machine, present=self._plans.get(key), is_segment=key in self._segments
+            )
             if found is None:
                 return  # if the other process is busy, it is asked for when this sequence comes again
             envelope, plan, is_quick = found
@@ -321,26 +323,6 @@ class Sequences:
         self.last_trace, self._last_plan = envelope.trace, plan
         _log.info("planned %d ops in %.2f s: %s", executable.num_ops, time.monotonic() - started, dict(plan.predicted))
 
-    def _first_plan(self, key: str, shape: Plannable, machine: Machine) -> tuple[Envelope, Plan, bool] | None:
-        """For the largest sizes, with headroom if there is room; is it quick? None: another process makes it."""
-        maker = self.maker
-        for headroom in (1.0,) if key in self._without_headroom else (HEADROOM, 1.0):
-            envelope = shape.envelope(machine.chunk_nbytes, headroom=headroom, is_segment=key in self._segments)
-            envelope = replace(envelope, trace=self._proven.applied(key, envelope.trace))
-            trace = envelope.trace
-            try:
-                plan = maker.kept(trace, machine)
-                if plan is None and not maker.may_hold_up(trace):
-                    plan = maker.quickly(trace, machine) if maker.may_hold_up_quickly(trace) else None
-                    if plan is None or maker.is_interim(plan):
-                        self._first.ask(FirstPlan(key, headroom, envelope, machine), waits=plan is not None)
-                    return (envelope, plan, True) if plan is not None else None
-                return envelope, plan or maker.here(trace, machine), False
-            except PlanError:
-                if not shape.is_elastic or headroom == 1.0:
-                    raise
-        return None
-
     def take_ready(self) -> None:
         """At a step boundary: take the plan that was made beside training, if one is ready and still of use."""
         if self.background is None:
@@ -355,25 +337,23 @@ class Sequences:
             return
         (request, plan), asked = found, self._first.taken()
         key, shape, present = request.key, self._known(request.key), self._plans.get(request.key)
+        is_interim = present is not None and self.maker.is_interim(present.plan)
         if shape is None or key in self.unplannable:
             return
-        if request.old_ns is None and (present is None or self.maker.is_interim(present.plan)):
-            if asked is not None:
-                self._plan_shape(key, shape, request.machine, (asked.envelope, plan))
+        if asked is not None and (is_interim or asked.still_replaces(present)):
+            self._plan_shape(key, shape, request.machine, (asked.envelope, plan))
         elif present is not None and present.trace.fingerprint() == request.trace.fingerprint():
             self._replace(key, present, request.trace, plan, request.old_ns or present.plan.step_ns)
 
     def _note_background_failure(self, error: PlanError) -> None:
-        """As `_first_plan` and `_plan_shape` do where a plan is made here."""
+        """As `_plan_shape` does where a plan is made here."""
         asked = self._first.taken()
         if asked is None or (shape := self._known(key := asked.key)) is None:
             _log.warning("cannot plan anew: %s", error)
             return
         if key in self._plans and self.maker.is_interim(self._plans[key].plan):
             self._retire(key)
-        if asked.headroom > 1.0 and shape.is_elastic:
-            self._without_headroom.add(key)
-        else:
+        if not self._first.goes_on_without_headroom(asked, shape):
             self.unplannable[key] = str(error)
             _log.warning("this sequence stays on demand: %s", error)
 
@@ -413,7 +393,7 @@ class Sequences:
     def forget_plans(self) -> None:
         """The budget has changed: no plan made so far is of use. Each sequence is planned anew when it is next seen."""
         self.retired += self._plans.values()
-        for known in (self._plans, self._envelopes, self._asked, self.unplannable, self._without_headroom):
+        for known in (self._plans, self._envelopes, self._asked, self.unplannable):
             known.clear()
         self._first.forget()
         self._proven.forget_empty()

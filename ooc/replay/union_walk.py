@@ -210,7 +210,9 @@ class UnionWalk:
             is_jump = first_touching < len(self._touching) and self._touching[first_touching] < candidate
             if is_of_new and (is_jump or not (self._goes_on and match.is_certain)):
                 continue
-            if not is_jump or match.is_exact or self._agrees(index, candidate, may_lack=match.is_small):
+            if not is_jump or match.is_exact or self._is_of_one_gradient(index, self._ops[candidate]):
+                return match
+            if self._agrees(index, candidate, may_lack=match.is_small):
                 return match
         return None
 
@@ -223,6 +225,11 @@ class UnionWalk:
         """Whether an op of the step and one of the union may be parts of one op's gradient: of one turn of a loop."""
         forward = self._forward(index)
         return forward is None or op.forward is None or op.forward is forward
+
+    def _is_of_one_gradient(self, index: int, op: UnionOp) -> bool:
+        """Whether an op of the step and one of the union are known to be parts of one op's gradient."""
+        forward = self._forward(index)
+        return forward is not None and op.forward is forward
 
     def _candidates(self, index: int, func: Any, place: int, role: UnionVariable | None) -> Sequence[int]:
         """The places of the union, from one on, at which an op of the step may be found."""

@@ -201,6 +201,46 @@ def test_the_first_plan_is_a_quick_one_and_a_better_one_takes_its_place(monkeypa
     assert modes[4:] == ["planned"] * 6
 
 
+def test_a_wider_plan_that_is_made_beside_training_takes_the_place_of_the_narrower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Batches that grow beyond what the first plan has room for."""
+    monkeypatch.setattr(BackgroundPlanner, "may_hold_up", lambda *_, **__: False)
+
+    def steps(session: ooc.Session | None = None) -> list[bytes]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(192, 192), nn.Tanh())))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for length in [96, 100, 104, 98, 97, 102, *range(200, 220)]:
+            model(torch.full((length, 192), 0.01)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if session is not None and (background := session.engine.sequences.background) is not None:
+                background.wait()
+        return [p.detach().clone().numpy().tobytes() for p in model.parameters()]
+
+    expected = steps()
+    with ooc.Session(
+        BUDGET, debug=True, plan_cache=False, step_boundary="optimizer", background_planning=True
+    ) as session:
+        assert steps(session) == expected
+        rows = list(session.steps.rows)
+    assert rows[5].mode == "planned"
+    assert [row.mode for row in rows[-12:]] == ["planned"] * 12, [row.why for row in rows]
+
+
+def test_what_was_planned_wider_here_is_not_given_up_for_what_was_asked_for_before() -> None:
+    """A plan that another process makes for fewer sizes than are known when it comes."""
+    trace, wider = _trace(), random_trace(4)
+    machine = _request().machine
+    asked = FirstPlan("k", 1.0, Envelope(trace=trace, elastic=frozenset()), machine, instead_of=None)
+    assert asked.still_replaces(None)
+    present = SimpleNamespace(trace=wider)
+    assert not asked.still_replaces(present)  # type: ignore[arg-type]
+    again = FirstPlan("k", 1.0, Envelope(trace=trace, elastic=frozenset()), machine, instead_of=wider.fingerprint())
+    assert again.still_replaces(present)  # type: ignore[arg-type]
+
+
 def test_what_waits_for_its_turn_is_not_learned_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one sequence is planned, another that came three times costs nothing but its recording."""
     monkeypatch.setattr(BackgroundPlanner, "may_hold_up", lambda *_, **__: False)
@@ -300,7 +340,7 @@ def test_a_first_plan_waits_for_its_turn_while_another_stands_in_for_it() -> Non
             return False
 
     planner = Planner()
-    first = FirstPlans(planner)  # type: ignore[arg-type]
+    first = FirstPlans(SimpleNamespace(background=planner))  # type: ignore[arg-type]
     envelope = Envelope(trace=_trace(), elastic=frozenset(), standing=frozenset())
     plans = {key: FirstPlan(key, 1.0, envelope, _request().machine) for key in "abcd"}
     for key in "abc":

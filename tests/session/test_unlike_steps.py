@@ -20,6 +20,7 @@ from ooc.errors import StoreFailed
 from ooc.replay.bindings import Bindings
 from ooc.replay.executor import Executor
 from ooc.replay.omissions import Omissions
+from ooc.replay.sequences import Sequences
 from ooc.replay.union_plans import UnionPlans
 from ooc.replay.unions import Unions
 from ooc.tracing.recorder import RecordedStep, StepRecorder
@@ -150,6 +151,39 @@ def test_steps_none_of_which_is_like_another(script: SCRIPT, least: float) -> No
     rows = run(train(script), budget="1792KiB")
     assert planned_share(rows[NUM_STEPS // 2 :]) > least, [row.why for row in rows]
     assert sum(row.evicted_nbytes for row in rows[NUM_STEPS // 2 :]) > 0
+
+
+def acting(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: random.Random) -> Tensor:
+    """Turns of a policy whose states are too small for variables: what is left of them are sums of gradients."""
+    state, losses = batch(seed, 4), []
+    for _ in range(choose.randint(2, 7)):
+        losses.append(net(state).square().mean())
+        state = torch.roll(state, 1, 1)
+    return torch.stack(losses).sum()
+
+
+def test_turns_that_save_nothing_are_no_more_ops_than_in_the_longest_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Going back, the first turn adds to no sum; it is known by its forward ops all the same."""
+    found: list[tuple[int, int]] = []
+    join, longest = Unions.join, [0]
+
+    def noted(self: Unions, recording: RecordedStep, *args: Any, **options: Any) -> Any:
+        joined = join(self, recording, *args, **options)
+        longest[0] = max(longest[0], recording.num_ops)
+        if joined is not None:
+            found.append((joined[1].num_ops, longest[0]))
+        return joined
+
+    monkeypatch.setattr(Unions, "join", noted)
+    monkeypatch.setattr(Sequences, "_plan_shape", lambda *_: None)  # so that each step joins
+    run(train(acting), budget="1792KiB")
+    assert len(found) > NUM_STEPS // 2
+    assert all(num_ops <= most for num_ops, most in found), found
+
+
+def test_turns_that_save_nothing_stay_planned() -> None:
+    rows = run(train(acting), budget="1792KiB")
+    assert planned_share(rows[NUM_STEPS // 2 :]) > 0.95, [row.why for row in rows]
 
 
 @pytest.mark.parametrize(
