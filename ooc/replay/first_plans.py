@@ -1,4 +1,4 @@
-"""`FirstPlans`: first plans of sequences, made here, or beside training while a quick one or none stands in for them."""
+"""`FirstPlans`: first plans of sequences, made here, or beside training while a quick one or none stands in for it."""
 
 from __future__ import annotations
 
