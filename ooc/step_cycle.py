@@ -400,12 +400,13 @@ class StepCycle:
             refined = sequences.refine(replayed, self._manager.store, is_part=executor.so_far is not None)
             if follower is replayed:
                 follower = refined
-            if follower is replayed and executor.rotate():
+            is_loss = self._learning.is_loss(self._stay, self._begun_ns)
+            if follower is replayed and not is_loss and executor.rotate():
                 self._late.begin(follower)
                 sequences.begin(follower)
                 return
             if executor.active is not None:
-                executor.bail_out("another plan is expected", is_over=True)
+                executor.bail_out("its plan costs more" if is_loss else "another plan is expected", is_over=True)
             self.give_up_retired()
         self._enter(follower, is_begun=is_begun)
 

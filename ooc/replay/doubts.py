@@ -43,7 +43,7 @@ class Doubts:
 
     def _find(self, observed: Observed) -> None:
         for op, forward in enumerate(observed.forward):
-            if forward >= 0 and observed.occurrences[op] and observed.occurrences[forward]:
+            if forward >= 0:
                 self._of_turn.setdefault(forward, []).append(op)
         born = StepBirths(observed).by_variable()
         places = [op.where for op in observed.trace.ops]

@@ -58,6 +58,7 @@ PLAN_OP_DTYPE = np.dtype(
 """numpy layout of `PlanOp` in native/dispatch.cpp."""
 
 _BEFORE, _AFTER, _INTERCEPT, _HEAD, _GRADIENTS, _TOUCHES, _CHANGES, _HIDDEN = 1, 2, 4, 8, 16, 32, 64, 128
+_OMITTABLE = 512
 
 
 class ExecutablePlan:
@@ -307,6 +308,7 @@ class ExecutablePlan:
                 | (_HEAD if index <= self.num_idle else 0)
                 | (_GRADIENTS if self.grad_mode else 0)
                 | self._change_flags(index)
+                | (_OMITTABLE if self.may_omit else 0)
                 | (_TOUCHES if index == self.num_idle and self.occurrences[index] and not self.is_elastic else 0)
             )
             self._ops[index] = (first_use, len(uses), first_alloc, len(allocs), flags, 0)
@@ -341,6 +343,12 @@ class ExecutablePlan:
         """Addresses of operands that op `op` is planned to change."""
         written = [use.variable for use in self.trace.ops[op].uses if use.reads and use.writes]
         return {int(self.variable_address[variable]) for variable in written if self.variable_alive[variable]}
+
+    def note_omitted(self, op: int) -> None:
+        """The present step leaves out an op. It has made no autograd node, so their numbers ascend with the ops."""
+        self.omitted.append(op)
+        self.op_nodes[op] = self.op_nodes[op - 1] if op else 0
+        self.doubts.note_omitted(op)
 
     def persistent_is_missing(self) -> bool:
         """Whether a variable that lives across steps was freed in this one."""

@@ -32,6 +32,10 @@ _SAVED_NS = 5_000
 _SAVED_SHARE = 0.4
 """What it saves where something moves, in the time that an op takes of late, waits and all. At half of the memory:
 0.37 of it in twelve layers of 192 (131 us an op on demand, 82 planned), 0.43 in episodes (60 and 34 us)."""
+_VARYING = 1.3
+"""Where steps leave out ops of their plan, an op on demand counts so many times what it took of late, since other ones
+ran then. Packed sequences of an LSTM, at half of their memory: 95 us an op on a plan that had nearly all of them, 42 on
+demand: some 400 times a step the plan had to be aligned anew, and what stood in for something else was moved."""
 _FREE_PLANS = 8
 """So many plans are entered once, whatever others have gained before them: those were of another part of the program,
 or are replaced for what they were left for."""
@@ -90,8 +94,11 @@ class Stay:
 
     @property
     def is_whole(self) -> bool:
-        """Whether what it cost can be compared: of sizes that differ nobody knows which were compared."""
-        return not (self.is_late or self.plan.is_elastic or self.plan.may_omit)
+        """Whether what it cost can be compared: of sizes that differ nobody knows which were compared.
+
+        Where steps leave out ops, too, they are all the same: what that takes may be more than what a plan saves.
+        """
+        return not self.is_late and (self.plan.may_omit or not self.plan.is_elastic)
 
 
 class LearningBudget:
@@ -213,6 +220,8 @@ class LearningBudget:
                 that its sequence has always had; else None.
         """
         on_demand_ns = self._on_demand_ns.get(key)
+        if on_demand_ns is not None and getattr(plan, "may_omit", False):
+            on_demand_ns *= _VARYING
         if self.everything_fits:
             gain_ns = float(num_ops * _SAVED_NS - entered_ns)
         elif cost_ns is not None and on_demand_ns is not None:
@@ -224,6 +233,13 @@ class LearningBudget:
         self._num_plans += plan not in self._accounts
         for account in (self._account, self._accounts.setdefault(plan, Account())):
             account.note(gain_ns)
+
+    def is_loss(self, stay: Stay | None, begun_ns: int) -> bool:
+        """Whether steps that leave out ops of their plan take longer on it than on demand, as far as they are known."""
+        if stay is None or not stay.plan.may_omit or not stay.is_whole or not self._is_limited or self.everything_fits:
+            return False
+        on_demand_ns = self._on_demand_ns.get(stay.key)
+        return on_demand_ns is not None and self.cost_ns() - begun_ns > stay.num_ops * on_demand_ns * _VARYING
 
     def end_stay(self, stay: Stay, *, num_ops: int, num_replayed: int, begun_ns: int) -> None:
         """Note that a plan is played no longer, after which so many ops were recorded, of which it has played some.

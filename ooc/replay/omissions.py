@@ -20,6 +20,9 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
+import numpy as np
+import torch
+
 from ooc.errors import StoreFailed
 from ooc.memory.record import Runs, State, VariableRecord
 from ooc.replay.executable_plan import ExecutablePlan
@@ -115,8 +118,14 @@ class Omissions(PartOfReplay):
         where: str | None = None
         candidates = places[start : start + _MOST_CANDIDATES]
         variable_at = cache(executable.variable_at)  # which looks at all variables, and says the same all along
+        gradient_of, forward = gradient_of_op(executable, cursor), executable.observed.forward
         for index in sorted(candidates, key=executable.doubts.__contains__):  # those without doubts first
+            is_known = gradient_of is not None and bool(forward) and forward[index] == gradient_of
+            if gradient_of is not None and forward and forward[index] not in (-1, gradient_of):
+                continue  # of another turn
             stand_ins = self._compare(executable, index, addresses, variable_at)
+            if stand_ins is None and _is_smaller(executable, index, addresses, is_known=is_known):
+                stand_ins = {}
             if stand_ins is None:
                 continue
             where = place() if where is None else where
@@ -195,8 +204,7 @@ class Omissions(PartOfReplay):
         for index in range(start, stop):
             self._allocator.state.set_between(index)
             executable.op_start_ns[index] = executable.op_stop_ns[index] = time.monotonic_ns()
-            executable.omitted.append(index)
-            executable.doubts.note_omitted(index)
+            executable.note_omitted(index)
             if executable.before[index] is not None and not self._executor.before(index, bear):
                 return False
             if executable.after[index] is not None:
@@ -294,6 +302,32 @@ class Omissions(PartOfReplay):
         record.relocated(runs)
         manager.counters.note_relocation(started, record.nbytes)
         manager.space.map(record.reservation, record.runs)
+
+
+def _is_smaller(executable: ExecutablePlan, index: int, addresses: Sequence[int], *, is_known: bool) -> bool:
+    """Whether an op has the operands of a planned one, but for what may be too small for a variable this time.
+
+    `is_known`: if it has no operand, something else says that it is that one.
+    """
+    expected = executable.occurrences[index]
+    alive = [number for number in expected if executable.variable_alive[number]]
+    if len(alive) == len(expected) or len(alive) != len(addresses) or not (addresses or is_known):
+        return False
+    may_be_small = all(number in executable.elastic for number in expected if number not in alive)
+    return may_be_small and all(executable.is_at(*pair) for pair in zip(alive, addresses, strict=True))
+
+
+def gradient_of_op(executable: ExecutablePlan, cursor: int) -> int | None:
+    """Of a plan's ops that have come, that whose gradient the op that is about to run is a part of, if it is known.
+
+    Autograd says which node it runs, and native code has noted how many there were when each op began.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return None
+    number = node._sequence_nr() + 1
+    found = int(np.searchsorted(executable.op_nodes[:cursor], number))  # ascending: see `note_omitted`
+    return found if found < cursor and executable.op_nodes[found] == number else None
 
 
 def _is_part(executable: ExecutablePlan, expected: Sequence[int], addresses: Sequence[int]) -> bool:

@@ -95,7 +95,7 @@ class Realignment(PartOfReplay):
             self._allocator.state.set_between(skipped)
             executable.op_start_ns[skipped] = executable.op_stop_ns[skipped] = time.monotonic_ns()
             if executable.may_omit:  # the recording of a step that leaves the plan is to have what came, and no more
-                executable.omitted.append(skipped)
+                executable.note_omitted(skipped)
             if executable.before[skipped] is not None and not self._executor.before(skipped):
                 return False
             if executable.after[skipped] is not None:

@@ -56,9 +56,11 @@ class Forward:
         self._num_seen = len(self._ops)
 
     def place(self, op: UnionOp) -> int | None:
-        """Of an op of a backward pass: the latest place that one of its operands tells of."""
+        """Of an op of a backward pass: that of the op whose gradient it is a part of, or what its operands tell of."""
         if not is_of_backward(op.where):
             return None
+        if op.forward is not None and (place := self._places.get(op.forward)) is not None:
+            return place
         births = (self._places.get(v.birth) for v in op.operands if v.birth is not None)
         uses = (self._uses.get(v) for v in op.operands)
         return max((place for place in (*births, *uses) if place is not None), default=None)

@@ -198,3 +198,25 @@ def is_born_later(one: UnionVariable, other: UnionVariable) -> bool:
     assert one.birth is not None
     assert other.birth is not None
     return one.birth.place > other.birth.place
+
+
+@dataclass(slots=True)
+class Match:
+    """What it takes to let an op of the step be one of the union.
+
+    Attributes:
+        operands: The union's op has these from then on.
+        is_exact: Each of the step's operands is known to be what the union's op has.
+        is_certain: Besides, one of them was made in the step.
+        has_stand_ins: One of them is known to be something else so far.
+        is_small: Some of what the op has in other steps is too small for variables in this one, or was in those.
+        roles: What the step's operands are from then on.
+    """
+
+    op: UnionOp
+    operands: tuple[UnionVariable, ...]
+    is_exact: bool
+    is_certain: bool = False
+    has_stand_ins: bool = False
+    is_small: bool = False
+    roles: dict[int, UnionVariable] = field(default_factory=dict)

@@ -14,13 +14,21 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from ooc.replay.union_anchors import UnionAnchors
 from ooc.replay.union_order import interleaved, longest_ascent
-from ooc.replay.union_parts import FreePhase, StepBirths, UnionOp, UnionVariable, is_born_later, later, outlive_uses
+from ooc.replay.union_parts import (
+    FreePhase,
+    Match,
+    StepBirths,
+    UnionOp,
+    UnionVariable,
+    is_born_later,
+    later,
+    outlive_uses,
+)
 from ooc.replay.union_turns import UnionTurns
 from ooc.tracing.call_sites import is_of_backward, may_be_one_place
 from ooc.tracing.observed import Observed
@@ -31,28 +39,6 @@ _LEAST_BETWEEN = 64
 """So many ops at least between two looks at what is certain from there on."""
 _LOOKAHEAD = 4
 """So many ops after a candidate must be those that come, where its operands do not say enough."""
-
-
-@dataclass(slots=True)
-class _Match:
-    """What it takes to let an op of the step be one of the union.
-
-    Attributes:
-        operands: The union's op has these from then on.
-        is_exact: Each of the step's operands is known to be what the union's op has.
-        is_certain: Besides, one of them was made in the step.
-        has_stand_ins: One of them is known to be something else so far.
-        is_small: Some of what the op has in other steps is too small for variables in this one, or was in those.
-        roles: What the step's operands are from then on.
-    """
-
-    op: UnionOp
-    operands: tuple[UnionVariable, ...]
-    is_exact: bool
-    is_certain: bool = False
-    has_stand_ins: bool = False
-    is_small: bool = False
-    roles: dict[int, UnionVariable] = field(default_factory=dict)
 
 
 class UnionWalk:
@@ -96,6 +82,7 @@ class UnionWalk:
             self._places_of.setdefault((op.func, op.forward), []).append(op.place)
         self._num_ours = Counter((op.func, op.where) for op in ops)
         self._num_theirs = Counter(zip(observed.funcs, (op.where for op in observed.trace.ops), strict=True))
+        self._num_of_forward = Counter(zip(observed.funcs, observed.forward, strict=False))
         self._touching = [op.place for op in ops if not op.is_bystander]
         self._coming = [i for i in range(len(observed.funcs)) if self._touches(i)]
         self._turns = UnionTurns(ops, observed, self._births)
@@ -148,7 +135,7 @@ class UnionWalk:
             while upcoming and upcoming[-1] <= index:
                 upcoming.pop()
             stop = fixed[upcoming[-1]] if upcoming else len(self._ops)
-            match: _Match | None = None
+            match: Match | None = None
             if index in fixed and self._may_be_of(index, self._ops[fixed[index]]):
                 match = self._compare(index, self._ops[fixed[index]])
             match = match or self._find(index, func, place, stop)
@@ -188,7 +175,7 @@ class UnionWalk:
         )
         return dict(longest_ascent(pairs))
 
-    def _find(self, index: int, func: Any, place: int, stop: int) -> _Match | None:
+    def _find(self, index: int, func: Any, place: int, stop: int) -> Match | None:
         """The next op of the union, from one on and before another, that an op of the step may be."""
         is_of_new = self._anchors.belongs_to_new(index, place)
         role = self._turns.role(index, self.roles)
@@ -245,8 +232,12 @@ class UnionWalk:
         return found[0] if len(found) == 1 else sorted(chain(*found))
 
     def _is_only_there(self, index: int, op: UnionOp) -> bool:
-        """Whether an op of the step and one of the union are the only ones in them that come from their place."""
-        call = self._observed.funcs[index], self._observed.trace.ops[index].where
+        """Whether an op of the step and one of the union are the only ones of their place, or of one op's gradient."""
+        func, forward = self._observed.funcs[index], self._forward(index)
+        if forward is not None and op.forward is forward and op.func is func:
+            of_forward = func, self._observed.forward[index]
+            return self._num_of_forward[of_forward] == len(self._places_of[func, forward]) == 1
+        call = func, self._observed.trace.ops[index].where
         return call == (op.func, op.where) and self._num_theirs[call] == self._num_ours[call] == 1
 
     def _agrees(self, index: int, place: int, *, may_lack: bool = False) -> bool:
@@ -261,7 +252,7 @@ class UnionWalk:
         length = min(len(ours), len(theirs))
         return ours[:length] == theirs[:length]
 
-    def _compare(self, index: int, op: UnionOp) -> _Match | None:
+    def _compare(self, index: int, op: UnionOp) -> Match | None:
         occurrences = self._observed.occurrences[index]
         if len(occurrences) != len(op.operands):
             return self._compare_lists(index, op) or self._compare_small(index, op)
@@ -292,7 +283,7 @@ class UnionWalk:
         is_exact = num_exact == len(occurrences) > 0
         has_stand_ins = any(self.roles.get(other) not in (None, role) for other, role in roles.items())
         is_certain = is_exact and any(variable.is_born for variable in op.operands)
-        return _Match(op, tuple(operands), is_exact, is_certain, has_stand_ins, roles=roles)
+        return Match(op, tuple(operands), is_exact, is_certain, has_stand_ins, roles=roles)
 
     def _role_in(self, index: int, other: int, op: UnionOp, variable: UnionVariable) -> UnionVariable | None:
         """What a variable of the step is so far; what is not known yet may be the one that is there."""
@@ -330,7 +321,7 @@ class UnionWalk:
             return False
         return variable.birth.place < op.place
 
-    def _compare_lists(self, index: int, op: UnionOp) -> _Match | None:
+    def _compare_lists(self, index: int, op: UnionOp) -> Match | None:
         """Ops on lists, some of whose operands only one of the two has."""
         ours = list(op.operands)
         theirs = [self.roles.get(other) for other in self._observed.occurrences[index]]
@@ -352,13 +343,13 @@ class UnionWalk:
                 at = stop
             else:
                 merged.append(role)
-        return _Match(op, (*merged, *ours[at:]), is_exact=True)
+        return Match(op, (*merged, *ours[at:]), is_exact=True)
 
-    def _compare_small(self, index: int, op: UnionOp) -> _Match | None:
+    def _compare_small(self, index: int, op: UnionOp) -> Match | None:
         """An op some of whose operands only one of the two has: the other one's are too small for variables."""
         theirs, ours = self._observed.occurrences[index], op.operands
         if not self._is_elastic or not ((ours and theirs) or self._is_only_there(index, op)):
-            return None  # no operand tells that it is the same, and the place does not
+            return None  # no operand tells that it is the same, nor does the place
         operands, roles, rest = list[UnionVariable](), dict[int, UnionVariable](), list(ours)
         for other in theirs:
             at = next((at for at, variable in enumerate(rest) if self._may_be(index, other, op, variable)), None)
@@ -372,7 +363,7 @@ class UnionWalk:
         operands += rest
         if any(variable in self._taken or not variable.is_born for variable in {*ours} - {*roles.values()}):
             return None  # the step has it, or it is never too small
-        return _Match(op, tuple(operands), is_exact=bool(roles), is_certain=bool(roles), is_small=True, roles=roles)
+        return Match(op, tuple(operands), is_exact=bool(roles), is_certain=bool(roles), is_small=True, roles=roles)
 
     def _may_be(self, index: int, other: int, op: UnionOp, variable: UnionVariable) -> bool:
         """Whether a variable of the step is known to be this one of the union, or may be it, as nothing is known."""
@@ -380,7 +371,7 @@ class UnionWalk:
 
     # -- noting what is found
 
-    def _take(self, index: int, match: _Match) -> None:
+    def _take(self, index: int, match: Match) -> None:
         op = match.op
         for other, variable in match.roles.items():
             before = self.roles.get(other)

@@ -34,6 +34,8 @@ _MOST_ALIKE = 8
 """So often in a row its steps leave out the same ops, then they are alike, and are to be planned as such."""
 _MOST_GROWN = 8
 """So often in a row steps may have something new, then the union is given up: layers in another order each time."""
+_LITTLE = 0.25
+"""So much counts a step that has little new: of a loop whose turns come in two kinds each turn tells that by itself."""
 _MUCH_NEW = 0.01
 """Of a union's ops: a step with more that are new lets it grow much."""
 _MOST_MUCH_GROWN = 8
@@ -67,7 +69,7 @@ class _Played:
     """What came of a union's plan of late."""
 
     num_left: int = 0
-    num_grown: int = 0
+    num_grown: float = 0
     num_much_grown: int = 0
     num_alike: int = 0
     omitted: tuple[int, ...] = ()
@@ -241,7 +243,9 @@ class Unions:
             return
         played = self._played.setdefault(key, _Played())
         if has_news:
-            played.num_grown += 1
+            played.num_grown += (
+                1 if self._unions[key].num_latest_new > _MUCH_NEW * self._unions[key].num_ops else _LITTLE
+            )
         else:
             played.num_left += 1
         if played.num_left > _MOST_LEFT or played.num_grown > _MOST_GROWN:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +19,7 @@ from ooc.replay.learning_budget import (
     LEARNING_FRACTION,
     MOST_FRACTION,
     LearningBudget,
+    Stay,
 )
 
 
@@ -277,6 +281,21 @@ def test_a_plan_that_is_played_whole_is_compared_with_its_sequence_on_demand() -
         learning.note_stay(bad, num_ops=100, entered_ns=1_000, key="bad", cost_ns=90_000_000)
     assert all(learning.may_enter(good) for _ in range(8))
     assert not all(learning.may_enter(bad) for _ in range(8))
+
+
+@pytest.mark.parametrize(("cost_ns", "is_loss"), [(100_000_000, False), (200_000_000, True)])
+def test_a_plan_that_steps_leave_out_ops_of_is_left_where_it_takes_longer(cost_ns: int, is_loss: bool) -> None:
+    """An op of these took 0.8 ms on demand. Steps differ, so what takes a little longer may not be the plan's fault."""
+    thread_ns = [0]
+    learning = LearningBudget(Counters(), is_limited=True, thread_clock=lambda: thread_ns[0])
+    plan: Any = SimpleNamespace(may_omit=True, is_elastic=True)
+    other: Any = SimpleNamespace(may_omit=False, is_elastic=True)
+    assert not learning.is_loss(Stay(plan, "key", entered_ns=0, num_ops=100), 0)
+    learning.note_on_demand("key", num_ops=100, cost_ns=80_000_000)
+    thread_ns[0] = cost_ns
+    assert learning.is_loss(Stay(plan, "key", entered_ns=0, num_ops=100), 0) == is_loss
+    assert not learning.is_loss(Stay(other, "key", entered_ns=0, num_ops=100), 0)
+    assert not learning.is_loss(Stay(plan, "key", entered_ns=0, num_ops=100, is_late=True), 0)
 
 
 def test_the_first_runs_of_a_sequence_are_not_what_it_costs() -> None:

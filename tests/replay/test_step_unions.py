@@ -324,3 +324,19 @@ def test_what_a_step_changes_is_changed_in_the_union(seed: int) -> None:
                 assert other not in written or variable in op.written
                 num_checked += other in written
     assert num_checked > 0
+
+
+def test_a_union_that_grows_little_by_little_is_kept_longer() -> None:
+    """Loops whose turns come in two kinds: each turn tells that by itself, and then nothing is new any more."""
+    for share, most in ((0.5, 8), (0.001, 32)):
+        unions = Unions()
+        key = [join(unions, range(length), number) for number, length in enumerate((5, 4, 6, 5, 7))][-1]
+        assert key is not None
+        union = unions.of(key)
+        assert union is not None
+        union.num_latest_new = int(share * union.num_ops)
+        for _ in range(most):
+            unions.note_left(key, has_news=True)
+        assert unions.of(key) is union
+        unions.note_left(key, has_news=True)
+        assert unions.of(key) is None

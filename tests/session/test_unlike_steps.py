@@ -130,6 +130,18 @@ def experts(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: random.
     return result.square().mean()
 
 
+def packed(net: nn.Module, _: torch.optim.Optimizer, seed: int, choose: random.Random) -> Tensor:
+    """A recurrence over sentences, packed: fewer rows in each turn, some of which are too small for variables."""
+    lengths = sorted((choose.randint(2, 6) for _ in range(24)), reverse=True)
+    words = nn.utils.rnn.pack_padded_sequence(batch(seed, 24 * lengths[0]).view(24, lengths[0], SIZE), lengths, True)
+    rows, state, start, outputs = words.data, batch(seed, 24) * 0.0, 0, []
+    for number in words.batch_sizes.tolist():
+        state = net(rows[start : start + number]) + 0.5 * state[:number]
+        outputs.append(state)
+        start += number
+    return torch.cat(outputs).square().mean()
+
+
 def train(script: SCRIPT, *, num_steps: int = NUM_STEPS, num_layers: int = 6) -> Callable[[], list[Any]]:
     def program() -> list[Any]:
         net, choose = model(num_layers=num_layers), random.Random(1)
@@ -188,7 +200,14 @@ def test_turns_that_save_nothing_stay_planned() -> None:
 
 @pytest.mark.parametrize(
     ("script", "num_steps", "least"),
-    [(skipped_rows, 28, 0.5), (narrow_rows, 40, 0.5), (decoded, 28, 0.9), (growing, 18, 0.3), (experts, 16, -1.0)],
+    [
+        (skipped_rows, 28, 0.5),
+        (narrow_rows, 40, 0.5),
+        (decoded, 28, 0.9),
+        (growing, 18, 0.3),
+        (experts, 16, -1.0),
+        (packed, 40, 0.3),
+    ],
 )
 def test_steps_that_differ_in_sizes_too(script: SCRIPT, num_steps: int, least: float) -> None:
     """Bits, above all: of experts that are chosen anew in each step, hardly anything is planned."""

@@ -26,10 +26,11 @@ namespace {
 // kHead: nothing before this op has touched a variable, and this op is to run in the grad mode that kGradients says.
 // kTouches: it is the first that touches one, and does so in each step.
 // kDoubted: the present step is going to leave it out.
+// kOmittable: steps may leave it out, so on small tensors alone it is another op where one of its operands is alive.
 // kChanges: it changes operands that it names; kHidden: the order of its large operands does not tell which.
 enum Flags : uint32_t {
   kBefore = 1, kAfter = 2, kIntercept = 4, kHead = 8, kGradients = 16, kTouches = 32, kChanges = 64, kHidden = 128,
-  kDoubted = 256
+  kDoubted = 256, kOmittable = 512
 };
 
 // One op of the plan; laid out by ooc/replay/executable_plan.py as a numpy record.

@@ -10,7 +10,8 @@ namespace {
 // expects and that is not in the arena (it fell below the threshold this time) is harmless, and so is a stranger: one
 // that was allocated beside the plan in this step, and stays where it is. So is what comes again, in place of another
 // that the plan expects (samples drawn with replacement). But the plan's first op that touches a variable is not the same
-// op on small tensors: that may come any number of times before it. Nor is an op that changes operands surely the same
+// op on small tensors: that may come any number of times before it. Where steps leave out ops, no op is that uses what is
+// alive: a sum of small gradients would be taken for one of large ones that is left out. Nor is an op that changes operands surely the same
 // with some of them: `h.add_(y)` would be taken for `y.add_(small)`, and nobody would note that y has changed. Python
 // looks at what such an op really changes (`Realignment.vouch_for`).
 class Expected {
@@ -30,7 +31,8 @@ class Expected {
   template <class ChangesLarge>
   bool is_met(ChangesLarge&& changes_large) const {
     if (!is_met_ || (flags_ & kDoubted) != 0) return false;
-    if (!has_any_ || self_->vouched_for == self_->cursor + 1) return true;
+    if (self_->vouched_for == self_->cursor + 1) return true;
+    if (!has_any_) return (flags_ & kOmittable) == 0 || !has_alive();
     if ((flags_ & kHidden) != 0) return (flags_ & kChanges) == 0 && !changes_large();
     return (flags_ & kChanges) == 0 || (!has_skipped_ && next_ == stop_);
   }
@@ -51,6 +53,13 @@ class Expected {
  private:
   bool is_at(uint32_t variable, uint64_t address) const {
     return self_->variable_address[variable] == address && self_->variable_alive[variable] != 0;
+  }
+
+  bool has_alive() const {
+    for (uint32_t use = start_; use < stop_; ++use) {
+      if (self_->variable_alive[self_->uses[use]] != 0) return true;
+    }
+    return false;
   }
 
   bool comes_again(uint64_t address) {
