@@ -243,9 +243,9 @@ class Unions:
             return
         played = self._played.setdefault(key, _Played())
         if has_news:
-            played.num_grown += (
-                1 if self._unions[key].num_latest_new > _MUCH_NEW * self._unions[key].num_ops else _LITTLE
-            )
+            union = self._unions[key]
+            is_much = union.num_latest_new > _MUCH_NEW * union.num_ops
+            played.num_grown += 1 if is_much else _LITTLE
         else:
             played.num_left += 1
         if played.num_left > _MOST_LEFT or played.num_grown > _MOST_GROWN:

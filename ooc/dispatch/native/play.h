@@ -11,9 +11,9 @@ namespace {
 // that was allocated beside the plan in this step, and stays where it is. So is what comes again, in place of another
 // that the plan expects (samples drawn with replacement). But the plan's first op that touches a variable is not the same
 // op on small tensors: that may come any number of times before it. Where steps leave out ops, no op is that uses what is
-// alive: a sum of small gradients would be taken for one of large ones that is left out. Nor is an op that changes operands surely the same
-// with some of them: `h.add_(y)` would be taken for `y.add_(small)`, and nobody would note that y has changed. Python
-// looks at what such an op really changes (`Realignment.vouch_for`).
+// alive: a sum of small gradients would be taken for one of large ones that is left out. Nor is an op that changes
+// operands surely the same with some of them: `h.add_(y)` would be taken for `y.add_(small)`, and nobody would note that y
+// has changed. Python looks at what such an op really changes (`Realignment.vouch_for`).
 class Expected {
  public:
   Expected(const Dispatcher* self, const PlanOp& op)
