@@ -400,7 +400,7 @@ class StepCycle:
             refined = sequences.refine(replayed, self._manager.store, is_part=executor.so_far is not None)
             if follower is replayed:
                 follower = refined
-            is_loss = self._learning.is_loss(self._stay, self._begun_ns)
+            is_loss = follower is replayed and self._learning.is_loss(self._stay, self._begun_ns)
             if follower is replayed and not is_loss and executor.rotate():
                 self._late.begin(follower)
                 sequences.begin(follower)

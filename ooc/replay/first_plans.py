@@ -46,7 +46,7 @@ class FirstPlans:
         applied: A sequence's trace with what is known of its ops (`ProvenOps.applied`).
     """
 
-    def __init__(self, maker: PlanMaker, applied: Callable[[str, Trace], Trace] = lambda _, trace: trace) -> None:
+    def __init__(self, maker: PlanMaker, applied: Callable[[str, Trace], Trace]) -> None:
         self._maker = maker
         self._applied = applied
         self._asked: FirstPlan | None = None

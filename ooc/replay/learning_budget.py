@@ -207,7 +207,14 @@ class LearningBudget:
             del self._on_demand_ns[next(iter(self._on_demand_ns))]
 
     def note_stay(
-        self, plan: object, *, num_ops: int, entered_ns: int, key: str = "", cost_ns: int | None = None
+        self,
+        plan: object,
+        *,
+        num_ops: int,
+        entered_ns: int,
+        key: str = "",
+        cost_ns: int | None = None,
+        may_omit: bool = False,
     ) -> None:
         """Note that a plan is played no longer: how many ops were, all in all.
 
@@ -218,10 +225,9 @@ class LearningBudget:
             key: Its sequence.
             cost_ns: What the stay has cost, entering included, where all of the plan's ops were played, on the sizes
                 that its sequence has always had; else None.
+            may_omit: Whether steps leave out ops of it.
         """
-        on_demand_ns = self._on_demand_ns.get(key)
-        if on_demand_ns is not None and getattr(plan, "may_omit", False):
-            on_demand_ns *= _VARYING
+        on_demand_ns = self._op_on_demand_ns(key, may_omit=may_omit)
         if self.everything_fits:
             gain_ns = float(num_ops * _SAVED_NS - entered_ns)
         elif cost_ns is not None and on_demand_ns is not None:
@@ -238,8 +244,13 @@ class LearningBudget:
         """Whether steps that leave out ops of their plan take longer on it than on demand, as far as they are known."""
         if stay is None or not stay.plan.may_omit or not stay.is_whole or not self._is_limited or self.everything_fits:
             return False
-        on_demand_ns = self._on_demand_ns.get(stay.key)
-        return on_demand_ns is not None and self.cost_ns() - begun_ns > stay.num_ops * on_demand_ns * _VARYING
+        on_demand_ns = self._op_on_demand_ns(stay.key, may_omit=True)
+        return on_demand_ns is not None and self.cost_ns() - begun_ns > stay.num_ops * on_demand_ns
+
+    def _op_on_demand_ns(self, key: str, *, may_omit: bool) -> float | None:
+        """What an op of a sequence counts on demand, to compare a stay on its plan with. None: it has not run so."""
+        found = self._on_demand_ns.get(key)
+        return found * _VARYING if found is not None and may_omit else found
 
     def end_stay(self, stay: Stay, *, num_ops: int, num_replayed: int, begun_ns: int) -> None:
         """Note that a plan is played no longer, after which so many ops were recorded, of which it has played some.
@@ -248,7 +259,14 @@ class LearningBudget:
         """
         cost_ns = self.cost_ns() - begun_ns if num_ops == 0 and stay.is_whole else None
         num_played = stay.num_ops + num_replayed
-        self.note_stay(stay.plan, num_ops=num_played, entered_ns=stay.entered_ns, key=stay.key, cost_ns=cost_ns)
+        self.note_stay(
+            stay.plan,
+            num_ops=num_played,
+            entered_ns=stay.entered_ns,
+            key=stay.key,
+            cost_ns=cost_ns,
+            may_omit=stay.plan.may_omit,
+        )
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:

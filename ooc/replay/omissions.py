@@ -120,11 +120,11 @@ class Omissions(PartOfReplay):
         variable_at = cache(executable.variable_at)  # which looks at all variables, and says the same all along
         gradient_of, forward = gradient_of_op(executable, cursor), executable.observed.forward
         for index in sorted(candidates, key=executable.doubts.__contains__):  # those without doubts first
-            is_known = gradient_of is not None and bool(forward) and forward[index] == gradient_of
-            if gradient_of is not None and forward and forward[index] not in (-1, gradient_of):
+            source = forward[index] if forward and gradient_of is not None else -1
+            if source not in (-1, gradient_of):
                 continue  # of another turn
             stand_ins = self._compare(executable, index, addresses, variable_at)
-            if stand_ins is None and _is_smaller(executable, index, addresses, is_known=is_known):
+            if stand_ins is None and _is_smaller(executable, index, addresses, is_known=source == gradient_of):
                 stand_ins = {}
             if stand_ins is None:
                 continue

@@ -290,10 +290,12 @@ class Sequences:
         started = time.monotonic()
         self._asked[key] = machine
         try:
-            found = (*ready, False) if ready is not None else None
-            found = found or self._first.make(
-                key, shape, machine, present=self._plans.get(key), is_segment=key in self._segments
-            )
+            found: tuple[Envelope, Plan, bool] | None
+            if ready is not None:
+                found = (*ready, False)
+            else:
+                present, is_segment = self._plans.get(key), key in self._segments
+                found = self._first.make(key, shape, machine, present=present, is_segment=is_segment)
             if found is None:
                 return  # if the other process is busy, it is asked for when this sequence comes again
             envelope, plan, is_quick = found

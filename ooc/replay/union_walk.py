@@ -233,10 +233,10 @@ class UnionWalk:
 
     def _is_only_there(self, index: int, op: UnionOp) -> bool:
         """Whether an op of the step and one of the union are the only ones of their place, or of one op's gradient."""
-        func, forward = self._observed.funcs[index], self._forward(index)
-        if forward is not None and op.forward is forward and op.func is func:
-            of_forward = func, self._observed.forward[index]
-            return self._num_of_forward[of_forward] == len(self._places_of[func, forward]) == 1
+        func = self._observed.funcs[index]
+        if op.func is func and self._is_of_one_gradient(index, op):
+            num_theirs = self._num_of_forward[func, self._observed.forward[index]]
+            return num_theirs == len(self._places_of[func, op.forward]) == 1
         call = func, self._observed.trace.ops[index].where
         return call == (op.func, op.where) and self._num_theirs[call] == self._num_ours[call] == 1
 

@@ -182,8 +182,7 @@ class Unions:
 
     def _grows_without_end(self, key: str, union: StepUnion) -> bool:
         played = self._played.setdefault(key, _Played())
-        is_much = union.num_latest_new > _MUCH_NEW * union.num_ops
-        played.num_much_grown = played.num_much_grown + 1 if is_much else 0
+        played.num_much_grown = played.num_much_grown + 1 if _has_much_new(union) else 0
         return played.num_much_grown >= _MOST_MUCH_GROWN and self.give_up(key)
 
     def _noted(self, latest: _Unlike) -> list[_Unlike]:
@@ -243,9 +242,7 @@ class Unions:
             return
         played = self._played.setdefault(key, _Played())
         if has_news:
-            union = self._unions[key]
-            is_much = union.num_latest_new > _MUCH_NEW * union.num_ops
-            played.num_grown += 1 if is_much else _LITTLE
+            played.num_grown += 1 if _has_much_new(self._unions[key]) else _LITTLE
         else:
             played.num_left += 1
         if played.num_left > _MOST_LEFT or played.num_grown > _MOST_GROWN:
@@ -277,3 +274,8 @@ class Unions:
         del self._unions[key]
         self._played.pop(key, None)
         self.forgotten.append(key)
+
+
+def _has_much_new(union: StepUnion) -> bool:
+    """Whether the latest step that was added had much that the union had not."""
+    return union.num_latest_new > _MUCH_NEW * union.num_ops

@@ -340,7 +340,7 @@ def test_a_first_plan_waits_for_its_turn_while_another_stands_in_for_it() -> Non
             return False
 
     planner = Planner()
-    first = FirstPlans(SimpleNamespace(background=planner))  # type: ignore[arg-type]
+    first = FirstPlans(SimpleNamespace(background=planner), lambda _, trace: trace)  # type: ignore[arg-type]
     envelope = Envelope(trace=_trace(), elastic=frozenset(), standing=frozenset())
     plans = {key: FirstPlan(key, 1.0, envelope, _request().machine) for key in "abcd"}
     for key in "abc":
