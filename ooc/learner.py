@@ -80,9 +80,11 @@ class Learner:
         if self._manager.counters.evicted_nbytes:
             self._manager.foresight.remember(recording.uses)
         entered = self._sequences.active_key if recorder.num_replayed else None
-        if may_learn:
-            with self._budget.spending():
-                found = self._learn_from(recording, in_pieces=in_pieces)
+        is_repeated = not may_learn and self._sequences.is_repeated(recording)
+        if may_learn or (is_repeated and self._budget.may_learn(is_repeated=True)):
+            with self._budget.spending(is_repeated=is_repeated):
+                may_unite = may_learn and not self._budget.everything_fits
+                found = self._learn_from(recording, in_pieces=in_pieces, may_unite=may_unite)
         else:  # too much of the time went by with that
             key = self._sequences.key_of(recording.signature) or name_of(recording)
             found = Learned(key, self._sequences.is_new(key))
@@ -93,11 +95,11 @@ class Learner:
             self._why.note_segment(recording, num_ops=recorder.num_ops - recorder.num_replayed, bailout=bailout)
         return found._replace(is_new=found.is_new or entered not in (None, found.key))
 
-    def _learn_from(self, recording: RecordedStep, *, in_pieces: bool) -> Learned:
+    def _learn_from(self, recording: RecordedStep, *, in_pieces: bool, may_unite: bool) -> Learned:
         key, is_new = None, False
         found = cuts(recording) if in_pieces and not recording.grad_mode else []
         for piece in split(recording, found) if found else [recording]:
-            key = self._unions.note(piece, self._machine)
+            key = self._unions.note(piece, self._machine, may_unite=may_unite)
             is_new = is_new or self._sequences.is_new(key)
             self._sequences.note_end(key)
             self._why.note_period(piece, key)

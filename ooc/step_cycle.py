@@ -203,7 +203,7 @@ class StepCycle:
         with self._lock:
             self._exports.step_begins()
             planned, on_demand = (now - then for now, then in zip(self._num_ops(), self._at_start, strict=True))
-            self._learning.end_period(num_planned=planned, num_ops=planned + on_demand)
+            self._learning.end_period(num_ops=planned + on_demand)
             is_other = self.rounds.take_change()
             if self._segmentation.is_on and not is_other:
                 self._end_segment()
@@ -346,13 +346,13 @@ class StepCycle:
             self._pass(lambda: None)
 
     def _watch(self) -> None:
-        """Let Python see ops on demand that may be at a border: in the other grad mode, or the head of a plan."""
-        recorder, awaited = self._runner.recording.recorder, self._awaited
-        matters = self._segmentation.is_on or self._is_between
+        """Let Python see ops on demand that may be at a border, also once a plan is left in its middle."""
+        begun = self._executor.active or self._runner.recording.recorder
+        awaited, matters = self._awaited, self._segmentation.is_on or self._is_between
         if self._backward_depth:
             self._runner.dispatcher.watch(-1, None, ())
         else:
-            mode = int(recorder.grad_mode) if recorder is not None and matters else -1
+            mode = int(begun.grad_mode) if begun is not None and matters else -1
             self._heads = self._sequences.heads() if matters else ()
             self._runner.dispatcher.watch(mode, awaited.head if awaited is not None else None, self._heads)
 

@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from ooc.dispatch import hidden_operands, native_demand
+from ooc.interop.vector_math import settle_vector_math
 from ooc.replay.rerun_trials import RerunTrial
 from tests.planner_faults import refuse_planner_faults
 from tests.store_speed import USUAL, store_speed
 
 os.environ["OOC_BACKGROUND_PLANNING"] = "0"  # which step is planned must not depend on how fast the machine is
+settle_vector_math()  # a program that is compared runs in core first, before any session
 os.environ["OOC_PLAN_CACHE"] = "0"  # each test plans for itself, whatever ran before it
 for name in "CI", "BUILD_NUMBER":  # there pytest spells out how two values differ: of whole chunks that takes hours
     os.environ.pop(name, None)

@@ -44,6 +44,10 @@ class FirstSightings:
             del self._repeated[next(iter(self._repeated))]
         return [recording] if earlier is None else [earlier, recording]
 
+    def has(self, recording: RecordedStep) -> bool:
+        """Whether one with the same signature has been noted."""
+        return recording.signature in self._waiting or recording.signature in self._repeated
+
     def recordings(self) -> Iterable[RecordedStep]:
         """Those that are kept, the oldest first."""
         return self._waiting.values()

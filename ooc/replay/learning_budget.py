@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,27 +17,33 @@ LEARNING_FRACTION = 0.05
 """Where nothing has to move, learning takes at most this part of the time so far. A planned op saves about 7 us, and
 learning one takes 50 us (reinforce in benchmarks/scripts: 35 of 51 ms a step were spent on building traces)."""
 MOST_FRACTION = 0.15
-"""Where things have to move, so much of the time so far, once `FREE_SEQUENCES` were learned. A mixture of experts whose
-sizes lay about the threshold was never alike twice, and learning took half of each step."""
+"""Where things have to move, so much of the time so far at most, once `FREE_SEQUENCES` were learned: as much as plans
+have gained. A mixture of experts whose sizes lay about the threshold was never alike twice, and learning took half of
+each step."""
 FREE_SEQUENCES = 64
 FREE_S = 4.0
 """So long the first sequences may take together, whatever part of the time that is; beyond, `FREE_FRACTION` of it.
 Where LBFGS's history grows, each step has a turn of a loop more, and comparing 9,000 ops took a third of the time."""
-FREE_FRACTION = 0.25
+FREE_FRACTION = 0.1
+REPEATED_FRACTION = 0.15
+"""What comes again just as it was is planned at once, so learning that may take so much of the time, whatever the rest
+has taken. Where steps of LBFGS were alike at last, comparing steps of which each was longer had taken all there was."""
 _CALM_PERIODS = 4
 """Periods in a row that had to move nothing before all is taken to fit: an evaluation may move what steps do not."""
 _LONGEST_PAUSE = 64
 _LEAST_FRACTION = 0.02
-"""So much of it all the same where hardly an op is planned, in case that changes."""
+"""So much of it all the same where plans have gained nothing, in case that changes."""
 _SAVED_NS = 5_000
 """What an op on a plan saves where nothing moves."""
 _SAVED_SHARE = 0.4
 """What it saves where something moves, in the time that an op takes of late, waits and all. At half of the memory:
 0.37 of it in twelve layers of 192 (131 us an op on demand, 82 planned), 0.43 in episodes (60 and 34 us)."""
-_VARYING = 1.3
-"""Where steps leave out ops of their plan, an op on demand counts so many times what it took of late, since other ones
-ran then. Packed sequences of an LSTM, at half of their memory: 95 us an op on a plan that had nearly all of them, 42 on
-demand: some 400 times a step the plan had to be aligned anew, and what stood in for something else was moved."""
+_VARYING = 1.1
+"""Where steps leave out ops of their plan, it may take so many times what an op on demand took in the median of late:
+other ones ran then. Packed sequences of an LSTM, at half of their memory: 95 us an op on a plan that had nearly all of
+them, 42 on demand: some 400 times a step the plan had to be aligned anew, and what stood in for others was moved."""
+_NUM_VARYING = 8
+"""Of so many latest runs."""
 _FREE_PLANS = 8
 """So many plans are entered once, whatever others have gained before them: those were of another part of the program,
 or are replaced for what they were left for."""
@@ -43,8 +51,6 @@ _MOST_SEQUENCES = 1024
 """Whose costs on demand are remembered."""
 _LATEST_SHARE = 0.25
 """Of the latest stay on a plan, in what such stays have gained of late; and of a period, in the time that ops take."""
-_LATEST_PERIOD = 0.05
-"""Of the latest period, in the share of ops that were planned of late: some twenty periods count."""
 
 
 class Account:
@@ -74,6 +80,26 @@ class Account:
         self.gain_ns += (gain_ns - self.gain_ns) * _LATEST_SHARE
         self._num_passed = 0
         self._pause = 0 if gain_ns >= 0 else min(max(2 * self._pause, 1), _LONGEST_PAUSE)
+
+
+class _OnDemand:
+    """What an op of a sequence takes on demand, of late.
+
+    Attributes:
+        least_ns: What came faster counts at once, what came slower little by little.
+        latest_ns: Of the latest runs.
+    """
+
+    __slots__ = ("latest_ns", "least_ns")
+
+    def __init__(self, op_ns: float) -> None:
+        self.least_ns = op_ns
+        self.latest_ns = deque([op_ns], maxlen=_NUM_VARYING)
+
+    def note(self, op_ns: float) -> None:
+        """Note one more run."""
+        self.least_ns = min(self.least_ns + (op_ns - self.least_ns) * _LATEST_SHARE, op_ns)
+        self.latest_ns.append(op_ns)
 
 
 @dataclass(slots=True)
@@ -135,15 +161,16 @@ class LearningBudget:
         self._is_limited = is_limited
         self._clock = clock
         self._thread_clock = thread_clock
-        self._on_demand_ns: dict[str, float] = {}  # by sequence, an op, of late; the one that came last at the end
+        self._on_demand: dict[str, _OnDemand] = {}  # by sequence; the one that came last at the end
         self._opened = clock()
         self._spent_s = 0.0
+        self._repeated_s = 0.0  # of that, on what came again when nothing else was to be learned
         self._num_learned = 0
         self._num_crowded = 0
         self._num_calm = 0
         self._ended_s, self._spent_then_s = self._opened, 0.0  # when the last period ended
         self._ns_per_op: float | None = None  # of late
-        self._planned_share = 1.0  # of the ops of late; none have been planned before, which says nothing
+        self._gained_s = 0.0  # by plans, as far as is known, less what others have lost
         self._account, self._num_plans = Account(), 0  # of all plans; and how many were
         self._accounts: weakref.WeakKeyDictionary[object, Account] = weakref.WeakKeyDictionary()
 
@@ -155,36 +182,44 @@ class LearningBudget:
         """Whether nothing had to be moved for some periods, so that plans are of little use."""
         return self._is_limited and self._num_calm >= _CALM_PERIODS
 
-    def end_period(self, *, num_planned: int = 0, num_ops: int = 0) -> None:
-        """Note that a period of so many ops ends, and how many of them were replayed from plans."""
+    def end_period(self, *, num_ops: int = 0) -> None:
+        """Note that a period of so many ops ends."""
         self._num_calm = self._num_calm + 1 if self._counters.num_crowded == self._num_crowded else 0
         now, learning_s = self._clock(), self._spent_s - self._spent_then_s
         if num_ops > 0:
             ns_per_op = (now - self._ended_s - learning_s) * 1e9 / num_ops
             before = self._ns_per_op if self._ns_per_op is not None else ns_per_op
             self._ns_per_op = before + (ns_per_op - before) * _LATEST_SHARE
-            self._planned_share += (num_planned / num_ops - self._planned_share) * _LATEST_PERIOD
         self._ended_s, self._spent_then_s = now, self._spent_s
 
     def begin_period(self) -> None:
         """Note that a period begins: what entering its plan has moved was not for want of room."""
         self._num_crowded = self._counters.num_crowded
 
-    def may_learn(self) -> bool:
-        """Whether to learn from the period that ends."""
+    def may_learn(self, *, is_repeated: bool = False) -> bool:
+        """Whether to learn from what ends: from what has come just so before, sooner than from what is unlike."""
         if self.everything_fits:
             return self._is_within(LEARNING_FRACTION)
         if not self._is_limited:
             return True
+        if is_repeated:
+            return self._repeated_s <= REPEATED_FRACTION * (self._clock() - self._opened)
         if self._num_learned < FREE_SEQUENCES and (self._spent_s < FREE_S or self._is_within(FREE_FRACTION)):
             return True
-        return self._is_within(max(MOST_FRACTION * min(2 * self._planned_share, 1.0), _LEAST_FRACTION))
+        return self._is_within(_LEAST_FRACTION, at_most=MOST_FRACTION)
 
-    def _is_within(self, fraction: float) -> bool:
-        return self._spent_s <= fraction * (self._clock() - self._opened)
+    def _is_within(self, fraction: float, *, at_most: float = 0.0) -> bool:
+        """Whether this part of the time so far is not spent yet; or up to a larger one what plans have gained."""
+        elapsed_s = self._clock() - self._opened
+        return self._spent_s <= max(fraction * elapsed_s, min(self._gained_s, at_most * elapsed_s))
 
-    def may_enter(self, plan: object) -> bool:
-        """Whether to enter this plan for what begins. One that was never entered is judged by others, if many were."""
+    def may_enter(self, plan: ExecutablePlan) -> bool:
+        """Whether to enter this plan for what begins. One that was never entered is judged by others, if many were.
+
+        Where everything fits, none that steps leave ops out of: to find them takes longer than to run on demand.
+        """
+        if self.everything_fits and plan.may_omit:
+            return False
         if not self._is_limited or (plan not in self._accounts and self._num_plans < _FREE_PLANS):
             return True
         return self._accounts.get(plan, self._account).may_try()
@@ -200,11 +235,15 @@ class LearningBudget:
         """Note that a sequence of ops ran on demand from its beginning to its end, and at what cost."""
         if num_ops <= 0:
             return
-        latest = cost_ns / num_ops
-        before = self._on_demand_ns.pop(key, latest)
-        self._on_demand_ns[key] = min(before + (latest - before) * _LATEST_SHARE, latest)
-        if len(self._on_demand_ns) > _MOST_SEQUENCES:
-            del self._on_demand_ns[next(iter(self._on_demand_ns))]
+        op_ns = cost_ns / num_ops
+        found = self._on_demand.pop(key, None)
+        if found is None:
+            found = _OnDemand(op_ns)
+        else:
+            found.note(op_ns)
+        self._on_demand[key] = found
+        if len(self._on_demand) > _MOST_SEQUENCES:
+            del self._on_demand[next(iter(self._on_demand))]
 
     def note_stay(
         self,
@@ -214,6 +253,7 @@ class LearningBudget:
         entered_ns: int,
         key: str = "",
         cost_ns: int | None = None,
+        num_others: int = 0,
         may_omit: bool = False,
     ) -> None:
         """Note that a plan is played no longer: how many ops were, all in all.
@@ -224,59 +264,72 @@ class LearningBudget:
             entered_ns: Processor time of this thread that it took to enter it.
             key: Its sequence.
             cost_ns: What the stay has cost, entering included, where all of the plan's ops were played, on the sizes
-                that its sequence has always had; else None.
+                that its sequence has always had; or where steps leave out ops of it; else None.
+            num_others: Ops that ran on demand once the plan was left, and are in `cost_ns`.
             may_omit: Whether steps leave out ops of it.
         """
-        on_demand_ns = self._op_on_demand_ns(key, may_omit=may_omit)
+        guess_ns = num_ops * _SAVED_SHARE * self._ns_per_op - entered_ns if self._ns_per_op is not None else None
+        op_ns = self._op_on_demand_ns(key, may_omit=may_omit)
+        gain_ns, tolerated_ns = guess_ns, 0.0
         if self.everything_fits:
             gain_ns = float(num_ops * _SAVED_NS - entered_ns)
-        elif cost_ns is not None and on_demand_ns is not None:
-            gain_ns = num_ops * on_demand_ns - cost_ns
-        elif self._ns_per_op is not None:
-            gain_ns = num_ops * _SAVED_SHARE * self._ns_per_op - entered_ns
-        else:
+        elif cost_ns is not None and op_ns is not None:
+            on_demand_ns = (num_ops + num_others) * op_ns
+            gain_ns = min(on_demand_ns - cost_ns, cost_ns)
+            tolerated_ns = on_demand_ns * (_VARYING - 1) if may_omit else 0.0
+            if num_others > 0 and guess_ns is not None:
+                gain_ns = min(gain_ns, guess_ns)
+        if gain_ns is None:
             return
         self._num_plans += plan not in self._accounts
+        self._gained_s = max(self._gained_s + gain_ns / 1e9, 0.0)
         for account in (self._account, self._accounts.setdefault(plan, Account())):
-            account.note(gain_ns)
+            account.note(gain_ns + tolerated_ns)
 
     def is_loss(self, stay: Stay | None, begun_ns: int) -> bool:
         """Whether steps that leave out ops of their plan take longer on it than on demand, as far as they are known."""
         if stay is None or not stay.plan.may_omit or not stay.is_whole or not self._is_limited or self.everything_fits:
             return False
-        on_demand_ns = self._op_on_demand_ns(stay.key, may_omit=True)
-        return on_demand_ns is not None and self.cost_ns() - begun_ns > stay.num_ops * on_demand_ns
+        op_ns = self._op_on_demand_ns(stay.key, may_omit=True)
+        return op_ns is not None and self.cost_ns() - begun_ns > stay.num_ops * op_ns * _VARYING
 
     def _op_on_demand_ns(self, key: str, *, may_omit: bool) -> float | None:
-        """What an op of a sequence counts on demand, to compare a stay on its plan with. None: it has not run so."""
-        found = self._on_demand_ns.get(key)
-        return found * _VARYING if found is not None and may_omit else found
+        """What an op of a sequence takes on demand, to compare a stay on its plan with. None: it has not run so."""
+        found = self._on_demand.get(key)
+        if found is None:
+            return None
+        return statistics.median(found.latest_ns) if may_omit else found.least_ns
 
     def end_stay(self, stay: Stay, *, num_ops: int, num_replayed: int, begun_ns: int) -> None:
         """Note that a plan is played no longer, after which so many ops were recorded, of which it has played some.
 
+        Where steps leave ops out of it, they count whole, also if they have left it: what that took, and the rest on
+        demand, after a plan that had other things in mind.
+
         `begun_ns`: what `cost_ns` was when its sequence began.
         """
-        cost_ns = self.cost_ns() - begun_ns if num_ops == 0 and stay.is_whole else None
-        num_played = stay.num_ops + num_replayed
+        may_omit = stay.plan.may_omit
         self.note_stay(
             stay.plan,
-            num_ops=num_played,
+            num_ops=stay.num_ops + num_replayed,
             entered_ns=stay.entered_ns,
             key=stay.key,
-            cost_ns=cost_ns,
-            may_omit=stay.plan.may_omit,
+            cost_ns=self.cost_ns() - begun_ns if stay.is_whole and (may_omit or num_ops == 0) else None,
+            num_others=num_ops - num_replayed,
+            may_omit=may_omit,
         )
 
     @contextlib.contextmanager
-    def spending(self) -> Iterator[None]:
-        """Count the time in this block as spent on learning."""
+    def spending(self, *, is_repeated: bool = False) -> Iterator[None]:
+        """Count the time in this block as spent on learning; from what has come just so before, if that was asked."""
         started = self._clock()
         self._num_learned += 1
         try:
             yield
         finally:
-            self._spent_s += self._clock() - started
+            spent_s = self._clock() - started
+            self._spent_s += spent_s
+            self._repeated_s += spent_s * is_repeated
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -157,6 +157,10 @@ class Sequences:
                 del self._keys[next(iter(self._keys))]
         return key
 
+    def is_repeated(self, recording: RecordedStep) -> bool:
+        """Whether a step like this was noted before; if not, this one is, and nothing is learned from it yet."""
+        return self._sightings.has(recording) or bool(self._sightings.note(recording))
+
     def note_union(self, key: str, union: StepUnion, recording: RecordedStep, machine: Callable[[], Machine]) -> None:
         """Note that a step belongs to a union of steps, which is this sequence; plan it if its plan lacks something."""
         self._united[key] = union

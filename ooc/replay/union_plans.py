@@ -42,17 +42,21 @@ class UnionPlans:
         keys = self._unions.keys(is_segment=False)
         return bool(keys), any(not self._sequences.has_plan(key) for key in keys)
 
-    def note(self, recording: RecordedStep, machine: Callable[[], Machine]) -> str:
-        """Note a step that ran on demand, as `Sequences.note` does; one that is like no other joins a union."""
+    def note(self, recording: RecordedStep, machine: Callable[[], Machine], *, may_unite: bool = True) -> str:
+        """Note a step that ran on demand, as `Sequences.note` does; one that is like no other joins a union.
+
+        With `may_unite` False none does: where everything fits, no union's plan would be entered.
+        """
         self._sequences.retire_drawn()
         older_than, is_segment = self._unions.note(recording), self._sequences.is_segmented
-        key = self._join(recording, older_than, None, machine) if self._unions.keys(is_segment=is_segment) else None
+        has_unions = may_unite and bool(self._unions.keys(is_segment=is_segment))
+        key = self._join(recording, older_than, None, machine) if has_unions else None
         if key is not None:
             return key
         is_unforeseen = self._sequences.active_key is not None  # another one was expected
         is_unlike = self._sequences.key_of(recording.signature) is None
         key = self._sequences.note(recording, machine)
-        if is_unforeseen or (is_unlike and self._sequences.is_new(key)):
+        if may_unite and (is_unforeseen or (is_unlike and self._sequences.is_new(key))):
             return self._join(recording, older_than, key, machine) or key
         return key
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import ooc
-from ooc.replay import unions
+from ooc.replay import segmentation, unions
 from tests.quick_plans import QUICK_PLANS
 
 SIZE = 192
@@ -347,6 +347,35 @@ def test_closures_of_any_number_are_planned() -> None:
 
     rows = run(program, budget="2560KiB")
     assert planned_share(rows[8:]) > 0.5
+
+
+def test_what_follows_a_segment_that_has_left_its_plan_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins where the grad mode changes, which nobody looked for after a plan."""
+    monkeypatch.setattr(segmentation, "_MOST_NEW", 0)  # steps are planned by their segments from the first
+    monkeypatch.setattr(segmentation, "_NUM_EQUAL", 99)
+    monkeypatch.setattr(unions, "_NUM_UNLIKE", 99)
+
+    def program() -> list[Any]:
+        net = model(0, 3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        out: list[Any] = []
+        for index in range(12):
+            with torch.no_grad():
+                scale = batch(index).tanh()
+                for _ in range(3):
+                    scale = scale.mul(2.0).tanh()
+                scale = scale.exp() if index >= 10 else scale.sigmoid()
+            optimizer.zero_grad()
+            loss = net(scale).square().mean()
+            loss.backward()
+            optimizer.step()
+            out.append(loss.item())
+        return out + digest(net)
+
+    rows = run(program, debug=False)  # where native code runs what is on demand
+    assert all(row.mode == "planned" for row in rows[6:10])
+    assert rows[10].mode == "off_plan"
+    assert rows[10].num_planned_ops > rows[10].num_demand_ops
 
 
 class Interrupted(Exception):

@@ -286,7 +286,7 @@ def test_a_step_that_is_left_after_omissions_is_recorded_as_it_ran(monkeypatch: 
     monkeypatch.setattr(StepRecorder, "finish", noted)
     program = train(skipped, num_steps=40)
     with monkeypatch.context() as patch, eager_unions():
-        patch.setattr(UnionPlans, "note", lambda _, recording, __: f"{recording.signature}")
+        patch.setattr(UnionPlans, "note", lambda _, recording, *__, **___: f"{recording.signature}")
         run(program, budget="1792KiB")
     on_demand = list(recorded)
     recorded.clear()

@@ -174,7 +174,7 @@ def test_segments_that_cannot_be_planned_say_so(monkeypatch: pytest.MonkeyPatch)
 def test_what_was_not_learned_for_want_of_time_says_so_and_the_hint_names_the_remedy(
     in_segments: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LearningBudget, "may_learn", lambda _: False)
+    monkeypatch.setattr(LearningBudget, "may_learn", lambda _, **__: False)
     with forced_segments() if in_segments else nullcontext():
         *rows, last = _rows([256] * (_MOST_COMPARED + 8))
     causes = [row["cause"] for row in rows[4:]]  # where nothing is learned, segments are tried again and again
