@@ -8,10 +8,12 @@ use it. All later calls are right, and so is the first one where any such functi
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 _NUM_ELEMENTS = 8  # far too few to be shared out among threads
 
 
 def settle_vector_math() -> None:
     """Have the library set itself up, so that what runs again, or in another process, has the same bits."""
-    torch.ones(_NUM_ELEMENTS).exp()
+    with _disable_current_modes():
+        torch.ones(_NUM_ELEMENTS, dtype=torch.float32, device="cpu").exp()
