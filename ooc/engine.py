@@ -36,7 +36,6 @@ from ooc.interop.forks import DeviceForks, Forks, HostForks
 from ooc.interop.graph_fusion import GraphFusion
 from ooc.interop.guest_threads import GuestThreads
 from ooc.interop.triton_launches import TritonLaunches
-from ooc.interop.vector_math import settle_vector_math
 from ooc.memory.record import VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.options import SessionOptions
@@ -90,7 +89,6 @@ class Engine:
         self._is_in_yield = False
         with contextlib.ExitStack() as undo:
             undo.callback(held.release)  # of signals that wait while the rest is undone
-            settle_vector_math()
             self._open_memory(options, held, undo)
             self._open_replay(options, undo)
             self._open_telemetry(undo)

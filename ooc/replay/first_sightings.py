@@ -33,11 +33,11 @@ class FirstSightings:
     def note(self, recording: RecordedStep) -> list[RecordedStep]:
         """Note a step. Those that are to be learned from now: none, this one, or an earlier one and this one."""
         signature = recording.signature
-        earlier = self._waiting.pop(signature, None)
-        if earlier is None and signature not in self._repeated:
+        if not self.has(recording):
             self._waiting[signature] = recording
             self._forget()
             return []
+        earlier = self._waiting.pop(signature, None)
         self._repeated.pop(signature, None)
         self._repeated[signature] = None
         while len(self._repeated) > _MOST_SIGNATURES:

@@ -132,9 +132,9 @@ class LearningBudget:
 
     A plan saves waiting for what is moved. Where nothing had to be moved for some periods it only saves a few
     microseconds an op, so learning may take a small part of the time so far. As soon as anything moves for want of
-    room, learning may take a larger part of the time, and a yet larger one at first: the more, the more of the ops are
-    planned for it. What plans themselves move says nothing: layers skipped at random left a plan in each step, and each
-    time what had outlived it was evicted, at four times the memory that the step needs.
+    room, learning may take a larger part of the time, as much as plans have gained, and a stake at first. What comes
+    again just as it was has a part of its own. What plans themselves move says nothing: layers skipped at random left a
+    plan in each step, and each time what had outlived it was evicted, at four times the memory that the step needs.
 
     Plans that take longer to enter than they save until they are left are entered less and less often; so are all that
     were not entered yet, if most are such. A plan that is played to its end is compared with what its sequence took on

@@ -159,7 +159,10 @@ class Sequences:
 
     def is_repeated(self, recording: RecordedStep) -> bool:
         """Whether a step like this was noted before; if not, this one is, and nothing is learned from it yet."""
-        return self._sightings.has(recording) or bool(self._sightings.note(recording))
+        if self._sightings.has(recording):
+            return True
+        self._sightings.note(recording)
+        return False
 
     def note_union(self, key: str, union: StepUnion, recording: RecordedStep, machine: Callable[[], Machine]) -> None:
         """Note that a step belongs to a union of steps, which is this sequence; plan it if its plan lacks something."""

@@ -358,13 +358,14 @@ def test_what_follows_a_segment_that_has_left_its_plan_is_planned(monkeypatch: p
     def program() -> list[Any]:
         net = model(0, 3)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        unlike = {10: torch.exp, 11: torch.sin, 12: torch.cos, 13: torch.neg}
         out: list[Any] = []
-        for index in range(12):
+        for index in range(14):
             with torch.no_grad():
                 scale = batch(index).tanh()
                 for _ in range(3):
                     scale = scale.mul(2.0).tanh()
-                scale = scale.exp() if index >= 10 else scale.sigmoid()
+                scale = unlike.get(index, torch.sigmoid)(scale)
             optimizer.zero_grad()
             loss = net(scale).square().mean()
             loss.backward()
@@ -372,10 +373,11 @@ def test_what_follows_a_segment_that_has_left_its_plan_is_planned(monkeypatch: p
             out.append(loss.item())
         return out + digest(net)
 
-    rows = run(program, debug=False)  # where native code runs what is on demand
+    rows = run(program, budget="16MiB", debug=False)  # native code runs what is on demand, where nothing is away
     assert all(row.mode == "planned" for row in rows[6:10])
-    assert rows[10].mode == "off_plan"
-    assert rows[10].num_planned_ops > rows[10].num_demand_ops
+    for row in rows[10:]:
+        assert row.mode == "off_plan"
+        assert row.num_planned_ops > row.num_demand_ops
 
 
 class Interrupted(Exception):
