@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ooc.dispatch.out_of_memory import shape_of
 from ooc.errors import SessionError, StoreFailed
 from ooc.memory.no_room import NoRoom
 from ooc.memory.record import State, VariableRecord
@@ -174,15 +175,15 @@ class GuestOps:
 
     def _check_layout(self, func: Any, tensor: torch.Tensor) -> None:
         if tensor.layout is torch.strided:
-            if not tensor.is_quantized or not self._dispatcher.address(tensor):
+            if not (tensor.is_quantized or tensor.is_nested) or not self._dispatcher.address(tensor):
                 return
-            kind = "quantized"
+            kind = "nested" if tensor.is_nested else f"quantized, {shape_of(tensor)}"
         else:
-            kind = str(tensor.layout)
+            kind = f"{tensor.layout}, {shape_of(tensor)}"
             if not self._dispatcher.operands(tensor):
                 return
         raise SessionError(
-            f"{func} on the thread {threading.current_thread().name!r}: an operand ({kind}, {tuple(tensor.shape)}) is "
+            f"{func} on the thread {threading.current_thread().name!r}: an operand ({kind}) is "
             "a variable of the session, and other threads get copies of strided tensors only. Options: run it on the "
             "thread that opened the session; make it dense, or dequantize it, there."
         )

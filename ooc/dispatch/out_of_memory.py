@@ -207,7 +207,12 @@ def _label(
         return name or record.label or "memory given out or in use"
     argument, tensor = tensors[record.address]
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{argument}{f' ({name})' if name else ''} {dtype}{list(tensor.shape)}"
+    return f"{argument}{f' ({name})' if name else ''} {dtype}{shape_of(tensor)}"
+
+
+def shape_of(tensor: torch.Tensor) -> str:
+    """A tensor's shape for a message; a nested tensor of torch's older kind refuses to tell one."""
+    return "[nested]" if tensor.is_nested and tensor.layout is torch.strided else str(list(tensor.shape))
 
 
 def _result_sizes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], threshold_nbytes: int) -> list[int]:

@@ -8,10 +8,12 @@ and the user is told once.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ __all__ = ["Compilation"]
 
 _lock = threading.Lock()
 _INDUCTOR = "inductor"
+_RUN_BY_OPS = "ooc.dispatch.", "ooc.memory.", "ooc.replay.", "ooc.tracing.", "vmm.", "scheduler."
 _LARGE_FRACTION = 2
 """A region that takes more than 1/2 of the budget leaves little room for what is to come."""
 
@@ -81,6 +84,7 @@ class Compilation:
         if eval_frame is not None and self._inner is None:
             self._inner = eval_frame._callback_from_stance
             self._replacements.replace(eval_frame, "_callback_from_stance", self._choose)
+            _keep_dynamo_out()
 
     def _choose(self, callback: Any) -> Any:
         """Torch asks by which compiler a frame is to be compiled: None runs it eagerly."""
@@ -163,6 +167,31 @@ def _note_that_modes_do_not_mind() -> None:
     if all(mode.is_infra_mode() or mode.ignore_compile_internals() for mode in modes):
         _python_dispatch._is_in_any_mode_without_ignore_compile_internals = False
         _python_dispatch.set_is_in_mode_without_ignore_compile_internals(False)
+
+
+def _keep_dynamo_out() -> None:
+    """Let Dynamo look at no code that ops run, nor at what that calls.
+
+    A frame that Dynamo does not compile itself, such as the `forward` of torch's own `Sequential`, it goes through with
+    its eyes open: what is called there is compiled. Modes' `__torch_dispatch__` torch takes out; ours is native code.
+    """
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    skipped = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_RUN_BY_OPS):
+            for code in _code_of(module):
+                eval_frame.set_code_exec_strategy(code, skipped)
+
+
+def _code_of(module: ModuleType) -> Iterator[CodeType]:
+    """The code of all functions and methods of a module, of those within them, too."""
+    classes = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
+    for each in [*vars(module).values(), *(member for owner in classes for member in vars(owner).values())]:
+        function = inspect.unwrap(each.__func__ if isinstance(each, (classmethod, staticmethod)) else each)
+        code = [function.__code__] if isinstance(function, FunctionType) else []
+        while code:
+            yield (found := code.pop())
+            code += [constant for constant in found.co_consts if isinstance(constant, CodeType)]
 
 
 def _backend_of(callback: Any) -> Any:

@@ -67,6 +67,16 @@ def run_net(budget: str) -> None:
 # -- the budget
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_op_on_nested_tensors_larger_than_the_budget() -> None:
+    """torch's older kind of them refuses to tell its shape."""
+    nested = torch.nested.nested_tensor([torch.ones(length, 256) for length in (500, 300, 700)])
+    with ooc.Session("2MiB"):
+        made = nested * 2
+        with pytest.raises(ooc.BudgetTooSmall, match=r"aten\.mul.* float32\[nested\] 1\.5 MiB"):
+            made.mul(3)
+
+
 def test_forward_op_larger_than_the_budget() -> None:
     """The second convolution: 4 MiB in (8 x 32 x 64 x 64 floats), 4 MiB out."""
     with pytest.raises(ooc.BudgetTooSmall) as caught:

@@ -220,6 +220,30 @@ def test_blocks_are_regions(
 
 
 @needs_a_compiler
+@pytest.mark.parametrize("budget", ["1GiB", "4MiB"])
+def test_a_module_of_torchs_own_that_is_compiled_in_place(budget: str) -> None:
+    """Dynamo goes through its `forward` without compiling it, and would compile what is called there: ours, too."""
+
+    def run(session: ooc.Session | None) -> list[float]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+        model.compile()
+        losses = []
+        for _ in range(4):
+            with session.step() if session is not None else contextlib.nullcontext():
+                loss = model(torch.randn(64, 256)).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+        return losses
+
+    expected = run(None)
+    with ooc.Session(budget) as session:
+        assert run(session) == expected
+        assert torch._dynamo.utils.counters["graph_break"] == {}
+
+
+@needs_a_compiler
 def test_functional_gradients_within_a_region() -> None:
     """Dynamo traces what notices them at ends of steps, too."""
 

@@ -356,6 +356,16 @@ def test_moving_averages(debug: bool) -> None:
     assert learned.count("planned") >= LEAST_PLANNED * len(learned), modes
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_no_copy_of_a_nested_tensor() -> None:
+    """An error that says so, and what to do; the session's thread may use it as ever."""
+    with ooc.Session("8MiB"):
+        nested = torch.nested.nested_tensor([torch.ones(length, 256) for length in (300, 500)])
+        with ThreadPoolExecutor() as pool, pytest.raises(SessionError, match=r"an operand \(nested\) is a variable"):
+            pool.submit(lambda: nested * 2).result()
+        assert (nested * 2).to_padded_tensor(0.0).sum().item() == 2 * 800 * 256
+
+
 def test_part_of_a_variable() -> None:
     """What a write does not name stays as it is, and a result that is a view is one of the variable itself."""
 
