@@ -123,7 +123,7 @@ class SignalGate:
     ) -> None:
         self._dispatcher = dispatcher
         self._is_open = is_open
-        self._closing = frozenset(closing)
+        self._closing = closing
         self._handlers: dict[int, PythonHandler] = {}
         self._is_installed = False
         # As typeshed has them they could not be put back; whoever replaced them before us had types of its own.
@@ -172,7 +172,7 @@ class SignalGate:
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         """The gate itself: the handler that the interpreter calls for every signal."""
-        is_closing = frame is not None and frame.f_code in self._closing and self._is_open()
+        is_closing = frame is not None and any(frame.f_code is code for code in self._closing) and self._is_open()
         if self._dispatcher.postpone(number, is_closing):
             if number == signal.SIGINT and Stop.is_allowed:
                 Stop.is_allowed = False  # first: what is raised may arrive in the `finally` that would do it

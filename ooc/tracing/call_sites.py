@@ -72,8 +72,9 @@ class CallSites:
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[CodeType, int] = {_CALL_IMPL: _CALL, _RUN_BACKWARD: _BACKWARD}
-        self._lines: dict[tuple[CodeType, int], str] = {}
+        # By the code's identity: what Dynamo makes has constants that cannot be hashed. It lives on here.
+        self._kinds: dict[int, tuple[int, CodeType]] = _known_kinds()
+        self._lines: dict[tuple[int, int], str] = {}
         self._texts: dict[tuple[str, str], str] = {}
         self._forward: dict[int, str] = {}
         self._paths: dict[int, tuple[weakref.ref[nn.Module], dict[int, str]]] = {}
@@ -88,7 +89,7 @@ class CallSites:
         self._forward.clear()
         self._paths.clear()
         if len(self._kinds) > _MAX_CODES:
-            self._kinds = {_CALL_IMPL: _CALL, _RUN_BACKWARD: _BACKWARD}
+            self._kinds = _known_kinds()
             self._lines.clear()
             self._texts.clear()
 
@@ -135,9 +136,8 @@ class CallSites:
         kinds = self._kinds
         while frame is not None:
             code = frame.f_code
-            kind = kinds.get(code)
-            if kind is None:
-                kind = self._kind(code)
+            known = kinds.get(id(code))
+            kind = known[0] if known is not None else self._kind(code)
             if kind == _USERS:
                 line = line or self._line(frame)
             elif kind == _CALL:
@@ -148,13 +148,13 @@ class CallSites:
         return line, inner, outer, is_backward
 
     def _kind(self, code: CodeType) -> int:
-        kind = self._kinds.get(code)
-        if kind is None:
-            kind = self._kinds[code] = _USERS if _is_the_users(code.co_filename) else _OTHER
-        return kind
+        known = self._kinds.get(id(code))
+        if known is None:
+            known = self._kinds[id(code)] = _USERS if _is_the_users(code.co_filename) else _OTHER, code
+        return known[0]
 
     def _line(self, frame: FrameType) -> str:
-        key = frame.f_code, frame.f_lasti
+        key = id(frame.f_code), frame.f_lasti
         text = self._lines.get(key)
         if text is None:
             text = self._lines[key] = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
@@ -171,6 +171,10 @@ class CallSites:
         paths.setdefault(id(inner), "")
         self._paths[id(outer)] = weakref.ref(outer), paths
         return paths[id(inner)] or type(inner).__name__
+
+
+def _known_kinds() -> dict[int, tuple[int, CodeType]]:
+    return {id(code): (kind, code) for code, kind in ((_CALL_IMPL, _CALL), (_RUN_BACKWARD, _BACKWARD))}
 
 
 def users_stacklevel() -> int:

@@ -243,6 +243,50 @@ def test_a_module_of_torchs_own_that_is_compiled_in_place(budget: str) -> None:
         assert torch._dynamo.utils.counters["graph_break"] == {}
 
 
+class Softened(nn.Module):
+    """A layer with a function of its own, made anew in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        class Soft(torch.autograd.Function):
+            @staticmethod
+            def forward(context: Any, values: torch.Tensor) -> torch.Tensor:
+                context.save_for_backward(values)
+                return values.exp().clamp(max=3)
+
+            @staticmethod
+            def backward(context: Any, gradient: torch.Tensor) -> Any:
+                (values,) = context.saved_tensors
+                return gradient * values.sigmoid()
+
+        return Soft.apply(self.layer(x))
+
+
+@needs_a_compiler
+def test_code_of_dynamos_that_cannot_be_hashed() -> None:
+    """It has a dictionary among its constants."""
+
+    def run(step: Callable[[], contextlib.AbstractContextManager[Any]]) -> list[float]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        block = Softened()
+        block.compile()
+        losses = []
+        for _ in range(3):
+            with step():
+                loss = block(torch.randn(256, WIDTH)).square().mean()
+                loss.backward()
+                losses += [loss.item(), block.layer.weight.grad.sum().item()]
+        return losses
+
+    expected = run(contextlib.nullcontext)
+    with ooc.Session("4MiB") as session:
+        assert run(session.step) == expected
+
+
 @needs_a_compiler
 def test_functional_gradients_within_a_region() -> None:
     """Dynamo traces what notices them at ends of steps, too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -154,6 +155,21 @@ def test_a_model_is_not_kept_alive() -> None:
             held = session.engine.live_nbytes()
             del model
         assert held - session.engine.live_nbytes() >= 2 * WIDTH * WIDTH * 4
+
+
+def test_code_that_cannot_be_hashed() -> None:
+    """What Dynamo makes of a function may have a dictionary among its constants."""
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    code = double.__code__.replace(co_consts=(*double.__code__.co_consts, {}))
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(code)
+    with ooc.Session("4MiB") as session, session.step():
+        made = FunctionType(code, globals())(torch.ones(256, 256))
+        assert session.engine.runner.recording.recorder.last_op().where.startswith(FILE)
+    assert made.sum().item() == 2 * 256 * 256
 
 
 def test_people_are_shown_the_place(tmp_path: Path) -> None:
