@@ -8,6 +8,7 @@ and the user is told once.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
@@ -175,20 +176,26 @@ def _keep_dynamo_out() -> None:
     A frame that Dynamo does not compile itself, such as the `forward` of torch's own `Sequential`, it goes through with
     its eyes open: what is called there is compiled. Modes' `__torch_dispatch__` torch takes out; ours is native code.
     """
-    eval_frame: Any = torch._C._dynamo.eval_frame
-    skipped = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     for name, module in list(sys.modules.items()):
         if name.startswith(_RUN_BY_OPS):
-            for code in _code_of(module):
-                eval_frame.set_code_exec_strategy(code, skipped)
+            _keep_dynamo_out_of(module)
 
 
-def _code_of(module: ModuleType) -> Iterator[CodeType]:
-    """The code of all functions and methods of a module, of those within them, too."""
+@functools.cache  # it lasts as long as the process
+def _keep_dynamo_out_of(module: ModuleType) -> None:
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    skipped = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for code in code_of(module):
+        eval_frame.set_code_exec_strategy(code, skipped)
+
+
+def code_of(module: ModuleType) -> Iterator[CodeType]:
+    """The code of a module's own functions and methods, and of those within them; not of what it imports."""
     classes = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
     for each in [*vars(module).values(), *(member for owner in classes for member in vars(owner).values())]:
         function = inspect.unwrap(each.__func__ if isinstance(each, (classmethod, staticmethod)) else each)
-        code = [function.__code__] if isinstance(function, FunctionType) else []
+        is_own = isinstance(function, FunctionType) and function.__code__.co_filename == module.__file__
+        code = [function.__code__] if is_own else []
         while code:
             yield (found := code.pop())
             code += [constant for constant in found.co_consts if isinstance(constant, CodeType)]

@@ -17,7 +17,9 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ooc
+from ooc.dispatch import out_of_memory
 from ooc.dispatch.mode import SessionMode
+from ooc.interop.compilation import code_of
 from ooc.interop.compiled_region import written_inputs
 
 BUDGET = "8MiB"
@@ -241,6 +243,13 @@ def test_a_module_of_torchs_own_that_is_compiled_in_place(budget: str) -> None:
     with ooc.Session(budget) as session:
         assert run(session) == expected
         assert torch._dynamo.utils.counters["graph_break"] == {}
+
+
+def test_dynamo_is_kept_out_of_no_code_but_ours() -> None:
+    """Functions of torch's that a module of ours imports are the program's, too."""
+    files = {code.co_filename for code in code_of(out_of_memory)}
+    assert out_of_memory.tree_map.__code__.co_filename not in files  # type: ignore[attr-defined]
+    assert files == {out_of_memory.__file__}
 
 
 class Softened(nn.Module):
