@@ -299,7 +299,7 @@ class OpsInParts:
         if is_view(func):
             as_it_is = Split(unread=frozenset(given), is_view=True)
             return Found(func=func, args=args, kwargs=kwargs, given=given, whole=(), returned=None, split=as_it_is)
-        with below_everything():
+        with below_everything(), self._allocator.apart():  # probes must not be refused, nor be noted as the op's memory
             try:
                 whole, returned = without_data(func, given, tensors)
                 split = split_of(func, given, whole)

@@ -19,6 +19,7 @@ from ooc.memory.record import State
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.executor import Executor
 from ooc.replay.unserved import Unserved
+from ooc.tracing import part_probes
 from ooc.tracing.operand_marks import OperandMark
 from scheduler.plan import occupied_ticks
 from tests.replay.test_elastic import digest, run
@@ -182,6 +183,7 @@ def test_the_memory_that_the_plan_has_for_parts_does_not_do(monkeypatch: pytest.
         make_way(self, nbytes, may_refuse=may_refuse)
 
     monkeypatch.setattr(Unserved, "make_way", never)
+    monkeypatch.setattr(part_probes, "_known", {})  # which takes hundreds of small tensors: none of the session's
     for program, budget in ((words, BUDGET), (update, "5MiB")):
         session, modes = run(program, [512] * NUM_STEPS, budget=budget, chunk_nbytes="64KiB", threshold_nbytes=4)
         assert "off_plan" in modes
