@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
 
 from ooc.dispatch.extension import leave_unnoticed
 from ooc.dispatch.guest_ops import as_guest, become_guest, cease_to_be_guest
-from ooc.interop.older_threads import visit_running_threads
+from ooc.interop.older_threads import end_visit, visit_running_threads
 from ooc.interop.replacements import Replacements
 from ooc.tracing.call_sites import users_stacklevel
 
@@ -99,6 +99,7 @@ class GuestThreads:
         self._replacements.put_back()
         if _MODE.dispatch == self._dispatch:
             _MODE.dispatch = None
+            end_visit()
         if self._adopted:
             visit_running_threads(frozenset(self._adopted), _release)
             self._adopted.clear()

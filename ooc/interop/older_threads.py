@@ -8,55 +8,83 @@ Python 3.12 rests on the same function of CPython's).
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, NamedTuple
 
 _PROFILE_FUNCTION = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-_kept: list[Any] = []
-"""A thread may come to its next event long after the session: what it will call then must exist for ever."""
+
+
+class _Visit(NamedTuple):
+    idents: Container[int]
+    visit: Callable[[], bool]
+
+
+_latest: _Visit | None = None
+"""The visit that is under way. Threads that have yet to call or return make this one, and none before it."""
 
 
 def visit_running_threads(idents: Container[int], visit: Callable[[], bool]) -> bool:
     """Have `visit` called on each of these threads when it next calls or returns; again later while it says False.
 
-    A profile function that one of them has of its own is replaced. Threads that compute in native code, or wait there,
-    are not disturbed.
+    It takes the place of an earlier visit that is still under way; so does `end_visit`, and lets go of both arguments.
+    A profile function that one of the threads has of its own is replaced. Threads that compute in native code, or wait
+    there, are not disturbed.
 
     Returns:
         False if this interpreter offers no way to do so.
     """
-    python = ctypes.pythonapi
-    if not hasattr(python, "_PyEval_SetProfile") or threading.getprofile() is not None:
+    global _latest
+    if not hasattr(ctypes.pythonapi, "_PyEval_SetProfile") or threading.getprofile() is not None:
         return False
     states = ctypes.c_void_p
-    first, following, current, interpreter = (
-        _function(name, states, arguments)
+    first, following, interpreter = (
+        _function(name, states, *arguments)
         for name, arguments in (
             ("PyInterpreterState_ThreadHead", [states]),
             ("PyThreadState_Next", [states]),
-            ("PyThreadState_Get", []),
             ("PyInterpreterState_Get", []),
         )
     )
-    set_profile = _function("_PyEval_SetProfile", ctypes.c_int, [states, states, states])
-
-    def on_event(_argument: int, _frame: int, _what: int, _result: int) -> int:
-        if threading.get_ident() not in idents or visit():
-            set_profile(current(), None, None)
-        return 0
-
-    function = _PROFILE_FUNCTION(on_event)
-    _kept.append(function)
-    address = ctypes.cast(function, ctypes.c_void_p)
-    own, state = current(), first(interpreter())
+    _latest = _Visit(idents, visit)
+    address = ctypes.cast(_ON_EVENT, ctypes.c_void_p)
+    own, state = _own_state(), first(interpreter())
     while state:  # nobody starts or ends meanwhile: the interpreter's lock is ours
         if state != own:
-            set_profile(state, address, None)
+            _set_profile(state, address)
         state = following(state)
     return True
 
 
-def _function(name: str, result: Any, arguments: list[Any]) -> Any:
+def end_visit() -> None:
+    """Threads that were not visited yet will not be."""
+    global _latest
+    _latest = None
+
+
+def _on_event(_argument: int, _frame: int, _what: int, _result: int) -> int:
+    latest = _latest
+    if latest is None or threading.get_ident() not in latest.idents or latest.visit():
+        _set_profile(_own_state(), None)
+    return 0
+
+
+_ON_EVENT = _PROFILE_FUNCTION(_on_event)
+"""One for the process: a thread may come to its next event, and call this, long after the session."""
+
+
+def _own_state() -> Any:
+    return _function("PyThreadState_Get", ctypes.c_void_p)()
+
+
+def _set_profile(state: Any, function: Any) -> None:
+    _function("_PyEval_SetProfile", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(
+        state, function, None
+    )
+
+
+@functools.cache
+def _function(name: str, result: Any, *arguments: Any) -> Any:
     """A function of CPython's, which is called with the interpreter's lock held."""
     return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import gc
 import io
 import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
@@ -463,3 +465,23 @@ def test_without_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GuestThreads, "open", lambda self: None)
     with pytest.raises(AssertionError, match="instead of"):
         run(copies)
+
+
+def test_threads_that_wait_keep_no_session_alive() -> None:
+    """What they call at their next event knew its session, for ever: in a notebook, which has such threads."""
+    stop, engines = threading.Event(), []
+    older = threading.Thread(target=stop.wait)
+    older.start()
+    try:
+        for _ in range(5):
+            with ooc.Session("4MiB", chunk_nbytes="64KiB", plan_cache=False) as session:
+                weight = torch.ones(1 << 16, requires_grad=True)
+                with session.step():
+                    (weight * 2).sum().backward()
+                engines.append(weakref.ref(session.engine))
+            del session
+        gc.collect()
+        assert [engine() for engine in engines[:-1]] == [None] * 4
+    finally:
+        stop.set()
+        older.join()
