@@ -94,7 +94,7 @@ TIMES = f"""
 {LOAD}
 num_moves = ctypes.c_uint64()
 followed = []
-SLOW_MS = 5.0
+SLOW_MS = 60_000.0  # of the device, which nobody waits for: no op takes the host as long
 
 def durations_ms(num_ops, num_steps=2, waits=False):
     # Of the products in the last of these steps, none of which has a plan yet. Each allocates, and one ends the operand
