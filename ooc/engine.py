@@ -54,6 +54,10 @@ from vmm.chunks import ChunkPool
 from vmm.driver import MemoryFault
 from vmm.store import FileStore
 
+_ROOMY_FRACTION = 0.75
+"""Of the pool: what moved while no more than this was ever in use was moved by plans, which put away what outlives
+their segments, and not for want of room."""
+
 
 class Engine:
     """The parts of one open session: memory, residency manager, dispatch, replay and telemetry.
@@ -176,7 +180,11 @@ class Engine:
             runner=self.runner,
             manager=self.manager,
             sequences=self.sequences,
-            learning=LearningBudget(self.manager.counters, is_limited=self.options.background_planning),
+            learning=LearningBudget(
+                self.manager.counters,
+                is_limited=self.options.background_planning,
+                is_roomy=lambda: self.steps.peak_chunks <= _ROOMY_FRACTION * self.manager.num_chunks,
+            ),
             exports=self.exports,
             steps=self.steps,
             timeline=self.timeline,

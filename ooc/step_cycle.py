@@ -30,6 +30,7 @@ from ooc.interop.exports import Exports
 from ooc.learner import Learner
 from ooc.memory.record import VariableRecord
 from ooc.memory.residency import ResidencyManager
+from ooc.op_counts import NumOps, OpCounts
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.late_entry import LatePlans
 from ooc.replay.learning_budget import LearningBudget, Stay
@@ -109,8 +110,8 @@ class StepCycle:
         self._backward_depth = 0
         self._was_new = False  # what the period that ends had: something like nothing before
         self._keys: list[str | None] = []  # of the segments of the present period
-        self._num_planned = self._num_on_demand = 0  # ops of segments that have ended
-        self._at_start = (0, 0)  # the same when the present period began
+        self._counts = OpCounts(runner)
+        self._at_start = self._at_begin = NumOps(0, 0)  # when the present period began, and when the present step did
         # The plan of this period, to be entered again if it is left at its head.
         self._awaited: ExecutablePlan | None = None
         self._entered: ExecutablePlan | None = None  # the plan that was entered last
@@ -120,7 +121,6 @@ class StepCycle:
         self._late = LatePlans(manager.records.get)
         self._tried: list[ExecutablePlan] = []  # plans that were entered and left at their heads before this very op
         self._most_ops = 0  # of the longest plan that was replayed
-        self._at_begin = (0, 0)  # the same when the present step began, with the ops of its segment then
         runner.borders = self
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ class StepCycle:
             self._range.begin()
             if begins_period:
                 self._timeline.begin_step(self._executor.active)
-            self._at_begin = self._num_ops()
+            self._at_begin = self._counts.now()
             self._steps.begin(planned=self._executor.active is not None)
 
     def begin_first_step(self) -> None:
@@ -184,8 +184,8 @@ class StepCycle:
         self._backward_depth -= 1
         if self._backward_depth or not self._is_open():
             return
-        if self._segmentation.is_on:
-            with self._lock:
+        if self._in_segments:
+            with self._lock, self._learning.at_border():
                 self._end_segment()
         self._watch()
 
@@ -202,12 +202,13 @@ class StepCycle:
         """Learn from the period that ends, and enter the plan that is predicted for the next one."""
         with self._lock:
             self._exports.step_begins()
-            planned, on_demand = (now - then for now, then in zip(self._num_ops(), self._at_start, strict=True))
+            planned, on_demand = self._counts.now().since(self._at_start)
             self._learning.end_period(num_ops=planned + on_demand)
             is_other = self.rounds.take_change()
             if self._segmentation.is_on and not is_other:
                 self._end_segment()
-                self._segmentation.note_segments(tuple(self._keys))
+                if self._learning.watches:
+                    self._segmentation.note_segments(tuple(self._keys))
             else:
                 self._was_new = False
                 self._pass((lambda: None) if is_other else self._sequences.expected)
@@ -218,7 +219,7 @@ class StepCycle:
                     has, waits = self._unions.of_whole_steps()
                     num = self._unions.num_begun
                     self._segmentation.note_whole(is_new=is_new, num_unions=num, has_union=has, awaits_plan=waits)
-            self._at_start = self._num_ops()
+            self._at_start = self._counts.now()
             if is_other:  # what begins now begins as one of the plans so far, and would leave it
                 self._segmentation = Segmentation()
                 self._sequences.forget_plans()
@@ -241,7 +242,8 @@ class StepCycle:
         if self._backward_depth or not self._is_open():
             return
         if active is None:
-            self._comes_on_demand(func, args, kwargs)
+            with self._learning.at_border():
+                self._comes_on_demand(func, args, kwargs)
             return
         cursor = self._runner.dispatcher.cursor
         if cursor > active.num_idle:
@@ -256,14 +258,14 @@ class StepCycle:
         if not addresses and not makes_tensors(func):
             return  # it may come at any place, and changes nothing
         is_other = is_other and (bool(addresses) or func in active.funcs[active.num_idle : active.num_idle + 1])
-        with self._lock:
+        with self._lock, self._learning.at_border():
             if self._executor.active is not active or torch._C._current_autograd_node() is not None:
                 return
             chosen = self._chosen(func, addresses, grad_mode)
             if chosen is active and cursor < active.num_ops:
                 return
             if cursor == active.num_ops and cursor:
-                if chosen is None and not (is_other or self._segmentation.is_on or self._is_between):
+                if chosen is None and not (is_other or self._in_segments or self._is_between):
                     return
                 self._pass(lambda: self._chosen(func, addresses, grad_mode), is_begun=True)
             elif chosen is not None or is_other:
@@ -275,7 +277,7 @@ class StepCycle:
 
     def _comes_on_demand(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder, awaited = self._runner.recording.recorder, self._awaited
-        if recorder is None or not (self._segmentation.is_on or self._is_between or awaited is not None):
+        if recorder is None or not (self._in_segments or self._is_between or awaited is not None):
             return
         if recorder.num_ops > recorder.num_replayed:
             self._tried.clear()
@@ -286,12 +288,12 @@ class StepCycle:
             awaited = self._awaited = None  # it was left in its middle
             self._watch()
         is_awaited = awaited is not None and grad_mode == awaited.grad_mode and func is awaited.head
-        is_border = (self._segmentation.is_on or self._is_between) and grad_mode != recorder.grad_mode
+        is_border = (self._in_segments or self._is_between) and grad_mode != recorder.grad_mode
         if not (is_head or is_awaited or is_border):
             return
         addresses = self._runner.dispatcher.occurrences(args, kwargs)
         if not addresses:
-            may_begin = is_awaited or is_border or self._runner.recording.looks_at_idle or func in self._heads
+            may_begin = is_awaited or is_border or grad_mode != recorder.grad_mode or func in self._heads
             if not may_begin or not makes_tensors(func):
                 return
         with self._lock:
@@ -313,7 +315,7 @@ class StepCycle:
         recorder = self._runner.recording.recorder
         if recorder is not None and not recorder.is_begun:
             recorder.grad_mode = grad_mode
-        self._is_between = not self._segmentation.is_on and not grad_mode
+        self._is_between = self._learning.watches and not (self._segmentation.is_on or grad_mode)
         self._watch()
 
     def _chosen(
@@ -345,15 +347,20 @@ class StepCycle:
         if executor.active is None or self._runner.dispatcher.cursor > 0:
             self._pass(lambda: None)
 
+    @property
+    def _in_segments(self) -> bool:
+        """Whether borders end segments in this period."""
+        return self._segmentation.is_on and self._learning.watches
+
     def _watch(self) -> None:
         """Let Python see ops on demand that may be at a border, also once a plan is left in its middle."""
         begun = self._executor.active or self._runner.recording.recorder
-        awaited, matters = self._awaited, self._segmentation.is_on or self._is_between
+        awaited, matters = self._awaited, self._in_segments or self._is_between
         if self._backward_depth:
             self._runner.dispatcher.watch(-1, None, ())
         else:
             mode = int(begun.grad_mode) if begun is not None and matters else -1
-            self._heads = self._sequences.heads() if matters else ()
+            self._heads = self._sequences.heads() if matters or awaited is not None else ()
             self._runner.dispatcher.watch(mode, awaited.head if awaited is not None else None, self._heads)
 
     def _pass(self, choose: Callable[[], ExecutablePlan | None], *, is_begun: bool = False) -> None:
@@ -384,7 +391,7 @@ class StepCycle:
             if self._stay is not None:
                 self._stay.num_ops += executor.num_played()
             key = sequences.active_key
-            self._num_planned, self._num_on_demand = self._num_ops()
+            self._counts.end_sequence()
             sequences.note_end(key)
         else:
             sequences.take_ready()  # first, so that what has just been recorded can be planned next
@@ -459,6 +466,7 @@ class StepCycle:
             self._stay = Stay(follower, key, entered_ns=time.thread_time_ns() - started_ns)
             if so_far is not None:
                 self._stay.is_late, self._stay.num_ops = True, -so_far.num_replayed
+            self._stay.is_at_border = is_begun
             self._steps.note_plan(self._manager.num_chunks - self._manager.num_free)
         else:
             _log.info("cannot play the plan: %s", executor.bailout_reason)
@@ -480,43 +488,30 @@ class StepCycle:
             num_ops, num_replayed = (recorder.num_ops, recorder.num_replayed) if recorder is not None else (0, 0)
             self._learning.end_stay(stay, num_ops=num_ops, num_replayed=num_replayed, begun_ns=self._begun_ns)
 
-    def _num_ops(self) -> tuple[int, int]:
-        """Ops so far that were planned, and on demand; the present segment's, too."""
-        active, recorder = self._executor.active, self._runner.recording.recorder
-        planned, on_demand = self._num_planned, self._num_on_demand
-        if active is not None:
-            planned, recorder = planned + self._executor.num_played(), self._executor.so_far
-        if recorder is not None:
-            planned += recorder.num_replayed
-            on_demand += recorder.num_ops - recorder.num_replayed
-        return planned, on_demand
-
     def give_up_retired(self) -> None:
         """Free what is held for plans that will not be replayed again."""
         while self._sequences.retired:
             self._executor.retire(self._sequences.retired.pop())
 
     def position(self) -> Position:
-        """How many ops of the present step have run. Takes no lock: the progress bar asks from its own thread."""
-        active, recorder = self._executor.active, self._runner.recording.recorder
-        if active is not None:
-            return Position(mode="planned", num_done=self._runner.dispatcher.cursor, num_ops=active.num_ops)
-        num_done = recorder.num_ops if recorder is not None else 0
-        mode = "off plan" if self._sequences.num_plans else "learning"
-        return Position(mode=mode, num_done=num_done, num_ops=self._sequences.last_num_ops)
+        """How far the present step is (`OpCounts.position`)."""
+        return self._counts.position(self._sequences.num_plans, self._sequences.last_num_ops)
 
     def _learn(self) -> str | None:
         """Learn what was recorded since the last border. The key of the last sequence; None if it is incomplete."""
         recorder = self._runner.recording.recorder
         assert recorder is not None
         self._runner.absorb()
-        self._num_planned += recorder.num_replayed
-        self._num_on_demand += recorder.num_ops - recorder.num_replayed
+        self._counts.end_sequence()
         if recorder.is_cut:
             self._sequences.note_end(None)
             self._was_new = self._was_new or self.rounds.num_steps > 1  # too long
             return None
-        in_segments, cost_ns = self._segmentation.is_on, self._learning.cost_ns() - self._begun_ns
+        in_segments, cost_ns = self._in_segments, self._learning.cost_ns() - self._begun_ns
+        if in_segments != self._segmentation.is_on:  # some segments, one after the other
+            self._why.note_all_fits()
+            self._sequences.note_end(None)
+            return None
         learned = self._learner.learn(recorder, in_segments=in_segments, in_pieces=in_segments or self._is_between)
         self._was_new, key = self._was_new or learned.is_new, learned.key
         if key is not None and learned.is_one and not recorder.num_replayed:
@@ -532,7 +527,7 @@ class StepCycle:
             bailout=self._executor.bailout_reason,
             in_segments=self._segmentation.is_on,
         )
-        planned, on_demand = (now - then for now, then in zip(self._num_ops(), self._at_begin, strict=True))
+        planned, on_demand = self._counts.now().since(self._at_begin)
         recorder = self._runner.recording.recorder
         if recorder is not None and recorder.is_cut:  # it began anew in this step
             planned, on_demand = max(planned, 0), max(on_demand, 1)

@@ -16,17 +16,14 @@ from ooc.tracing.recorder import StepRecorder
 
 MOST_HEAD_OPS = 512
 """So many ops at the head of a plan may touch no variable: those of a loader that makes a batch, sample by sample."""
-_MOST_SEEN = 16
-"""So many of them Python looks at for what begins, while nothing has; after that only what touches a variable."""
 
 
 class Head(IntEnum):
     """Which ops on demand Python sees because something that has a plan may begin with them; native/demand.h."""
 
     NONE = 0
-    ALL = 1
-    TOUCHING = 2  # a variable, or in another grad mode than those before, which ran with gradients
-    TOUCHING_WITHOUT_GRADIENTS = 3
+    TOUCHING = 1  # a variable, or in another grad mode than those before, which ran with gradients
+    TOUCHING_WITHOUT_GRADIENTS = 2
 
 
 class NativeLogging(Protocol):
@@ -95,14 +92,8 @@ class StepRecording:
             return
         head = Head.NONE
         if not recorder.is_begun:
-            touching = Head.TOUCHING if recorder.grad_mode else Head.TOUCHING_WITHOUT_GRADIENTS
-            head = Head.ALL if recorder.num_ops < _MOST_SEEN else touching
+            head = Head.TOUCHING if recorder.grad_mode else Head.TOUCHING_WITHOUT_GRADIENTS
         self._native.at_head(head)
-
-    @property
-    def looks_at_idle(self) -> bool:
-        """Whether an op that touches no variable may show what begins."""
-        return self.recorder is not None and self.recorder.num_ops < _MOST_SEEN
 
     def log_natively(self, dispatcher: NativeLogging) -> None:
         """From now on ops that need nothing from Python are logged without it."""

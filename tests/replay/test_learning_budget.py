@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from ooc.replay.learning_budget import (
     LearningBudget,
     Stay,
 )
+from ooc.step_cycle import StepCycle
 
 
 class _Clock:
@@ -381,3 +383,89 @@ def test_what_a_session_plans_is_measured_on_demand_before(monkeypatch: pytest.M
     assert session.engine.manager.counters.loaded_nbytes > 0
     assert len(whole) > 1
     assert set(whole) <= set(on_demand)
+
+
+def _look(learning: LearningBudget, clock: _Clock, num_ops: int) -> None:
+    """A period in which 1 ms goes to looking for what begins; a plan with so many ops is entered there, and played."""
+    if learning.watches:
+        with learning.at_border():
+            clock.now += 1e-3
+            with learning.spending(), learning.uncounted():
+                clock.now += 1.0  # no cost of the border
+        stay: Any = Stay(_Plan(), "", entered_ns=0, is_at_border=True)  # type: ignore[arg-type]
+        stay.plan.is_elastic = False
+        learning.end_stay(stay, num_ops=num_ops, num_replayed=num_ops, begun_ns=0)
+    learning.end_period(num_ops=num_ops)
+    learning.begin_period()
+
+
+def test_where_everything_fits_nobody_looks_for_plans_that_save_less_than_that_takes() -> None:
+    """1,000 ops on a plan save more than 1 ms; 100 save less, so ever fewer periods look for them."""
+    clock = _Clock()
+    pays, loses = (_calm(Counters(), clock) for _ in range(2))
+    watched = []
+    for _ in range(200):
+        _look(pays, clock, 1000)
+        assert pays.watches
+        watched.append(loses.watches)
+        _look(loses, clock, 100)
+    assert watched[0]
+    assert 4 <= sum(watched) <= 12
+    for _ in range(80):  # what begins there has changed
+        _look(loses, clock, 1000)
+    assert loses.watches
+
+
+def test_where_something_moves_what_begins_is_always_looked_for() -> None:
+    counters, clock = Counters(), _Clock()
+    learning = _calm(counters, clock)
+    for _ in range(40):
+        _look(learning, clock, 0)
+    assert not learning.watches
+    counters.num_crowded += 1
+    learning.end_period()
+    learning.begin_period()
+    for _ in range(40):
+        assert learning.watches
+        counters.num_crowded += 1
+        _look(learning, clock, 0)
+
+
+def test_short_pieces_without_gradients_cost_little_where_everything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks that pack what is saved run without gradients: each ended a segment, in all of the steps."""
+    num_passed, passes = [0], StepCycle._pass
+
+    def counting(self: StepCycle, *args: Any, **kwargs: Any) -> None:
+        num_passed[0] += 1
+        passes(self, *args, **kwargs)
+
+    monkeypatch.setattr(StepCycle, "_pass", counting)
+
+    def train(budget: str | None) -> tuple[list[float], list[int]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.GELU())))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        losses, passed = [], []
+        with contextlib.ExitStack() as stack:
+            session = None
+            if budget is not None:
+                session = stack.enter_context(ooc.Session(budget, plan_cache=False, background_planning=True))
+            for _ in range(120):
+                before = num_passed[0]
+                if session is not None:
+                    session.engine.cycle._segmentation.is_on = True
+                with session.step() if session is not None else contextlib.nullcontext():
+                    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.bfloat16, torch.Tensor.float):
+                        loss = model(torch.randn(64, 256)).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+                passed.append(num_passed[0] - before)
+        return losses, passed
+
+    expected, _ = train(None)
+    losses, passed = train("64MiB")
+    assert losses == expected
+    assert max(passed) > 8  # or there was nothing to save
+    assert sorted(passed[60:])[30] <= 2

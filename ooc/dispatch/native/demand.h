@@ -22,7 +22,7 @@ namespace ooc {
 
 // Which ops on demand Python sees because something that has a plan may begin with them: none; all; those that touch a
 // variable, or run in another grad mode than those before.
-enum class Head : int { kNone = 0, kAll = 1, kTouching = 2, kTouchingWithoutGradients = 3 };
+enum class Head : int { kNone = 0, kTouching = 1, kTouchingWithoutGradients = 2 };
 
 // How an op is called, and which of its arguments it writes.
 struct OpInfo {

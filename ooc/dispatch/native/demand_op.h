@@ -54,10 +54,7 @@ class DemandOp {
   bool may_come() {
     if (state_->num_events.load(std::memory_order_relaxed) > kMostEvents) return false;
     is_at_head_ = self_->head != ooc::Head::kNone;
-    if (is_at_head_) {
-      if (self_->head == ooc::Head::kAll) return false;
-      if (c10::GradMode::is_enabled() != (self_->head == ooc::Head::kTouching)) return false;
-    }
+    if (is_at_head_ && c10::GradMode::is_enabled() != (self_->head == ooc::Head::kTouching)) return false;
     return self_->watched_grad_mode < 0 || c10::GradMode::is_enabled() == (self_->watched_grad_mode != 0);
   }
 
