@@ -11,6 +11,7 @@ from tests.session.program_runs import Tally, run_many
 
 NUM_PROGRAMS = 16
 RUNNER = "tests.session.program_segments:run_seed"
+PAUSES = "tests.session.program_pauses:run_seed"
 
 
 def _check(tally: Tally, count: int) -> None:
@@ -22,6 +23,10 @@ def _check(tally: Tally, count: int) -> None:
 
 def test_random_programs_in_segments() -> None:
     _check(run_many(range(NUM_PROGRAMS), runner=RUNNER), NUM_PROGRAMS)
+
+
+def test_random_programs_in_segments_that_nobody_looks_for_at_times() -> None:
+    _check(run_many(range(NUM_PROGRAMS), runner=PAUSES), NUM_PROGRAMS)
 
 
 @pytest.mark.slow

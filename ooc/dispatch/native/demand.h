@@ -20,7 +20,7 @@
 
 namespace ooc {
 
-// Which ops on demand Python sees because something that has a plan may begin with them: none; all; those that touch a
+// Which ops on demand Python sees because something that has a plan may begin with them: none; those that touch a
 // variable, or run in another grad mode than those before.
 enum class Head : int { kNone = 0, kTouching = 1, kTouchingWithoutGradients = 2 };
 
