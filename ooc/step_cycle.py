@@ -143,6 +143,7 @@ class StepCycle:
         """Begin the first step of a session in which the program's optimizers, or backward passes, end steps."""
         self._steps.begin(planned=False)
         self._range.begin()
+        self._watch()
 
     def end_step(self) -> None:
         """Note that a step ends; from here on the kernel serves stray touches of evicted variables."""
@@ -203,7 +204,8 @@ class StepCycle:
         with self._lock:
             self._exports.step_begins()
             planned, on_demand = self._counts.now().since(self._at_start)
-            self._learning.end_period(num_ops=planned + on_demand)
+            in_segments = planned if self._segmentation.is_on else 0
+            self._learning.end_period(num_ops=planned + on_demand, num_at_borders=in_segments)
             is_other = self.rounds.take_change()
             if self._segmentation.is_on and not is_other:
                 self._end_segment()
@@ -466,7 +468,7 @@ class StepCycle:
             self._stay = Stay(follower, key, entered_ns=time.thread_time_ns() - started_ns)
             if so_far is not None:
                 self._stay.is_late, self._stay.num_ops = True, -so_far.num_replayed
-            self._stay.is_at_border = is_begun
+            self._stay.is_at_border = is_begun and not self._segmentation.is_on and follower is not self._awaited
             self._steps.note_plan(self._manager.num_chunks - self._manager.num_free)
         else:
             _log.info("cannot play the plan: %s", executor.bailout_reason)

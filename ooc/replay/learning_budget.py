@@ -112,7 +112,7 @@ class Stay:
         entered_ns: Processor time that it took to enter it.
         num_ops: Played, of all periods that have ended.
         is_late: It was entered in the midst of a step.
-        is_at_border: It was entered at the first op of what it is for.
+        is_at_border: It was entered between two whole steps, since somebody looked for what began.
     """
 
     plan: ExecutablePlan
@@ -200,8 +200,11 @@ class LearningBudget:
         """Whether nothing had to be moved for some periods, so that plans are of little use."""
         return self._is_limited and self._num_calm >= _CALM_PERIODS
 
-    def end_period(self, *, num_ops: int = 0) -> None:
-        """Note that a period of so many ops ends."""
+    def end_period(self, *, num_ops: int = 0, num_at_borders: int = 0) -> None:
+        """Note that a period of so many ops ends. `num_at_borders`: of these were on plans that borders have found.
+
+        Those of stays that were noted as `Stay.is_at_border` come on top.
+        """
         is_calm = self._counters.num_crowded == self._num_crowded or self._is_roomy()
         self._num_calm = self._num_calm + 1 if is_calm else 0
         now, learning_s = self._clock(), self._spent_s - self._spent_then_s
@@ -211,7 +214,7 @@ class LearningBudget:
             self._ns_per_op = before + (ns_per_op - before) * _LATEST_SHARE
         self._ended_s, self._spent_then_s = now, self._spent_s
         if self.watches and self.everything_fits:
-            self._borders.note(self._border_ns)
+            self._borders.note(self._border_ns + num_at_borders * _SAVED_NS)
         self._border_ns = 0.0
 
     def begin_period(self) -> None:

@@ -80,7 +80,9 @@ class SequencePredictor:
             count = max(followers.values())
             key = next(key for key in reversed(followers) if followers[key] == count)
             total = sum(followers.values())
-            sureness = 1.0 if count == total >= _SURE else count / (total + 1)
+            if count == total >= _SURE:
+                return key  # the contexts that come are shorter, and none is surer
+            sureness = count / (total + 1)
             if best is None or (sureness, len(past)) > best[:2]:
                 best = sureness, len(past), key
         if best is not None:

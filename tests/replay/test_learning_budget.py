@@ -385,34 +385,36 @@ def test_what_a_session_plans_is_measured_on_demand_before(monkeypatch: pytest.M
     assert set(whole) <= set(on_demand)
 
 
-def _look(learning: LearningBudget, clock: _Clock, num_ops: int) -> None:
+def _look(learning: LearningBudget, clock: _Clock, num_ops: int, *, in_segments: bool = False) -> None:
     """A period in which 1 ms goes to looking for what begins; a plan with so many ops is entered there, and played."""
-    if learning.watches:
+    watched = learning.watches
+    if watched:
         with learning.at_border():
             clock.now += 1e-3
             with learning.spending(), learning.uncounted():
                 clock.now += 1.0  # no cost of the border
-        stay: Any = Stay(_Plan(), "", entered_ns=0, is_at_border=True)  # type: ignore[arg-type]
+        stay: Any = Stay(_Plan(), "", entered_ns=0, is_at_border=not in_segments)  # type: ignore[arg-type]
         stay.plan.is_elastic = False
         learning.end_stay(stay, num_ops=num_ops, num_replayed=num_ops, begun_ns=0)
-    learning.end_period(num_ops=num_ops)
+    learning.end_period(num_ops=num_ops, num_at_borders=num_ops if watched and in_segments else 0)
     learning.begin_period()
 
 
-def test_where_everything_fits_nobody_looks_for_plans_that_save_less_than_that_takes() -> None:
+@pytest.mark.parametrize("in_segments", [True, False])
+def test_where_everything_fits_nobody_looks_for_plans_that_save_less_than_that_takes(in_segments: bool) -> None:
     """1,000 ops on a plan save more than 1 ms; 100 save less, so ever fewer periods look for them."""
     clock = _Clock()
     pays, loses = (_calm(Counters(), clock) for _ in range(2))
     watched = []
     for _ in range(200):
-        _look(pays, clock, 1000)
+        _look(pays, clock, 1000, in_segments=in_segments)
         assert pays.watches
         watched.append(loses.watches)
-        _look(loses, clock, 100)
+        _look(loses, clock, 100, in_segments=in_segments)
     assert watched[0]
     assert 4 <= sum(watched) <= 12
     for _ in range(80):  # what begins there has changed
-        _look(loses, clock, 1000)
+        _look(loses, clock, 1000, in_segments=in_segments)
     assert loses.watches
 
 
