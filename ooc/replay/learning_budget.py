@@ -213,7 +213,7 @@ class LearningBudget:
             before = self._ns_per_op if self._ns_per_op is not None else ns_per_op
             self._ns_per_op = before + (ns_per_op - before) * _LATEST_SHARE
         self._ended_s, self._spent_then_s = now, self._spent_s
-        if self.watches and self.everything_fits:
+        if self.watches and self.everything_fits and (self._border_ns or num_at_borders):  # others tell nothing
             self._borders.note(self._border_ns + num_at_borders * _SAVED_NS)
         self._border_ns = 0.0
 

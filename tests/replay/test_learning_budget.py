@@ -418,6 +418,20 @@ def test_where_everything_fits_nobody_looks_for_plans_that_save_less_than_that_t
     assert loses.watches
 
 
+def test_periods_in_which_nothing_was_looked_at_say_nothing_of_borders() -> None:
+    """Episodes are played before one step in four."""
+    clock = _Clock()
+    learning, watched = _calm(Counters(), clock), 0
+    for index in range(400):
+        if index % 4 == 0:
+            watched += learning.watches
+            _look(learning, clock, 0)
+        else:
+            learning.end_period(num_ops=100)
+            learning.begin_period()
+    assert watched <= 14
+
+
 def test_where_something_moves_what_begins_is_always_looked_for() -> None:
     counters, clock = Counters(), _Clock()
     learning = _calm(counters, clock)
