@@ -204,8 +204,8 @@ class StepCycle:
         with self._lock:
             self._exports.step_begins()
             planned, on_demand = self._counts.now().since(self._at_start)
-            in_segments = planned if self._segmentation.is_on else 0
-            self._learning.end_period(num_ops=planned + on_demand, num_at_borders=in_segments)
+            num_at_borders = planned if self._segmentation.is_on else 0
+            self._learning.end_period(num_ops=planned + on_demand, num_at_borders=num_at_borders)
             is_other = self.rounds.take_change()
             if self._segmentation.is_on and not is_other:
                 self._end_segment()
@@ -295,7 +295,7 @@ class StepCycle:
             return
         addresses = self._runner.dispatcher.occurrences(args, kwargs)
         if not addresses:
-            may_begin = is_awaited or is_border or grad_mode != recorder.grad_mode or func in self._heads
+            may_begin = is_awaited or grad_mode != recorder.grad_mode or func in self._heads
             if not may_begin or not makes_tensors(func):
                 return
         with self._lock:
@@ -509,11 +509,12 @@ class StepCycle:
             self._sequences.note_end(None)
             self._was_new = self._was_new or self.rounds.num_steps > 1  # too long
             return None
-        in_segments, cost_ns = self._in_segments, self._learning.cost_ns() - self._begun_ns
-        if in_segments != self._segmentation.is_on:  # some segments, one after the other
+        in_segments = self._segmentation.is_on
+        if in_segments and not self._learning.watches:  # some of them, one after the other
             self._why.note_all_fits()
             self._sequences.note_end(None)
             return None
+        cost_ns = self._learning.cost_ns() - self._begun_ns
         learned = self._learner.learn(recorder, in_segments=in_segments, in_pieces=in_segments or self._is_between)
         self._was_new, key = self._was_new or learned.is_new, learned.key
         if key is not None and learned.is_one and not recorder.num_replayed:

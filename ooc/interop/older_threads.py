@@ -38,18 +38,12 @@ def visit_running_threads(idents: Container[int], visit: Callable[[], bool]) -> 
     global _latest
     if not hasattr(ctypes.pythonapi, "_PyEval_SetProfile") or threading.getprofile() is not None:
         return False
-    states = ctypes.c_void_p
-    first, following, interpreter = (
-        _function(name, states, *arguments)
-        for name, arguments in (
-            ("PyInterpreterState_ThreadHead", [states]),
-            ("PyThreadState_Next", [states]),
-            ("PyInterpreterState_Get", []),
-        )
-    )
+    interpreter = _function("PyInterpreterState_Get", ctypes.c_void_p)()
+    following = _function("PyThreadState_Next", ctypes.c_void_p, ctypes.c_void_p)
     _latest = _Visit(idents, visit)
     address = ctypes.cast(_ON_EVENT, ctypes.c_void_p)
-    own, state = _own_state(), first(interpreter())
+    own = _own_state()
+    state = _function("PyInterpreterState_ThreadHead", ctypes.c_void_p, ctypes.c_void_p)(interpreter)
     while state:  # nobody starts or ends meanwhile: the interpreter's lock is ours
         if state != own:
             _set_profile(state, address)

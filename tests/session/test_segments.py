@@ -150,7 +150,7 @@ def test_evaluations_between_steps_that_begin_with_a_loader_are_planned(zeroes_f
 
 
 def test_a_loader_whose_batch_is_the_first_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stacks samples that are none, after more ops than Python looks at: that op says what begins, all the same."""
+    """It stacks samples that are none, after many ops without a variable: that op says what begins, all the same."""
     for name in ("_NUM_UNLIKE", "_NUM_MIXED"):  # steps are planned piece by piece
         monkeypatch.setattr(unions, name, 99)
 
