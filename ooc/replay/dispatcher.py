@@ -67,6 +67,9 @@ class Dispatcher(Protocol):
     def prepare_demand(self, *arguments: Any) -> None:
         """Say what ops on demand need (`ooc.dispatch.op_runner`)."""
 
+    def prepare_births(self, *arguments: Any) -> None:
+        """Say where births on demand are noted (`ooc.dispatch.native_births`)."""
+
     def prepare_acts(self, *arguments: Any) -> None:
         """Say what goes before and after planned ops, and where that is noted (`ooc.dispatch.native_acts`)."""
 
