@@ -250,6 +250,7 @@ class StepCycle:
         if rests != self._is_at_rest:
             self._is_at_rest = rests
             sum_in_place(rests)
+            self._runner.dispatcher.compare(not rests)
 
     # -- borders within a period
 

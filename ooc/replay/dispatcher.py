@@ -129,6 +129,10 @@ class Dispatcher(Protocol):
         And so are `heads`, until something has begun.
         """
 
+    def compare(self, whether: bool, /) -> None:
+        """Whether ops on demand that native code runs are compared, and planned: else it is not noted where they come
+        from, of which node they are, and whether they may run again."""
+
     def leave(self) -> None:
         """No plan is being replayed any more."""
 

@@ -68,6 +68,22 @@ def test_nobody_rests_once_something_moves() -> None:
     assert not learning.everything_fits
 
 
+@pytest.fixture
+def rests(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the next period is one of rest; all run on demand."""
+    value = [False]
+    end = LearningBudget.end_period
+
+    def end_period(self: LearningBudget, **counts: int) -> None:
+        end(self, **counts)
+        self.rests = value[0]
+
+    monkeypatch.setattr(unions, "_NUM_UNLIKE", 99)
+    monkeypatch.setattr(unions, "_NUM_MIXED", 99)
+    monkeypatch.setattr(LearningBudget, "end_period", end_period)
+    return value
+
+
 def _sums_of_gradients(session: ooc.Session, weight: torch.Tensor, index: int) -> list[str]:
     """The ops by which a step, unlike all others, sums up the gradient of a weight that is used three times."""
     with session.step():
@@ -82,34 +98,45 @@ def _sums_of_gradients(session: ooc.Session, weight: torch.Tensor, index: int) -
     return [event.name for event in seen.function_events or () if event.name.startswith("aten::add")]
 
 
-def test_gradients_are_summed_up_in_place_at_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_summed_up_in_place_at_rest_alone(rests: list[bool]) -> None:
     """Elsewhere steps are compared, and that must not depend on who has a tensor. The bits are the same."""
     grads = []
-    rests = False
-    end = LearningBudget.end_period
-    monkeypatch.setattr(unions, "_NUM_UNLIKE", 99)  # all are to run on demand
-    monkeypatch.setattr(unions, "_NUM_MIXED", 99)
-
-    def end_period(self: LearningBudget, **counts: int) -> None:
-        end(self, **counts)
-        self.rests = rests
-
-    monkeypatch.setattr(LearningBudget, "end_period", end_period)
     weight = torch.randn(64, 64).mul_(0.1).requires_grad_()
     with ooc.Session("8MiB", threshold_nbytes="4KiB", chunk_nbytes="64KiB", plan_cache=False) as session:
         for index in range(6):
-            rests = index in (2, 3)
+            rests[0] = index in (2, 3)
             found: list[str] = []
             for part in range(2):  # the first ends the period before it
                 weight.grad = None
                 found = _sums_of_gradients(session, weight, 2 * index + part)
                 assert weight.grad is not None
                 grads.append(weight.grad.clone())
-            assert set(found) == {"aten::add_" if rests else "aten::add"}
-        rests = True
+            assert set(found) == {"aten::add_" if rests[0] else "aten::add"}
+        rests[0] = True
         _sums_of_gradients(session, weight, 20)
-    rests = False
+    rests[0] = False
     with ooc.Session("8MiB", threshold_nbytes="4KiB", chunk_nbytes="64KiB", plan_cache=False) as session:
         weight.grad = None
         assert set(_sums_of_gradients(session, weight, 0)) == {"aten::add"}  # the other has left nothing behind
     assert all(torch.equal(grads[0], grad) for grad in grads)
+
+
+def test_where_ops_come_from_is_noted_where_they_are_compared(rests: list[bool]) -> None:
+    """At rest nobody looks for it, nor whether an op may run again, which takes runs of its own."""
+    with ooc.Session("8MiB", threshold_nbytes="4KiB", plan_cache=False, recompute=True) as session:
+        runner = session.engine.runner
+        for index in range(6):  # no two steps are alike
+            rests[0] = index in (2, 3)
+            for part in range(2):  # the first ends the period before it
+                with session.step():
+                    for _ in range(2 * index + part):
+                        torch.ones(64, 64).cos_()
+                    x = torch.ones(64, 64)
+                    for _ in range(3):
+                        x = x.sin()
+                    recorder = runner.recording.recorder
+                    assert recorder is not None
+                    ops = recorder.ops
+            assert {bool(op.where) for op in ops[-2:]} == {not rests[0]}
+            assert {op.replayable for op in ops[-2:]} == {not rests[0]}
+            assert x.sum().item() == pytest.approx(64 * 64 * 0.67843, rel=1e-4)

@@ -213,7 +213,7 @@ class Births {
     PyTypeObject* type = Py_TYPE(prototype);
     PyObject* record = size != nullptr && time != nullptr && serial != nullptr ? type->tp_alloc(type, 0) : nullptr;
     if (record != nullptr) {
-      for (const Py_ssize_t slot : record_slots) Demand::set(record, slot, Py_NewRef(Demand::get(prototype, slot)));
+      for (const Py_ssize_t slot : record_slots) Demand::set(record, slot, Py_XNewRef(Demand::get(prototype, slot)));
       set(record, kItsAddress, at(place, kPlaceAddress));
       set(record, kItsReservation, place);
       set(record, kItsRuns, runs);

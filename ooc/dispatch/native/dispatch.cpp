@@ -467,6 +467,7 @@ PyMethodDef dispatcher_methods[] = {
     {"demand", dispatcher_demand, METH_O, "Log ops on demand here from now on; None: leave each to Python."},
     {"at_head", dispatcher_at_head, METH_O, "Which ops on demand Python sees because something may begin with them."},
     {"watch", dispatcher_watch, METH_VARARGS, "Leave ops on demand in another grad mode to Python."},
+    {"compare", dispatcher_compare, METH_O, "Whether the logs of ops on demand are compared from now on."},
     {"follow_stream", dispatcher_follow_stream, METH_VARARGS, "Call this before planned ops on another stream."},
     {"begin_op_again", dispatcher_begin_op_again, METH_NOARGS, "The time of the op under way begins now."},
     {"vouch", dispatcher_vouch, METH_NOARGS, "The next planned op may have fewer operands, though it changes some."},
