@@ -260,7 +260,8 @@ class LearningBudget:
     def begin_period(self) -> None:
         """Note that a period begins: what entering its plan has moved was not for want of room."""
         self._num_crowded = self._counters.num_crowded
-        self.watches = not self.rests and (not self.everything_fits or self._borders.may_try())
+        looks = not self.everything_fits or self._borders.may_try()  # periods of rest count as passed, too
+        self.watches = looks and not self.rests
 
     @contextlib.contextmanager
     def at_border(self) -> Iterator[None]:

@@ -192,7 +192,12 @@ def test_nobody_is_asked_after_the_session() -> None:
     with ooc.Session("32MiB", **_OPTIONS) as session:  # what outlived the other is nobody's here
         for _ in range(3):
             torch.ones(128, 128).sin_()
+        before = num_births(session)
+        assert before > 0
+        address = kept.untyped_storage().data_ptr()
+        assert address in session.engine.memory.allocator.detached
         del kept
         for _ in range(3):
             torch.ones(128, 128).sin_()
-        assert num_births(session) > 0
+        assert address not in session.engine.memory.allocator.detached
+        assert num_births(session) > before

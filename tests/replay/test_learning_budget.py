@@ -417,7 +417,7 @@ def test_where_everything_fits_nobody_looks_for_plans_that_save_less_than_that_t
         _look(loses, clock, 100, in_segments=in_segments)
     assert watched[0]
     assert 4 <= sum(watched) <= 12
-    for _ in range(400):  # what begins there has changed
+    for _ in range(200):  # what begins there has changed
         _look(loses, clock, 1000, in_segments=in_segments)
     assert loses.watches
 

@@ -106,10 +106,16 @@ class Births {
     return value == wanted;
   }
 
-  // No op runs in parts, whose memory is counted otherwise; and nothing is left of another session.
-  bool is_plain() const {
-    return PyDict_GET_SIZE(detached) == 0 && is(parts, names().takes_away, Py_False) &&
-           is(parts, names().lent, Py_None);
+  // No op runs in parts, whose memory is counted otherwise.
+  bool is_plain() const { return is(parts, names().takes_away, Py_False) && is(parts, names().lent, Py_None); }
+
+  // Whether what was freed there had outlived another session; maybe with an error.
+  bool is_detached(uint64_t address) const {
+    if (PyDict_GET_SIZE(detached) == 0) return false;
+    PyObject* number = PyLong_FromUnsignedLongLong(address);
+    const bool is_in = number == nullptr || PyDict_Contains(detached, number) != 0;
+    Py_XDECREF(number);
+    return is_in;
   }
 
   // What is free in the pool, which nothing here changes, and what is ready. False with an error.
@@ -141,8 +147,10 @@ class Births {
     std::array<PyObject*, kMostEvents> freed;  // borrowed
     size_t num_freed = 0;
     for (uint64_t i = 0; i < count; ++i) {
-      PyObject* record = events[i].kind == vmm::kFree ? demand.at(events[i].address) : nullptr;
-      if (PyErr_Occurred() || (record != nullptr && !may_lie_ready(demand, record))) return false;
+      if (events[i].kind != vmm::kFree) continue;
+      PyObject* record = demand.at(events[i].address);
+      if (record == nullptr ? is_detached(events[i].address) : !may_lie_ready(demand, record)) return false;
+      if (PyErr_Occurred()) return false;
       if (record != nullptr) freed[num_freed++] = record;
     }
     if (num_freed > 0 && num_in_pool_ * ready_fraction < num_chunks_) return false;  // as `Births.keep_ready` asks
