@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from ooc.dispatch.extension import sum_in_place
 from ooc.dispatch.op_runner import OpRunner
 from ooc.interop.exports import Exports
 from ooc.learner import Learner
@@ -38,13 +39,13 @@ from ooc.replay.optimizer_rounds import OptimizerRounds
 from ooc.replay.segmentation import Segmentation
 from ooc.replay.sequences import Sequences
 from ooc.replay.union_plans import UnionPlans
+from ooc.step_notes import StepNotes
 from ooc.telemetry.progress import Position, Progress
 from ooc.telemetry.steps import StepLog
 from ooc.telemetry.timeline import Timeline
 from ooc.telemetry.why import UnplannedSteps
 from ooc.tracing.op_semantics import makes_tensors
 from ooc.tracing.recorder import StepRecorder
-from vmm.nvtx_ranges import NamedRange
 
 _log = logging.getLogger(__name__)
 
@@ -86,11 +87,8 @@ class StepCycle:
         self._exports = exports
         self._steps = steps
         self._timeline = timeline
-        self._progress = progress
-        self._resident_nbytes = resident_nbytes
         self._is_open = is_open
         self._thread = threading.get_ident()
-        self._range = NamedRange("step")
         self._num_backward = 0  # backward passes since the last boundary
         self._last_optimizer: int | None = None  # identity of the one that ended the last step
         self._why = UnplannedSteps(sequences.unplannable)
@@ -106,12 +104,22 @@ class StepCycle:
         )
         self._segmentation = Segmentation()
         self.rounds = OptimizerRounds()
+        self._is_at_rest = False  # nothing of this period is planned or learned
         self._is_between = False  # in what comes between steps without gradients, in a period that is planned whole
         self._backward_depth = 0
         self._was_new = False  # what the period that ends had: something like nothing before
         self._keys: list[str | None] = []  # of the segments of the present period
         self._counts = OpCounts(runner)
-        self._at_start = self._at_begin = NumOps(0, 0)  # when the present period began, and when the present step did
+        self._notes = StepNotes(
+            runner=runner,
+            sequences=sequences,
+            counts=self._counts,
+            steps=steps,
+            progress=progress,
+            why=self._why,
+            resident_nbytes=resident_nbytes,
+        )
+        self._at_start = NumOps(0, 0)  # when the present period began
         # The plan of this period, to be entered again if it is left at its head.
         self._awaited: ExecutablePlan | None = None
         self._entered: ExecutablePlan | None = None  # the plan that was entered last
@@ -127,22 +135,20 @@ class StepCycle:
         return f"<StepCycle after {self._steps.num_steps} steps>"
 
     def close(self) -> None:
-        """End the profiler range of the present step. Idempotent."""
-        self._range.end()
+        """End the profiler range of the present step, and rest no more. Idempotent."""
+        self._notes.close()
+        self._rest(False)
 
     def begin_step(self, *, begins_period: bool = True) -> None:
         """Note that a step begins."""
         with self._lock:
-            self._range.begin()
             if begins_period:
                 self._timeline.begin_step(self._executor.active)
-            self._at_begin = self._counts.now()
-            self._steps.begin(planned=self._executor.active is not None)
+            self._notes.begin()
 
     def begin_first_step(self) -> None:
         """Begin the first step of a session in which the program's optimizers, or backward passes, end steps."""
-        self._steps.begin(planned=False)
-        self._range.begin()
+        self._notes.begin()
         self._watch()
 
     def end_step(self) -> None:
@@ -150,7 +156,7 @@ class StepCycle:
         with self._lock:
             if self._is_open():
                 self._exports.step_ends()
-            self._note_step()
+            self._notes.end(in_segments=self._segmentation.is_on)
 
     def optimizer_stepped(self, optimizer: object) -> None:
         """Handle the return of an optimizer's `step`: end the step and its period, and begin the next ones.
@@ -193,7 +199,7 @@ class StepCycle:
     def _pass_boundary(self, *, ends_period: bool = True) -> None:
         with self._lock:  # all of it: what garbage or a signal calls comes afterwards
             self._num_backward = 0
-            self._note_step()
+            self._notes.end(in_segments=self._segmentation.is_on)
             if ends_period:
                 self.begin_period()
                 self._exports.step_ends()
@@ -205,7 +211,7 @@ class StepCycle:
             self._exports.step_begins()
             planned, on_demand = self._counts.now().since(self._at_start)
             num_at_borders = planned if self._segmentation.is_on else 0
-            self._learning.end_period(num_ops=planned + on_demand, num_at_borders=num_at_borders)
+            self._learning.end_period(num_ops=planned + on_demand, num_planned=planned, num_at_borders=num_at_borders)
             is_other = self.rounds.take_change()
             if self._segmentation.is_on and not is_other:
                 self._end_segment()
@@ -213,9 +219,11 @@ class StepCycle:
                     self._segmentation.note_segments(tuple(self._keys))
             else:
                 self._was_new = False
-                self._pass((lambda: None) if is_other else self._sequences.expected)
+                self._pass((lambda: None) if is_other or self._learning.rests else self._sequences.expected)
                 is_new = self._was_new and on_demand > _MOST_IN_BETWEEN * (planned + on_demand)
-                if self.rounds.num_steps > 1:
+                if self._is_at_rest:
+                    pass  # nobody knows what it was
+                elif self.rounds.num_steps > 1:
                     self.rounds.note_period(is_new=is_new)
                 else:
                     has, waits = self._unions.of_whole_steps()
@@ -229,12 +237,20 @@ class StepCycle:
             self._keys.clear()
             self._sequences.is_segmented = self._segmentation.is_on
             self._is_between = False
-            if self._segmentation.is_on:
+            if self._segmentation.is_on or self._learning.rests:
                 self._awaited = None
             elif self._executor.active is not None and self._executor.active.grad_mode:
                 self._awaited = self._executor.active
-            self._watch()
+            self._rest(self._learning.rests)
             self._learning.begin_period()
+            self._watch()
+
+    def _rest(self, rests: bool) -> None:
+        """Let the period that begins be one of rest, or not: only in one may ops depend on the way that others took."""
+        if rests != self._is_at_rest:
+            self._is_at_rest = rests
+            sum_in_place(rests)
+            self._runner.dispatcher.compare(not rests)
 
     # -- borders within a period
 
@@ -464,8 +480,9 @@ class StepCycle:
         self._unions.prepare(follower, self._manager.records)
         if executor.enter(follower, self._sequences.others(follower), is_begun=is_begun, so_far=so_far):
             self._runner.recording.stop()
-            key = self._sequences.active_key or ""
-            self._stay = Stay(follower, key, entered_ns=time.thread_time_ns() - started_ns)
+            key, entered_ns = self._sequences.active_key or "", time.thread_time_ns() - started_ns
+            self._stay = Stay(follower, key, entered_ns=entered_ns)
+            self._learning.note_entry(entered_ns)
             if so_far is not None:
                 self._stay.is_late, self._stay.num_ops = True, -so_far.num_replayed
             self._stay.is_at_border = is_begun and not self._segmentation.is_on and follower is not self._awaited
@@ -510,39 +527,15 @@ class StepCycle:
             self._was_new = self._was_new or self.rounds.num_steps > 1  # too long
             return None
         in_segments = self._segmentation.is_on
-        if in_segments and not self._learning.watches:  # some of them, one after the other
+        if self._is_at_rest or (in_segments and not self._learning.watches):  # or some of them, one after the other
             self._why.note_all_fits()
             self._sequences.note_end(None)
             return None
         cost_ns = self._learning.cost_ns() - self._begun_ns
         learned = self._learner.learn(recorder, in_segments=in_segments, in_pieces=in_segments or self._is_between)
         self._was_new, key = self._was_new or learned.is_new, learned.key
+        if key is not None and not learned.is_new:
+            self._learning.note_known()
         if key is not None and learned.is_one and not recorder.num_replayed:
             self._learning.note_on_demand(key, num_ops=recorder.num_ops, cost_ns=cost_ns)
         return key
-
-    def _note_step(self) -> None:
-        self._range.end()
-        before, is_planned = self._steps.num_steps, self._executor.active is not None
-        reason = self._why.explain(
-            self._runner.recording.recorder if not is_planned else None,
-            was_planned=self._steps.began_planned,
-            bailout=self._executor.bailout_reason,
-            in_segments=self._segmentation.is_on,
-        )
-        planned, on_demand = self._counts.now().since(self._at_begin)
-        recorder = self._runner.recording.recorder
-        if recorder is not None and recorder.is_cut:  # it began anew in this step
-            planned, on_demand = max(planned, 0), max(on_demand, 1)
-        if is_planned and on_demand and not reason.cause:
-            reason = self._why.in_part(planned, on_demand)
-        self._executor.reruns.count_times()
-        self._steps.end(
-            num_planned_ops=planned,
-            num_demand_ops=on_demand,
-            policy=self._executor.active.plan.policy if self._executor.active is not None else "",
-            learned=self._sequences.num_plans > 0,
-            reason=reason,
-        )
-        if self._progress.is_on and self._steps.num_steps > before:
-            self._progress.note_step(self._steps.num_steps, self._steps.rows[-1], self._resident_nbytes())

@@ -151,6 +151,7 @@ class AllocatorState(ctypes.Structure):
         ("num_counted", ctypes.c_uint32),
         ("detached", ctypes.c_void_p),
         ("num_detached", ctypes.c_uint64),
+        ("quick_allocate", ctypes.c_void_p),
     )
 
     if TYPE_CHECKING:
@@ -176,6 +177,7 @@ class AllocatorState(ctypes.Structure):
         num_rerun_alive: int
         counted_position: int
         num_counted: int
+        quick_allocate: int | None
 
     @property
     def is_inside_op(self) -> bool:
@@ -271,6 +273,13 @@ class AllocatorTable:
         """Address of the native function that identifies the calling thread."""
         return ctypes.cast(self._library.vmm_allocator_this_thread, ctypes.c_void_p).value or 0
 
+    @property
+    def log_functions(self) -> tuple[int, int]:
+        """Addresses of the native functions that copy and that take the log's oldest events (native/births.h)."""
+        functions = self._library.vmm_allocator_peek, self._library.vmm_allocator_drain
+        found = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
+        return found[0], found[1]
+
     def open(self, *, threshold_nbytes: int, cold_allocate: Callable[[int], int]) -> None:
         """Route allocations of at least `threshold_nbytes` to `cold_allocate(nbytes) -> address` (0: no memory;
         `SERVED_APART`: none of ours).
@@ -337,7 +346,7 @@ class AllocatorTable:
         self.state.mode = MODE_OFF
         self.state.plan = None
         self.state.session_open = 0
-        self.state.cold_allocate = None
+        self.state.cold_allocate = self.state.quick_allocate = None
 
     def pause(self) -> None:
         """Send allocations to where they would go without a session, until `resume`. No plan may be in replay."""

@@ -71,6 +71,11 @@ def notice_sums() -> None:
             module.keep_noticed(site)
 
 
+def sum_in_place(whether: bool) -> None:
+    """Whether torch sums up gradients in place where it does without a mode (`notice_sums`). In the whole process."""
+    _dispatch_module().notice(not whether)
+
+
 @functools.cache
 def boxed_ops() -> Any | None:
     """The native module that runs ops without Python (native/boxed.cpp); None where it cannot be built.

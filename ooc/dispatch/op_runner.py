@@ -23,6 +23,7 @@ from ooc.dispatch.failed_ops import FailedOps
 from ooc.dispatch.guest_ops import GuestOps, is_guest
 from ooc.dispatch.hidden_operands import HiddenOperands, uses_unnamed
 from ooc.dispatch.mode import SessionMode, is_tracing
+from ooc.dispatch.native_births import bear_natively
 from ooc.dispatch.native_demand import is_special, run_natively
 from ooc.dispatch.ops_in_parts import OpNotes, OpsInParts
 from ooc.dispatch.refusals import RefusedAllocations
@@ -162,6 +163,8 @@ class OpRunner:
                 may_run_again=self.trials.may_run_again,
                 most_ops=MAX_PERIOD_OPS,
             )
+            if watch is None and manager.is_host:
+                bear_natively(self.dispatcher, manager=manager, allocator=allocator, parts=self.parts.memory)
         manager.position = self._position
         manager.foresight.present = OpsSoFar(self.recording, manager)
         self.collectives = make_collectives(self)

@@ -31,7 +31,7 @@ _MOST_POOLS = 2
 _MOST_DEVICE_POOLS = 8
 """The same on a device, whose tables are no host memory, and whose driver has no limit on mappings: a ResNet-50 at half
 of its memory mapped a tenth less than with 2, and with 32 no less."""
-_READY_FRACTION = 8
+READY_FRACTION = 8
 """Chunks are kept ready where the pool has one of so many free. Where memory is short others want them soon: a GRU over
 packed sequences at half of its memory mapped twice as many births a step, and took 1.1 times as long."""
 _MOST_TRIED = 16
@@ -55,7 +55,8 @@ class Births:
         self._reuses_addresses = reuses_addresses
         self._has_views = has_views
         self._most_pools = _MOST_POOLS if has_views else _MOST_DEVICE_POOLS
-        self._ready: dict[int, list[tuple[Reservation, Runs]]] = {}  # by size, the one that was freed last at the end
+        self.ready: dict[int, list[tuple[Reservation, Runs]]] = {}
+        """What was freed, with the chunks that it shows, by size; last what was freed last. Native code's, too."""
         self.num_ready = 0
         """Free chunks that the pool does not have."""
         self._kept: dict[int, OrderedDict[int, tuple[Reservation, Runs]]] = {}  # by size, by address, the oldest first
@@ -74,7 +75,7 @@ class Births:
 
         Raises `vmm.driver.MemoryFault`: nothing was taken.
         """
-        ready = self._ready.get(num_chunks)
+        ready = self.ready.get(num_chunks)
         if ready:
             reservation, runs = ready.pop()
             self.num_ready -= num_chunks
@@ -116,16 +117,16 @@ class Births:
 
         False: they are the caller's to give back.
         """
-        if not self._reuses_addresses or pool.num_free * _READY_FRACTION < pool.num_chunks:
+        if not self._reuses_addresses or pool.num_free * READY_FRACTION < pool.num_chunks:
             return False
-        self._ready.setdefault(reservation.num_chunks, []).append((reservation, runs))
+        self.ready.setdefault(reservation.num_chunks, []).append((reservation, runs))
         self.num_ready += reservation.num_chunks
         return True
 
     def end_ready(self, pool: ChunkPool, *, in_use: bool = True) -> None:
         """Let nothing be ready. The chunks go back to `pool`; not `in_use`: it is new, and does not know them."""
-        while self._ready:
-            num_chunks, some = next(iter(self._ready.items()))
+        while self.ready:
+            num_chunks, some = next(iter(self.ready.items()))
             while some:  # one after the other: what comes after a call that fails stays ready
                 reservation, runs = some.pop()
                 self.num_ready -= num_chunks
@@ -133,7 +134,7 @@ class Births:
                     pool.give(runs)
                 if not self.keep(reservation, runs, pool):
                     self._space.release(reservation)
-            del self._ready[num_chunks]
+            del self.ready[num_chunks]
 
     def keep(self, reservation: Reservation, runs: Runs, pool: ChunkPool) -> bool:
         """Keep a reservation that shows these chunks, which are free in `pool`. False: it is of no use."""

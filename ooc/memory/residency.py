@@ -25,6 +25,7 @@ from ooc.memory.no_room import NoRoom
 from ooc.memory.record import NO_GUARD, Runs, State, VariableRecord
 from ooc.memory.record_transfers import RecordTransfers
 from ooc.memory.still_moves import StillMoves
+from vmm.addresses import Reservation
 from vmm.chunks import ChunkPool
 from vmm.driver import MemoryFault
 
@@ -131,6 +132,10 @@ class ResidencyManager(RecordTransfers):
         """A number that no storage of this session has had."""
         self.num_serials += 1
         return self.num_serials - 1
+
+    def books_of_births(self) -> tuple[Births, dict[int, VariableRecord], dict[int, list[tuple[Reservation, Runs]]]]:
+        """What native code changes in our place (native/births.h): `Births`, what is resident, and what lies ready."""
+        return self._births, self._resident, self._births.ready
 
     # -- life of a record
 

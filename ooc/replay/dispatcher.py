@@ -67,6 +67,9 @@ class Dispatcher(Protocol):
     def prepare_demand(self, *arguments: Any) -> None:
         """Say what ops on demand need (`ooc.dispatch.op_runner`)."""
 
+    def prepare_births(self, *arguments: Any) -> None:
+        """Say where births on demand are noted (`ooc.dispatch.native_births`)."""
+
     def prepare_acts(self, *arguments: Any) -> None:
         """Say what goes before and after planned ops, and where that is noted (`ooc.dispatch.native_acts`)."""
 
@@ -125,6 +128,10 @@ class Dispatcher(Protocol):
 
         And so are `heads`, until something has begun.
         """
+
+    def compare(self, whether: bool, /) -> None:
+        """Whether ops on demand that native code runs are compared, and planned: else it is not noted where they come
+        from, of which node they are, and whether they may run again."""
 
     def leave(self) -> None:
         """No plan is being replayed any more."""

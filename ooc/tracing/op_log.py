@@ -33,6 +33,9 @@ class OpLog(Protocol):
     def signature(self, start: int) -> int:
         """Continue a hash of which ops there were."""
 
+    def take_events(self) -> list[tuple[int, int, int, int, int]]:
+        """Allocations and frees that native code has noted, as `vmm.table.Event`; there are none then."""
+
     @property
     def has_begun(self) -> bool:
         """Whether native code has seen the step's first op that touches a variable."""

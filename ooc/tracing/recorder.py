@@ -24,7 +24,6 @@ class StepRecorder:
 
     Attributes:
         is_cut: Recording began in mid-step: no sequence to learn.
-        events: The allocator's, so far.
         flight_nbytes: In the trace so many bytes at once stay in use by collectives under way. Of what is beyond,
             whoever moves it waits.
         grad_mode: Whether gradients were enabled when the first op ran that touches a variable.
@@ -38,7 +37,7 @@ class StepRecorder:
         self.flight_nbytes = 0
         self.grad_mode, self._is_begun = True, False
         self.num_replayed = self.num_beside = 0
-        self.events: list[Event] = []
+        self._events: list[Event] = []
         self._ops = RecordedOps()
 
     def __repr__(self) -> str:
@@ -51,7 +50,23 @@ class StepRecorder:
 
     @log.setter
     def log(self, log: OpLog | None) -> None:
+        self._take_events()
         self._ops.log = log
+
+    @property
+    def events(self) -> list[Event]:
+        """The allocator's events so far. More may be added to the list."""
+        self._take_events()
+        return self._events
+
+    @events.setter
+    def events(self, events: list[Event]) -> None:
+        self._events = events
+
+    def _take_events(self) -> None:
+        """Take those that native code has noted since somebody last looked: none have come through Python meanwhile."""
+        if self.log is not None:
+            self._events.extend(map(Event._make, self.log.take_events()))
 
     @property
     def is_begun(self) -> bool:

@@ -41,7 +41,7 @@ class _Plan:
         self.may_omit = may_omit
 
 
-def _calm(counters: Counters, clock: _Clock, num_periods: int = 8) -> LearningBudget:
+def _calm(counters: Counters, clock: _Clock, num_periods: int = 5) -> LearningBudget:
     learning = LearningBudget(counters, is_limited=True, clock=clock)
     for _ in range(num_periods):
         learning.begin_period()
@@ -396,7 +396,11 @@ def _look(learning: LearningBudget, clock: _Clock, num_ops: int, *, in_segments:
         stay: Any = Stay(_Plan(), "", entered_ns=0, is_at_border=not in_segments)  # type: ignore[arg-type]
         stay.plan.is_elastic = False
         learning.end_stay(stay, num_ops=num_ops, num_replayed=num_ops, begun_ns=0)
-    learning.end_period(num_ops=num_ops, num_at_borders=num_ops if watched and in_segments else 0)
+    learning.end_period(
+        num_ops=num_ops,
+        num_planned=num_ops if watched else 0,
+        num_at_borders=num_ops if watched and in_segments else 0,
+    )
     learning.begin_period()
 
 
@@ -413,7 +417,7 @@ def test_where_everything_fits_nobody_looks_for_plans_that_save_less_than_that_t
         _look(loses, clock, 100, in_segments=in_segments)
     assert watched[0]
     assert 4 <= sum(watched) <= 12
-    for _ in range(80):  # what begins there has changed
+    for _ in range(200):  # what begins there has changed
         _look(loses, clock, 1000, in_segments=in_segments)
     assert loses.watches
 

@@ -1,4 +1,4 @@
-"""Random programs in segments, in some periods of which nobody looks for what begins, as where all fits.
+"""Random programs in segments, in some periods of which nobody looks for what begins, or rests, as where all fits.
 
 There the clock decides; here a draw for each period does, in any memory.
 
@@ -19,17 +19,22 @@ from tests.session import program_segments
 
 @contextmanager
 def drawn_pauses(seed: int) -> Iterator[None]:
-    """All fits in some periods, and in some of these nobody looks."""
-    random, begin = Random(seed), LearningBudget.begin_period
+    """All fits in some periods, in some of these nobody looks, and some are of rest."""
+    random, end, begin = Random(seed), LearningBudget.end_period, LearningBudget.begin_period
     fits = False
 
-    def begin_period(self: LearningBudget) -> None:
+    def end_period(self: LearningBudget, **counts: int) -> None:
         nonlocal fits
+        end(self, **counts)
+        fits = random.random() < 0.5
+        self.rests = fits and random.random() < 0.5
+
+    def begin_period(self: LearningBudget) -> None:
         begin(self)
-        fits = random.random() < 0.4
-        self.watches = not fits or random.random() < 0.5
+        self.watches = not self.rests and (not fits or random.random() < 0.5)
 
     with (
+        mock.patch.object(LearningBudget, "end_period", end_period),
         mock.patch.object(LearningBudget, "begin_period", begin_period),
         mock.patch.object(LearningBudget, "everything_fits", property(lambda _: fits)),
     ):

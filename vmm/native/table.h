@@ -63,6 +63,14 @@ void append(EventKind kind, uint64_t address, uint64_t nbytes, uint16_t ordinal 
   g_state.num_events.store(log_events().size(), std::memory_order_relaxed);
 }
 
+// Under g_log_mutex.
+uint64_t copy_events(Event* out, uint64_t capacity) {
+  const auto& events = log_events();
+  const uint64_t count = events.size() < capacity ? events.size() : capacity;
+  std::memcpy(static_cast<void*>(out), events.data(), count * sizeof(Event));
+  return count;
+}
+
 // Under g_log_mutex: a storage begins at this granule.
 void note_used(uint64_t granule) {
   if (granule >= g_used_granules) g_used_granules = granule + 1;
@@ -191,7 +199,9 @@ uint64_t serve_cold(uint64_t nbytes) {
   if (cold == nullptr) return 0;
   prepare_cold();
   const auto start = std::chrono::steady_clock::now();
-  const uint64_t address = cold(nbytes);
+  const ColdAllocate quick = g_state.quick_allocate.load(std::memory_order_acquire);
+  uint64_t address = quick != nullptr ? quick(nbytes) : 0;
+  if (address == 0) address = cold(nbytes);
   const auto spent = std::chrono::steady_clock::now() - start;
   g_state.cold_ns.fetch_add(std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
   g_state.num_cold.fetch_add(1, std::memory_order_relaxed);
@@ -241,6 +251,7 @@ void after_fork_in_child() {
   g_state.plan = nullptr;
   g_state.session_open = 0;
   g_state.cold_allocate = nullptr;
+  g_state.quick_allocate = nullptr;
 }
 
 void* zeroed(uint64_t nbytes) {
@@ -278,13 +289,18 @@ extern "C" {
 
 VMM_EXPORT vmm::State* vmm_allocator_state() { return &vmm::g_state; }
 
+// Copy up to `capacity` of the oldest events to `out`; returns how many. They stay in the log.
+VMM_EXPORT uint64_t vmm_allocator_peek(vmm::Event* out, uint64_t capacity) {
+  std::lock_guard<std::mutex> lock(vmm::g_log_mutex);
+  return vmm::copy_events(out, capacity);
+}
+
 // Move up to `capacity` of the oldest events into `out`; returns how many.
 VMM_EXPORT uint64_t vmm_allocator_drain(vmm::Event* out, uint64_t capacity) {
   using namespace vmm;
   std::lock_guard<std::mutex> lock(g_log_mutex);
   auto& events = log_events();
-  const uint64_t count = events.size() < capacity ? events.size() : capacity;
-  std::memcpy(static_cast<void*>(out), events.data(), count * sizeof(Event));
+  const uint64_t count = copy_events(out, capacity);
   events.erase(events.begin(), events.begin() + count);
   g_state.num_events.store(events.size(), std::memory_order_relaxed);
   return count;

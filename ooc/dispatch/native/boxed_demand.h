@@ -120,7 +120,7 @@ class BoxedDemand {
     for (size_t i = 0; i < num_arguments; ++i) {
       if (!for_each_tensor(first[i], note)) return Outcome::kPythons;
     }
-    if (info->may_run_again) {
+    if (op_.has_kind(*info)) {
       uint64_t kind;
       if (boxed_kind_of(self_, boxed->func, boxed->parameters, first, kind) == Mixed::kUnknown) return Outcome::kPythons;
       if (!op_.take_kind(kind)) return Outcome::kPythons;

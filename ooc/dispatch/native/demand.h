@@ -43,6 +43,8 @@ class Demand {
   Py_ssize_t state = 0, stored = 0, pins = 0, seen = 0, used = 0;  // where a record's slots lie
   Py_ssize_t most_ops = 0;
   CallSites sites;
+  // Whether the log is compared with others: then it says where ops come from, of which node, and if they may run again.
+  bool is_compared = true;
   OpLog* log = nullptr;  // owned: of the present step, while it runs on demand; null: nothing is done here
 
   Demand() = default;

@@ -66,6 +66,9 @@ class DemandOp {
     return info != nullptr && info->call != nullptr ? info : nullptr;
   }
 
+  // Whether it is to be known if the op may run again.
+  bool has_kind(const ooc::OpInfo& info) const { return info.may_run_again && demand_.is_compared; }
+
   // False: Python tries this kind of op, which has come before.
   bool take_kind(uint64_t kind) {
     const ooc::Trial trial = self_->trials->of(kind);
@@ -96,8 +99,12 @@ class DemandOp {
     const bool is_ours = demand_.log != nullptr && !self_->planned && position % 2 == 0 &&
                          index_ + 1 < demand_.most_ops && demand_.is_quiet() &&
                          demand_.find_resident(addresses_, records_);
-    where_ = is_ours ? demand_.sites.of_this_op() : nullptr;
-    node_ = demand_.sites.node_number();
+    if (is_ours && demand_.is_compared) {
+      where_ = demand_.sites.of_this_op();
+      node_ = demand_.sites.node_number();
+    } else if (is_ours) {
+      where_ = PyUnicode_New(0, 0);  // the one empty text that there is
+    }
     if (where_ == nullptr) {
       unlock(demand_, nullptr);
       return PyErr_Occurred() ? Start::kError : Start::kPythons;

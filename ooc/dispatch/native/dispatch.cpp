@@ -24,6 +24,7 @@
 #include "kind_methods.h"
 #include "play.h"
 #include "prepare_acts.h"
+#include "prepare_births.h"
 #include "run_on_demand.h"
 #include "sections.h"
 #include "unnoticed_mode.h"
@@ -387,6 +388,7 @@ int dispatcher_clear(PyObject* object) {
   self->planned = 0;
   self->num_ops = 0;
   self->schemas = nullptr;
+  leave_births(self);
   delete std::exchange(self->demand, nullptr);
   delete std::exchange(self->acts, nullptr);
   Py_CLEAR(self->awaited_func);
@@ -414,6 +416,9 @@ int dispatcher_traverse(PyObject* object, visitproc visit, void* arg) {
     int stop = 0;
     self->acts->for_each_owned([&](PyObject* owned) { stop = stop != 0 || owned == nullptr ? stop : visit(owned, arg); });
     if (stop != 0) return stop;
+  }
+  if (self->births != nullptr) {
+    for (PyObject* owned : self->births->objects()) Py_VISIT(owned);
   }
   Py_VISIT(self->awaited_func);
   Py_VISIT(self->heads);
@@ -449,6 +454,7 @@ PyMethodDef dispatcher_methods[] = {
     {"start", dispatcher_start, METH_O, "Compare ops with the plan from this op on."},
     {"prepare_demand", dispatcher_prepare_demand, METH_VARARGS, "Say what ops on demand need."},
     {"prepare_acts", dispatcher_prepare_acts, METH_VARARGS, "Say what goes before planned ops, and where it is noted."},
+    {"prepare_births", dispatcher_prepare_births, METH_VARARGS, "Say where births on demand are noted."},
     {"allow_releases", dispatcher_allow_releases, METH_O, "Which releases are done without Python from now on."},
     {"meet", dispatcher_meet, METH_VARARGS, "Planned ops may use what was allocated beside the plan in this step."},
     {"met", dispatcher_met, METH_NOARGS, "What the planned op that comes next, or runs, uses beside the plan."},
@@ -461,6 +467,7 @@ PyMethodDef dispatcher_methods[] = {
     {"demand", dispatcher_demand, METH_O, "Log ops on demand here from now on; None: leave each to Python."},
     {"at_head", dispatcher_at_head, METH_O, "Which ops on demand Python sees because something may begin with them."},
     {"watch", dispatcher_watch, METH_VARARGS, "Leave ops on demand in another grad mode to Python."},
+    {"compare", dispatcher_compare, METH_O, "Whether the logs of ops on demand are compared from now on."},
     {"follow_stream", dispatcher_follow_stream, METH_VARARGS, "Call this before planned ops on another stream."},
     {"begin_op_again", dispatcher_begin_op_again, METH_NOARGS, "The time of the op under way begins now."},
     {"vouch", dispatcher_vouch, METH_NOARGS, "The next planned op may have fewer operands, though it changes some."},
@@ -494,6 +501,7 @@ PyGetSetDef dispatcher_getset[] = {
     {"num_acts", get_num_acts, nullptr, "Planned ops before which Python had nothing to do, though something was.", nullptr},
     {"num_acts_after", get_num_acts, nullptr, "The same after planned ops.", reinterpret_cast<void*>(1)},
     {"num_moves", get_num_acts, nullptr, "Planned transfers that began without Python.", reinterpret_cast<void*>(2)},
+    {"num_births", get_num_births, nullptr, "Births on demand without Python so far.", nullptr},
     {"planned", get_planned, nullptr, "Whether ops are compared with a plan.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
@@ -517,6 +525,7 @@ PyMethodDef module_methods[] = {
     {"leave_unnoticed", leave_unnoticed, METH_O, "Let torch's kernels not ask for modes of a class."},
     {"sites_of", sites_of, METH_O, "From where they ask while a function runs."},
     {"keep_noticed", keep_noticed, METH_O, "Tell those that ask from there of any mode."},
+    {"notice", notice, METH_O, "Whether to tell them."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_dispatch", "The hot path of a planned step.", -1,

@@ -14,6 +14,7 @@
 
 #include "../../../vmm/native/allocator.h"
 #include "acts.h"
+#include "births.h"
 #include "demand.h"
 #include "set_aside.h"
 #include "sparse.h"
@@ -96,6 +97,7 @@ struct Dispatcher {
   PyObject* heads;         // and these, a tuple of functions, until something has begun; null: none
   ooc::Demand* demand;  // ops that run on demand; null until the session says how
   ooc::Acts* acts;      // what goes before planned ops; null: all of it is Python's
+  ooc::Births* births;  // into memory that lies ready; null: all of them are Python's
   ooc::Trials* trials;  // which kinds of op may run again
   ooc::StreamWatch stream;
   // Set by boxed.cpp.

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../../vmm/native/allocator.h"
 #include "op_times.h"
 
 namespace ooc {
@@ -28,6 +29,7 @@ struct OpLog {
   PyObject_HEAD
   std::vector<LoggedOp>* ops;
   std::vector<uint64_t>* addresses;
+  std::vector<vmm::Event>* events;  // allocations and frees that came between them, until somebody takes them
   OpTimes* times;  // owned; null: of a device whose ops are done when they return
   bool has_begun;  // an op has touched a variable that was the first to
 
@@ -157,7 +159,8 @@ inline PyObject* op_log_new(PyTypeObject* type, PyObject*, PyObject*) {
   if (log == nullptr) return nullptr;
   log->ops = new (std::nothrow) std::vector<LoggedOp>();
   log->addresses = new (std::nothrow) std::vector<uint64_t>();
-  if (log->ops == nullptr || log->addresses == nullptr) {
+  log->events = new (std::nothrow) std::vector<vmm::Event>();
+  if (log->ops == nullptr || log->addresses == nullptr || log->events == nullptr) {
     Py_DECREF(log);
     return PyErr_NoMemory();
   }
@@ -175,8 +178,28 @@ inline void op_log_dealloc(PyObject* object) {
   }
   delete log->ops;
   delete log->addresses;
+  delete log->events;
   delete log->times;
   Py_TYPE(object)->tp_free(object);
+}
+
+// take_events() -> [(address, nbytes, kind, position, ordinal), ...], oldest first; there are none then.
+inline PyObject* op_log_take_events(PyObject* object, PyObject*) {
+  std::vector<vmm::Event>& events = *reinterpret_cast<OpLog*>(object)->events;
+  PyObject* found = PyList_New(static_cast<Py_ssize_t>(events.size()));
+  for (size_t i = 0; found != nullptr && i < events.size(); ++i) {
+    const vmm::Event& event = events[i];
+    PyObject* row = Py_BuildValue("(KKIII)", static_cast<unsigned long long>(event.address),
+                                  static_cast<unsigned long long>(event.nbytes), unsigned{event.kind}, event.position,
+                                  unsigned{event.ordinal});
+    if (row == nullptr) {
+      Py_CLEAR(found);
+    } else {
+      PyList_SET_ITEM(found, static_cast<Py_ssize_t>(i), row);
+    }
+  }
+  if (found != nullptr) events.clear();
+  return found;
 }
 
 inline PyMethodDef op_log_methods[] = {
@@ -185,6 +208,7 @@ inline PyMethodDef op_log_methods[] = {
     {"settle", op_log_settle, METH_NOARGS, "Give each op its time on the device, and wait for the last of them."},
     {"detach", op_log_detach, METH_NOARGS, "All of them as a log of their own; this one is empty then."},
     {"operands", op_log_operands, METH_O, "From one op on, the ops, and operands' addresses by place."},
+    {"take_events", op_log_take_events, METH_NOARGS, "Allocations and frees so far; there are none then."},
     {"signature", op_log_signature, METH_O, "A hash of the ops."},
     {nullptr, nullptr, 0, nullptr}};
 

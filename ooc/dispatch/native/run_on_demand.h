@@ -52,7 +52,7 @@ PyObject* run_on_demand(Dispatcher* self, PyObject* func, PyObject* args, PyObje
   const ooc::OpInfo* info = op.info_of(func);
   if (info == nullptr) return nullptr;
   if (kwargs == Py_None) kwargs = nullptr;
-  if (info->may_run_again && !op.take_kind(kind_of(self, func, args, kwargs))) return nullptr;
+  if (op.has_kind(*info) && !op.take_kind(kind_of(self, func, args, kwargs))) return nullptr;
   for_each_operand(self, args, op);
   if (kwargs != nullptr) for_each_operand(self, kwargs, op);
   if (!op.has_operands()) return nullptr;

@@ -6,7 +6,8 @@
 //
 // But for the sums of gradients, which have the same bits either way. In place they are made where nobody else has the
 // addend, and whatever passes through Python counts one more: which op comes would depend on the way that others took,
-// and a step would not be like the one before. So who asks from there is told the truth (`keep_noticed`).
+// and a step would not be like the one before. So who asks from there is told the truth (`keep_noticed`), but while no
+// step is compared with another (`notice`).
 //
 // Included by dispatch.cpp alone. Elsewhere than on Linux, or where torch has no such import (a build in one piece),
 // nothing is replaced, and torch goes on as it does under any mode.
@@ -45,6 +46,7 @@ bool is_unnoticed(const c10::impl::PyObject_TorchDispatchMode& mode) {
 
 // Where torch's code calls from that is told of any mode. Zeros at the end.
 std::array<std::atomic<uintptr_t>, 8> noticed_sites{};
+std::atomic<bool> is_noticed{true};  // there; else our modes are noticed nowhere
 thread_local std::vector<uintptr_t>* watched_sites = nullptr;  // where this thread calls from is noted there
 
 // In place of `c10::impl::dispatch_mode_enabled`.
@@ -55,7 +57,7 @@ __attribute__((noinline)) bool is_any_mode_noticed() {
   const int64_t num_modes = TorchDispatchModeTLS::stack_len();
   if (num_modes == 0) return false;
   for (const auto& noticed : noticed_sites) {
-    if (noticed.load(std::memory_order_relaxed) == site) return true;
+    if (noticed.load(std::memory_order_relaxed) == site && is_noticed.load(std::memory_order_relaxed)) return true;
   }
   for (int64_t i = 0; i < num_modes; ++i) {
     if (!is_unnoticed(*TorchDispatchModeTLS::get_stack_at(i))) return true;
@@ -164,6 +166,12 @@ PyObject* keep_noticed(PyObject*, PyObject* number) {
   }
   PyErr_SetString(PyExc_RuntimeError, "keep_noticed: there are too many");
   return nullptr;
+}
+
+// notice(whether): whether who asks from `keep_noticed`'s sites is told of our modes from now on.
+PyObject* notice(PyObject*, PyObject* whether) {
+  is_noticed.store(whether == Py_True, std::memory_order_relaxed);
+  Py_RETURN_NONE;
 }
 
 }  // namespace

@@ -30,6 +30,13 @@ PyObject* dispatcher_watch(PyObject* object, PyObject* positional) {
   Py_RETURN_NONE;
 }
 
+// compare(whether): as `ooc::Demand::is_compared`.
+PyObject* dispatcher_compare(PyObject* object, PyObject* whether) {
+  ooc::Demand* demand = reinterpret_cast<Dispatcher*>(object)->demand;
+  if (demand != nullptr) demand->is_compared = whether == Py_True;
+  Py_RETURN_NONE;
+}
+
 // follow_stream(device, num_moves, follow): see `ooc::StreamWatch`.
 PyObject* dispatcher_follow_stream(PyObject* object, PyObject* positional) {
   const char* device;
