@@ -128,7 +128,8 @@ def parse_options(
 def _choose_chunk(budget_nbytes: int, chunk: int | str | None, granule_nbytes: int) -> int:
     """The chunk size: as given, or the power of two from the granule to 2 MiB that gives about 4,096 chunks.
 
-    Where the granule is 2 MiB, as on GPUs, each chunk is driver calls of its own (some 0.2 ms): at most 16,384 of them.
+    Where the granule is 2 MiB, as on GPUs, each chunk that a variable brings along is driver calls of its own, which
+    take as long for 2 MiB as for 16 (some 0.1 ms): there are at most 2,048 chunks, but of 16 MiB.
     """
     if chunk is not None:
         nbytes = parse_nbytes(chunk, what="chunk size")
@@ -139,7 +140,7 @@ def _choose_chunk(budget_nbytes: int, chunk: int | str | None, granule_nbytes: i
             )
     else:
         nbytes = granule_nbytes
-        largest_nbytes, enough = (16 << 20, 16384) if granule_nbytes >= 2 << 20 else (2 << 20, 4096)
+        largest_nbytes, enough = (16 << 20, 2048) if granule_nbytes >= 2 << 20 else (2 << 20, 4096)
         while nbytes < largest_nbytes and budget_nbytes // nbytes > enough:
             nbytes *= 2
     if budget_nbytes < nbytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_right, insort
 from collections.abc import Sequence
-from typing import Any
 
 from vmm.driver import Access, Driver, Still
 from vmm.ranges import Run
@@ -244,7 +243,7 @@ class AddressSpace:
         reservation._is_protected = False
         reservation._is_file = True
 
-    def note_unused(self, reservation: Reservation, event: Any) -> None:
+    def note_unused(self, reservation: Reservation) -> None:
         """Nothing to keep: what the host has done is done, and the kernel lets a mapping be replaced at any time."""
 
     def unmap(self, reservation: Reservation) -> None:

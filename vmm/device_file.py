@@ -63,10 +63,9 @@ class _Write:
 
     is_load = False
 
-    def __init__(self, file: DeviceFile, ticket: int, nbytes: int, fence: DeviceEvent) -> None:
+    def __init__(self, file: DeviceFile, ticket: int, nbytes: int) -> None:
         self._file = file
         self.ticket = ticket
-        self.fence = fence
         self.nbytes = nbytes
         self.pieces: list[_Piece] = []
 
@@ -103,7 +102,6 @@ class _Read:
         self.ticket = ticket
         self.nbytes = nbytes
         self.ranges = ranges
-        self.fence = after[0]
         self.after = tuple(after)
         self.pieces: list[_Piece] = []
 
@@ -202,11 +200,11 @@ class DeviceFile:
         """Make sure that so much more can be allocated. Raises StoreFull."""
         self._store.reserve(nbytes)
 
-    def write(self, slot: DeviceSlot, ranges: Ranges, fence: DeviceEvent, ticket: int) -> _Write:
-        """Queue the copies out, which come after `fence`; the file's part begins as they end."""
+    def write(self, slot: DeviceSlot, ranges: Ranges, ticket: int) -> _Write:
+        """Queue the copies out, behind what that stream waits for; the file's part begins as they end."""
         place, total = slot.in_file, sum(n for _, n in ranges)
         self._pump()
-        write = place.write = _Write(self, ticket, total, fence)
+        write = place.write = _Write(self, ticket, total)
         streams = self.streams
         for offset, nbytes in self._parts(total):
             piece = _Piece(self._take_buffer(), offset, nbytes)
@@ -220,10 +218,7 @@ class DeviceFile:
         return write
 
     def read(self, slot: DeviceSlot, ranges: Ranges, after: Sequence[DeviceEvent], ticket: int) -> _Read:
-        """Begin to read from the file; the copies in begin when somebody needs them, or a buffer.
-
-        The first of `after` is behind all ops issued so far.
-        """
+        """Begin to read from the file; the copies in come after `after`, when somebody needs them, or a buffer."""
         place, total = slot.in_file, sum(n for _, n in ranges)
         self._pump()
         self._hand_over(place.write)

@@ -42,13 +42,13 @@ class DeviceSpace(AddressSpace):
         """Reservations released whose mappings are still there."""
         return len(self._leaving)
 
-    def note_unused(self, reservation: Reservation, event: DeviceEvent) -> None:
-        """Nothing uses what a reservation shows now after `event`, until it is mapped again.
+    def note_unused(self, reservation: Reservation) -> None:
+        """Nothing that comes from now on uses what a reservation shows, until it is mapped again.
 
-        So that the host need wait no longer than that when other chunks are mapped there. What was said first stands.
+        So that the host need wait no longer than that when other chunks are mapped there.
         """
         if reservation.runs is not None:
-            self._unused.setdefault(reservation.address, event)
+            self._unused[reservation.address] = self._streams.fence()
 
     def copy_chunks(self, source: int, target: int, num_chunks: int) -> None:
         """As `AddressSpace.copy_chunks`, behind all compute work so far; what comes after it is behind that.

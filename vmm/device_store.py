@@ -39,7 +39,7 @@ Ranges = Sequence[tuple[int, int]]
 class DeviceTransfer:
     """A copy between device and host memory. `order` is for ops, `wait` for the host."""
 
-    __slots__ = ("_streams", "event", "fence", "is_load", "nbytes", "ticket")
+    __slots__ = ("_streams", "event", "is_load", "nbytes", "ticket")
 
     def __init__(
         self,
@@ -49,11 +49,8 @@ class DeviceTransfer:
         ticket: int,
         nbytes: int,
         is_load: bool,
-        fence: DeviceEvent,
     ) -> None:
         self._streams = streams
-        self.fence = fence
-        """Behind all ops issued before it."""
         self.event = event
         self.ticket = ticket
         self.nbytes = nbytes
@@ -111,7 +108,7 @@ class FilePart(Protocol):
     def allocate(self, nbytes: int) -> Any: ...
     def free(self, slot: Any) -> None: ...
     def reserve(self, nbytes: int) -> None: ...
-    def write(self, slot: DeviceSlot, ranges: Ranges, fence: DeviceEvent, ticket: int) -> Any: ...
+    def write(self, slot: DeviceSlot, ranges: Ranges, ticket: int) -> Any: ...
     def read(self, slot: DeviceSlot, ranges: Ranges, after: Sequence[DeviceEvent], ticket: int) -> Any: ...
     def content(self, slot: DeviceSlot) -> bytes: ...
     def measure(self) -> StoreSpeed: ...
@@ -226,11 +223,10 @@ class DeviceStore:
         ticket = next(self._tickets)
         self._count("write", nbytes)
         streams = self._streams
-        fence = streams.fence()
-        streams.wait(WaitRule.WRITE_AFTER_USE, streams.outward, fence)
+        streams.wait(WaitRule.WRITE_AFTER_USE, streams.outward, streams.fence())
         if slot.in_file is not None:
             assert self._file is not None
-            slot.last_write = self._file.write(slot, segments, fence, ticket)
+            slot.last_write = self._file.write(slot, segments, ticket)
             return slot.last_write
         for event in slot.predecessors:
             streams.wait(WaitRule.WRITE_AFTER_READ_OF_BLOCKS, streams.outward, event)
@@ -239,7 +235,7 @@ class DeviceStore:
             for host, device, length in self._pairs(slot, segments, nbytes):
                 streams.calls.copy_to_host(host, device, length, streams.outward)
             event = streams.record(streams.outward)
-        slot.last_write = DeviceTransfer(streams, event, ticket=ticket, nbytes=nbytes, is_load=False, fence=fence)
+        slot.last_write = DeviceTransfer(streams, event, ticket=ticket, nbytes=nbytes, is_load=False)
         return slot.last_write
 
     def read(self, slot: DeviceSlot, segments: Ranges, after: Sequence[Any] = ()) -> Any:
@@ -273,7 +269,7 @@ class DeviceStore:
             for host, device, length in self._pairs(slot, segments, nbytes):
                 streams.calls.copy_to_device(device, host, length, streams.inward)
             event = streams.record(streams.inward)
-        slot.last_read = DeviceTransfer(streams, event, ticket=ticket, nbytes=nbytes, is_load=True, fence=fence)
+        slot.last_read = DeviceTransfer(streams, event, ticket=ticket, nbytes=nbytes, is_load=True)
         return slot.last_read
 
     def host_segments(self, slot: DeviceSlot) -> Ranges:

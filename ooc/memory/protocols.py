@@ -51,8 +51,8 @@ class Space(Protocol):
     def copy_chunks(self, source: int, target: int, num_chunks: int) -> None:
         """Copy neighbouring chunks to others, after all ops so far and before those from now on. Raises MemoryFault."""
 
-    def note_unused(self, reservation: Reservation, event: Any) -> None:
-        """Nothing uses what it shows after `event`, until it is mapped again."""
+    def note_unused(self, reservation: Reservation) -> None:
+        """Nothing that comes from now on uses what it shows, until it is mapped again."""
 
 
 class AddressGuards(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ooc.errors import StoreFailed
 from ooc.memory.counters import Counters
@@ -112,20 +112,14 @@ class RecordTransfers:
         if segments is None:
             segments = self.segments(runs, record.nbytes)
         transfer: Transfer = self.store.read(record.slot, segments, after=after)
-        self._note_unused(record, transfer)
         record.load_started(runs, transfer)
         self.note_move(record, transfer, is_load=True)
 
     def leave(self, record: VariableRecord, *, for_ops: bool) -> None:
         """End a resident record's transfer, as `settle` does: it leaves its chunks, and nothing uses its addresses."""
-        if record.transfer is not None:
-            self._note_unused(record, record.transfer)
+        if not self.is_host:  # where nobody asks
+            self.space.note_unused(record.reservation)
         self.settle(record, for_ops=for_ops)
-
-    def _note_unused(self, record: VariableRecord, transfer: Any) -> None:
-        """Nothing uses what its addresses show after the ops before this transfer. On the host nobody asks."""
-        if not self.is_host:
-            self.space.note_unused(record.reservation, transfer.fence)
 
     def settle_load(self, record: VariableRecord, runs: Runs) -> None:
         """Load an away record into these chunks, and wait."""

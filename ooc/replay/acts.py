@@ -230,6 +230,8 @@ class ResidencyActs:
             self.await_transfer(residency)
         self._manager.check_clean(record)
         record.released(residency.transfer)
+        if not self._manager.is_host:  # when it comes back to other chunks, the host waits for no newer work than this
+            self._space.note_unused(record.reservation)
         if self._manager.debug or (self.guards_releases and not residency.variable.dies_within):
             return self.guard([record])
         return True

@@ -8,7 +8,6 @@ replayable yet, and the next step tries again, up to three times.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -272,15 +271,14 @@ class RerunTrial:
 
     def prepare(self) -> None:
         """Keep the bytes of what the op is about to change. Its operands are resident and pinned."""
-        with self._as_room_allows():
-            for address in self._written:
-                nbytes = self._room.nbytes_at(address)
-                if nbytes is None:
-                    self.has_room = False  # a plan's, or none of ours: no trial this time
-                    return
-                copy = self._room.take(nbytes)
-                self._device.copy_bytes((address, nbytes), (copy, nbytes))
-                self._before[address] = copy, nbytes
+        for address in self._written:
+            nbytes = self._room.nbytes_at(address)
+            copy = self._take(nbytes) if nbytes is not None else None
+            if nbytes is None or copy is None:
+                self.has_room = False  # a plan's, or none of ours, or no room: no trial this time
+                return
+            self._device.copy_bytes((address, nbytes), (copy, nbytes))
+            self._before[address] = copy, nbytes
 
     def finish(self, result: Any, sizes: Sequence[int], lasting: Sequence[bool]) -> bool:
         """Run the op again and compare. Whether its bits repeat; False also where there was no room to find out.
@@ -294,9 +292,12 @@ class RerunTrial:
             self._trials.leave_kind(self._kind)
             return False
         births: list[int] = []
-        with self._as_room_allows():
-            if self.has_room:
-                births += [self._room.take(nbytes) for nbytes in sizes]
+        for nbytes in sizes if self.has_room else ():
+            address = self._take(nbytes)
+            if address is None:
+                self.has_room = False
+                break
+            births.append(address)
         if not self.has_room:
             if self._room.moves_others:
                 self._trials.note_no_room(self._kind)
@@ -396,12 +397,17 @@ class RerunTrial:
             return True  # a view of an operand; those that the op writes are compared as a whole
         return self._device.are_same(first, second)
 
-    @contextlib.contextmanager
-    def _as_room_allows(self) -> Iterator[None]:
+    def _take(self, nbytes: int) -> int | None:
+        """The address of so many bytes of the trial's room; None: there are none.
+
+        Nothing else is under way where the refusal is caught. A generator that did so for its caller
+        (`contextlib.contextmanager`) would leave a cycle of frames behind on Python 3.12, which kept what the op has
+        made: torch then copies a gradient that it takes as it is in other steps, and those are two sequences of ops.
+        """
         try:
-            yield
+            return self._room.take(nbytes)
         except (NoRoom, StoreFailed):
-            self.has_room = False
+            return None
 
 
 def _has_comparable_bytes(value: Any) -> bool:
