@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 from ooc.dispatch.op_runner import OpRunner
@@ -15,6 +16,8 @@ from ooc.telemetry.why import UnplannedSteps
 from ooc.tracing.pieces import cuts, split
 from ooc.tracing.recorder import RecordedStep, StepRecorder
 from scheduler.plan import Machine
+
+_log = logging.getLogger(__name__)
 
 
 class Learned(NamedTuple):
@@ -55,18 +58,31 @@ class Learner:
         self._budget = budget
         self._steps = steps
         self._why = why
+        self._has_failed = False
 
     def __repr__(self) -> str:
         return f"<Learner of {self._sequences!r}>"
 
     def learn(self, recorder: StepRecorder, *, in_segments: bool, in_pieces: bool) -> Learned:
-        """Learn what was recorded since the last border.
+        """Learn what was recorded since the last border. A fault of ours ends that, and not the user's training.
 
         Args:
             recorder: Has taken in all that the native table noted; not cut.
             in_segments: Whether steps are planned by their segments.
             in_pieces: Whether a recording without gradients may be one batch after another.
         """
+        if not self._has_failed:
+            try:
+                return self._learn(recorder, in_segments=in_segments, in_pieces=in_pieces)
+            except Exception:  # noqa: BLE001
+                _log.exception(
+                    "a fault in the planner; nothing more is learned, what has no plan runs on demand. Please report it"
+                )
+                self._has_failed = True
+        self._sequences.note_end(None)
+        return Learned(None, is_new=False)
+
+    def _learn(self, recorder: StepRecorder, *, in_segments: bool, in_pieces: bool) -> Learned:
         may_learn = self._budget.may_learn()
         if not may_learn and self._budget.everything_fits:
             self._why.note_all_fits()

@@ -18,7 +18,7 @@ class _Refusal(logging.Handler):
 
 def refuse_planner_faults() -> None:
     """From now on, in this process."""
-    logger = logging.getLogger("ooc.replay")
+    logger = logging.getLogger("ooc")
     if not any(isinstance(handler, _Refusal) for handler in logger.handlers):
         logger.addHandler(_Refusal(level=logging.ERROR))
 
@@ -26,7 +26,7 @@ def refuse_planner_faults() -> None:
 @contextmanager
 def faults_allowed() -> Iterator[None]:
     """For a test that makes one."""
-    logger = logging.getLogger("ooc.replay")
+    logger = logging.getLogger("ooc")
     refusals = [handler for handler in logger.handlers if isinstance(handler, _Refusal)]
     for handler in refusals:
         logger.removeHandler(handler)

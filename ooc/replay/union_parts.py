@@ -181,16 +181,27 @@ def later(
     """The later one of two frees; None, which never comes, is the latest."""
     if one is None or other is None:
         return None
-    return max(one, other, key=lambda death: (death[0].place if death[0] is not None else -1, death[1]))
+    return max(one, other, key=lambda death: (_place(death[0]), death[1]))
 
 
-def outlive_uses(ops: Sequence[UnionOp]) -> None:
-    """No variable is freed before an op that uses it."""
-    for op in ops:
-        for variable in op.operands:
-            death = variable.death
-            if death is not None and (death[0].place if death[0] is not None else -1) < op.place:
-                variable.death = op, FreePhase.AFTER
+def outlive_uses(ops: Sequence[UnionOp], tail: UnionOp) -> None:
+    """No variable is freed before an op that uses it, nor before it is born: after the last op that comes before that.
+
+    In its own step nothing came between its birth and its end; the union may have ops there. `tail` is behind all ops.
+    """
+    before: UnionOp | None = None
+    for op in (*ops, tail):
+        for variables, least in ((op.between, before), (op.operands, op)):
+            for variable in variables:
+                death = variable.death
+                if death is not None and _place(death[0]) < _place(least):
+                    variable.death = least, FreePhase.AFTER
+        before = op
+
+
+def _place(op: UnionOp | None) -> int:
+    """Of an op; of None, which stands for what comes before all ops, -1."""
+    return op.place if op is not None else -1
 
 
 def is_born_later(one: UnionVariable, other: UnionVariable) -> bool:

@@ -64,15 +64,20 @@ class UnionPlans:
         self, recording: RecordedStep, older_than: int, key: str | None, machine: Callable[[], Machine]
     ) -> str | None:
         """Add a step to the union that it belongs to, and have that planned. Its key, if there is one."""
-        sequences = self._sequences
         if not self._is_on:
             return None
         try:
-            found = self._unions.join(recording, older_than, is_segment=sequences.is_segmented, key=key)
+            return self._join_union(recording, older_than, key, machine)
         except Exception:  # noqa: BLE001 - it must not end the user's training
             _log.exception("a fault in the planner; steps that differ are planned no more. Please report it")
             self._is_on = False
             return None
+
+    def _join_union(
+        self, recording: RecordedStep, older_than: int, key: str | None, machine: Callable[[], Machine]
+    ) -> str | None:
+        sequences = self._sequences
+        found = self._unions.join(recording, older_than, is_segment=sequences.is_segmented, key=key)
         if found is None:
             self._give_up_forgotten()
             return None

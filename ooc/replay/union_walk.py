@@ -485,7 +485,7 @@ class UnionWalk:
             variable.note_nbytes(traced_variable.nbytes, self._step)
             variable.num_seen += 1
         self._note_stand_ins()
-        outlive_uses(ops)
+        outlive_uses(ops, tail)
         return ops
 
     def _note_stand_ins(self) -> None:

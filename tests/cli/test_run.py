@@ -190,10 +190,12 @@ def test_each_rank_writes_its_own_report(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 FORKS = """
-import os, sys
+import os, sys, warnings
 import torch
 from torch import nn
 
+# Python 3.12 says so of every process that has threads, whoever started them.
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 print(sorted(globals().keys() - {"__cached__"}))  # the test's runner has none
 torch.set_num_threads(1)
 torch.manual_seed(0)

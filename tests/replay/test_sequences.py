@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ooc
+from ooc.learner import Learner
 from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.step_unions import StepUnion
 from scheduler import planning
 from scheduler.plan import Machine, Plan, PlanError
 from scheduler.trace import Trace
@@ -78,6 +83,41 @@ def test_a_plan_made_anew_that_does_not_compile_leaves_the_old_one(
     assert losses == expected
     assert modes[-1] == "planned"
     assert "the plan so far stays" in caplog.text or "cannot plan anew" in caplog.text
+
+
+@pytest.mark.parametrize(("where", "name"), [(StepUnion, "_as_observed"), (Learner, "_learn_from")])
+def test_a_fault_in_what_steps_have_in_common_ends_no_training(
+    where: type, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps with some of the layers each: they are planned no more, and go on on demand."""
+
+    def run(step: Callable[[], AbstractContextManager[Any]]) -> list[float]:
+        torch.manual_seed(0)
+        layers, chosen = [nn.Linear(128, 128) for _ in range(6)], random.Random(0)
+        optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
+        losses = []
+        for _ in range(10):
+            with step():
+                x = torch.randn(64, 128)
+                for layer in layers:
+                    x = layer(x).relu() if chosen.random() < 0.6 else x
+                loss = (x * layers[0](x)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        return losses
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise LookupError("a fault of ours")
+
+    expected = run(contextlib.nullcontext)
+    monkeypatch.setattr(where, name, fail)
+    with caplog.at_level(logging.WARNING), faults_allowed(), ooc.Session("512KiB") as session:
+        losses = run(session.step)
+    assert losses == expected
+    assert "a fault in the planner" in caplog.text
+    assert "a fault of ours" in caplog.text
 
 
 def test_a_better_plan_pays_for_its_remaps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -169,6 +170,32 @@ def test_no_lifetime_is_shorter_than_in_any_step(seed: int) -> None:
             used = [i for i, occurrences in enumerate(observed.occurrences) if index in occurrences]
             if used:
                 assert stop > trace.ops[walk.found[used[-1]].place].start_tick
+
+
+class WithStorage(Recorded):
+    """A step in which a storage comes and goes between two ops, before the last layer: a finalizer's, say."""
+
+    def op(self, name: str, operands: list[int], *, where: str = "", **options: Any) -> list[int]:
+        if where == f"layer {NUM_LAYERS - 1}":
+            position = between_ops(len(self.ops))
+            self.events.append(Event(address=self.next, nbytes=NBYTES, kind=ALLOC, ordinal=1, position=position))
+            self.free(self.next)
+            self.next += 1
+        return super().op(name, operands, where=where, **options)
+
+
+def test_what_comes_and_goes_between_two_ops_ends_after_it_began() -> None:
+    """It is born before the op that follows, and the union may have others between that and the op before."""
+    last = NUM_LAYERS - 1
+    union = StepUnion(WithStorage([*range(last - 1), last]).observed(), "union", older_than=NUM_LAYERS)
+    union.add(Recorded(range(NUM_LAYERS), state=1).observed(), older_than=NUM_LAYERS)
+    trace = union.observed.trace
+    (storage,) = (v for v in range(len(trace.variables)) if all(u.variable != v for op in trace.ops for u in op.uses))
+    (place,) = (i for i, op in enumerate(trace.ops) if op.where == f"layer {last}")
+    birth, death = trace.variables[storage].birth_tick, trace.variables[storage].death_tick
+    assert birth is not None
+    assert death is not None
+    assert trace.ops[place - 1].stop_tick <= birth < death < trace.ops[place].start_tick
 
 
 def test_a_union_can_be_planned_for_less_than_it_needs() -> None:
