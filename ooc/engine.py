@@ -316,6 +316,7 @@ class Engine:
         self.is_open = False
         self.memory.allocator.close()
         self.runner.dispatcher.leave()
+        self.cycle.close()
         self.runner.recording.see_every_op()
         if self.sequences.background is not None:
             self.sequences.background.become_inherited()

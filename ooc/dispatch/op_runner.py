@@ -163,7 +163,7 @@ class OpRunner:
                 may_run_again=self.trials.may_run_again,
                 most_ops=MAX_PERIOD_OPS,
             )
-            if watch is None and manager.is_host:
+            if watch is None and manager.is_host and not manager.debug:  # then what is freed shows nothing
                 bear_natively(self.dispatcher, manager=manager, allocator=allocator, parts=self.parts.memory)
         manager.position = self._position
         manager.foresight.present = OpsSoFar(self.recording, manager)

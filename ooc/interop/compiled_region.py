@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ooc.interop.exports import within_op
-from ooc.tracing.op_semantics import REGION_NAMESPACE, written_arguments
+from ooc.tracing.op_semantics import REGION_NAMESPACE, UnknownSchema, written_arguments
 
 _ATTRIBUTE = "_ooc_region"
 
@@ -36,7 +35,7 @@ class CompiledRegion:
     def __init__(self, compiled: Any) -> None:
         self._run: Callable[[list[Any]], Any] = compiled.compiled_callable
         self.name = f"{REGION_NAMESPACE}.{compiled.compile_region_name or 'region'}{compiled.idx}"
-        self._schema = SimpleNamespace(name=f"{REGION_NAMESPACE}::{self.name}", arguments=())
+        self._schema = UnknownSchema(f"{REGION_NAMESPACE}::{self.name}")
         self._written = written_inputs(compiled.original_gm)
         self.need_nbytes: int | None = None
 

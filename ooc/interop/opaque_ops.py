@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ooc.interop.exports import within_op
+from ooc.tracing.op_semantics import UnknownSchema
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,7 +38,7 @@ class OpaqueOp:
     def __init__(self, fn: Callable[..., Any], *, name: str = "") -> None:
         self.fn = fn
         self.name = name or f"{fn.__module__}.{getattr(fn, '__qualname__', repr(fn))}"
-        self._schema = SimpleNamespace(name=f"ooc_opaque::{self.name}", arguments=())
+        self._schema = UnknownSchema(f"ooc_opaque::{self.name}")
 
     def __str__(self) -> str:
         return f"ooc_opaque.{self.name}"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,17 @@ REGION_NAMESPACE = "inductor"
 _VETTED_NAMESPACES = frozenset({"aten", "prims", "prim", "mkldnn", "mkl", "onednn"})
 
 
+@dataclass(frozen=True, slots=True)
+class UnknownSchema:
+    """Stands for the schema of an op that is not torch's: it does not tell what the op takes, changes and returns."""
+
+    name: str
+    overload_name: str = ""
+    is_mutable: bool = True
+    arguments: tuple[Any, ...] = ()
+    returns: tuple[Any, ...] = ()
+
+
 @functools.cache
 def joins_list(func: Any) -> bool:
     """Whether an op makes one tensor of a list of them, and changes none: `cat`, `stack`."""
@@ -56,7 +68,9 @@ def joins_list(func: Any) -> bool:
 def makes_tensors(func: Any) -> bool:
     """Whether an op returns tensors; where nobody can tell, it may."""
     schema = getattr(func, "_schema", None)
-    return schema is None or any("Tensor" in str(result.type) for result in schema.returns)
+    if schema is None or isinstance(schema, UnknownSchema):
+        return True
+    return any("Tensor" in str(result.type) for result in schema.returns)
 
 
 @functools.cache

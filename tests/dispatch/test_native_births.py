@@ -201,3 +201,15 @@ def test_nobody_is_asked_after_the_session() -> None:
             torch.ones(128, 128).sin_()
         assert address not in session.engine.memory.allocator.detached
         assert num_births(session) > before
+
+
+def test_what_is_freed_lies_ready_for_nobody_in_debug_mode() -> None:
+    """There its addresses show nothing, so that a touch of it faults."""
+    for debug in (False, True):
+        with ooc.Session("8MiB", debug=debug, **_OPTIONS) as session:
+            for _ in range(4):
+                torch.ones(64, 64).sin_()
+            session.engine.runner.absorb()
+            reservations = [each for each in session.engine.memory.space.reservations if each.runs is not None]
+            assert bool(num_births(session)) != debug
+            assert bool(reservations) != debug

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import pytest
 import torch
 
@@ -119,6 +122,27 @@ def test_gradients_are_summed_up_in_place_at_rest_alone(rests: list[bool]) -> No
         weight.grad = None
         assert set(_sums_of_gradients(session, weight, 0)) == {"aten::add"}  # the other has left nothing behind
     assert all(torch.equal(grads[0], grad) for grad in grads)
+
+
+def test_a_child_that_was_forked_at_rest_compares_its_own_steps(rests: list[bool]) -> None:
+    weight = torch.randn(64, 64).mul_(0.1).requires_grad_()
+    options: dict[str, Any] = {"threshold_nbytes": "4KiB", "chunk_nbytes": "64KiB", "plan_cache": False}
+    with ooc.Session("8MiB", **options) as session:
+        rests[0] = True
+        for index in range(3):
+            weight.grad = None
+            found = _sums_of_gradients(session, weight, index)
+        assert set(found) == {"aten::add_"}
+        rests[0] = False
+        child = os.fork()
+        if child == 0:
+            weight.grad = None
+            try:
+                with ooc.Session("8MiB", **options) as own:
+                    os._exit(0 if set(_sums_of_gradients(own, weight, 1)) == {"aten::add"} else 3)
+            finally:
+                os._exit(4)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_where_ops_come_from_is_noted_where_they_are_compared(rests: list[bool]) -> None:
