@@ -97,7 +97,7 @@ struct State {
   // By granule, other than 0 where a variable begins that outlived its session: ordinary memory, though in the arena.
   std::atomic<const uint32_t*> detached;
   std::atomic<uint64_t> num_detached;
-  // Asked before `cold_allocate`: an address, or 0 where that is to serve. Null: nobody.
+  // Asked before `cold_allocate`, on the owner's thread: an address, or 0 where that is to serve. Null: nobody.
   std::atomic<ColdAllocate> quick_allocate;
 };
 

@@ -200,7 +200,8 @@ uint64_t serve_cold(uint64_t nbytes) {
   prepare_cold();
   const auto start = std::chrono::steady_clock::now();
   const ColdAllocate quick = g_state.quick_allocate.load(std::memory_order_acquire);
-  uint64_t address = quick != nullptr ? quick(nbytes) : 0;
+  const bool is_owner = g_state.owner_thread.load(std::memory_order_relaxed) == this_thread();
+  uint64_t address = quick != nullptr && is_owner ? quick(nbytes) : 0;
   if (address == 0) address = cold(nbytes);
   const auto spent = std::chrono::steady_clock::now() - start;
   g_state.cold_ns.fetch_add(std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
