@@ -124,6 +124,7 @@ def test_gradients_are_summed_up_in_place_at_rest_alone(rests: list[bool]) -> No
     assert all(torch.equal(grads[0], grad) for grad in grads)
 
 
+@pytest.mark.usefixtures("one_thread")  # the others are not in the child
 def test_a_child_that_was_forked_at_rest_compares_its_own_steps(rests: list[bool]) -> None:
     weight = torch.randn(64, 64).mul_(0.1).requires_grad_()
     options: dict[str, Any] = {"threshold_nbytes": "4KiB", "chunk_nbytes": "64KiB", "plan_cache": False}

@@ -11,7 +11,8 @@ namespace {
 
 std::atomic<Dispatcher*> bearer{nullptr};  // whose births are served
 
-// `State::quick_allocate`: an address, or 0 where the allocation is Python's. Called on the session's thread, no lock held.
+// `State::quick_allocate`: an address, or 0 where the allocation is Python's. Called on the session's thread, with no
+// lock held.
 uint64_t quick_allocate(uint64_t nbytes) {
   Dispatcher* self = bearer.load(std::memory_order_acquire);
   if (self == nullptr) return 0;
