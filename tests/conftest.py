@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ooc.cli.trial import settle_vector_functions
 from ooc.dispatch import hidden_operands, native_demand
 from ooc.replay.rerun_trials import RerunTrial
 from tests.planner_faults import refuse_planner_faults
@@ -22,9 +23,7 @@ os.environ["OOC_BACKGROUND_PLANNING"] = "0"  # which step is planned must not de
 os.environ["OOC_PLAN_CACHE"] = "0"  # each test plans for itself, whatever ran before it
 for name in "CI", "BUILD_NUMBER":  # there pytest spells out how two values differ: of whole chunks that takes hours
     os.environ.pop(name, None)
-# MKL's vector functions set themselves up in the first call. If that is of two threads (a `tanh` of 30,000 elements in
-# core), some elements have errors of 5e-5, in a third of all processes, with ooc or without. Few elements: one thread.
-torch.ones(8).exp()
+settle_vector_functions()
 
 with contextlib.suppress(ImportError):  # an image for GPUs does not have it
     from hypothesis import settings

@@ -122,6 +122,11 @@ def _map_and_unmap(calls: CudaCalls, watch: Stopwatch) -> None:
     call("cuMemAddressFree", base, nbytes)
 
 
+def _show(calls: CudaCalls, places: Sequence[int], handles: Sequence[int], chunk_nbytes: int) -> None:
+    for place, handle in zip(places, handles, strict=True):
+        calls.call("cuMemMap", place, chunk_nbytes, 0, handle, 0, what="timing")
+
+
 def _map_in_chunks(calls: CudaCalls, watch: Stopwatch, nbytes: int) -> None:
     """The same bytes in chunks of several sizes."""
     properties, access = _wishes(calls.bindings)
@@ -135,11 +140,7 @@ def _map_in_chunks(calls: CudaCalls, watch: Stopwatch, nbytes: int) -> None:
         places = range(base, base + nbytes, chunk_nbytes)
         handles = [int(call("cuMemCreate", chunk_nbytes, properties, 0)) for _ in places]
 
-        def show(places: Sequence[int], handles: Sequence[int], chunk_nbytes: int) -> None:
-            for place, handle in zip(places, handles, strict=True):
-                call("cuMemMap", place, chunk_nbytes, 0, handle, 0)
-
-        watch.time(f"cuMemMap {what}", partial(show, places, handles, chunk_nbytes))
+        watch.time(f"cuMemMap {what}", partial(_show, calls, places, handles, chunk_nbytes))
         watch.time(f"cuMemSetAccess {what}", partial(call, "cuMemSetAccess", base, nbytes, [access], 1))
         watch.time(f"cuMemUnmap {what}", partial(call, "cuMemUnmap", base, nbytes))
         for handle in handles:
@@ -160,8 +161,8 @@ def _map_aliases(calls: CudaCalls, watch: Stopwatch) -> None:
     for num_aliases in _NUM_ALIASES:
         while len(bases) <= num_aliases:
             bases.append(int(call("cuMemAddressReserve", nbytes, 0, 0, 0)))
-            for index, handle in enumerate(handles):
-                call("cuMemMap", bases[-1] + index * _CHUNK_NBYTES, _CHUNK_NBYTES, 0, handle, 0)
+            places = range(bases[-1], bases[-1] + nbytes, _CHUNK_NBYTES)
+            _show(calls, places, handles, _CHUNK_NBYTES)
             if len(bases) <= num_aliases:
                 call("cuMemSetAccess", bases[-1], nbytes, [access], 1)
         what = f"of {_NUM_CHUNKS} chunks shown at {num_aliases} other places"

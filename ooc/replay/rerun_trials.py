@@ -273,9 +273,11 @@ class RerunTrial:
         """Keep the bytes of what the op is about to change. Its operands are resident and pinned."""
         for address in self._written:
             nbytes = self._room.nbytes_at(address)
-            copy = self._take(nbytes) if nbytes is not None else None
-            if nbytes is None or copy is None:
-                self.has_room = False  # a plan's, or none of ours, or no room: no trial this time
+            if nbytes is None:
+                self.has_room = False  # a plan's, or none of ours: no trial this time
+                return
+            copy = self._take(nbytes)
+            if copy is None:
                 return
             self._device.copy_bytes((address, nbytes), (copy, nbytes))
             self._before[address] = copy, nbytes
@@ -295,7 +297,6 @@ class RerunTrial:
         for nbytes in sizes if self.has_room else ():
             address = self._take(nbytes)
             if address is None:
-                self.has_room = False
                 break
             births.append(address)
         if not self.has_room:
@@ -398,7 +399,7 @@ class RerunTrial:
         return self._device.are_same(first, second)
 
     def _take(self, nbytes: int) -> int | None:
-        """The address of so many bytes of the trial's room; None: there are none.
+        """The address of so many bytes of the trial's room; None, which is noted: there are none.
 
         Nothing else is under way where the refusal is caught. A generator that did so for its caller
         (`contextlib.contextmanager`) would leave a cycle of frames behind on Python 3.12, which kept what the op has
@@ -407,6 +408,7 @@ class RerunTrial:
         try:
             return self._room.take(nbytes)
         except (NoRoom, StoreFailed):
+            self.has_room = False
             return None
 
 
