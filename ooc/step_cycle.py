@@ -217,9 +217,11 @@ class StepCycle:
                 self._end_segment()
                 if self._learning.watches:
                     self._segmentation.note_segments(tuple(self._keys))
+                if self._executor.active is not None and not self._segmentation.is_on:
+                    self._pass(lambda: None)  # else the whole step would begin with what that plan does not have
             else:
                 self._was_new = False
-                self._pass((lambda: None) if is_other or self._learning.rests else self._sequences.expected)
+                self._pass((lambda: None) if is_other or self._learning.rests else self._expected)
                 is_new = self._was_new and on_demand > _MOST_IN_BETWEEN * (planned + on_demand)
                 if self._is_at_rest:
                     pass  # nobody knows what it was
@@ -244,6 +246,13 @@ class StepCycle:
             self._rest(self._learning.rests)
             self._learning.begin_period()
             self._watch()
+
+    def _expected(self) -> ExecutablePlan | None:
+        """The plan for the whole of the period that begins. None, too, where it is to be learned as one from now on."""
+        if self._segmentation.note_pieces(self._keys):
+            self._sequences.join(self._keys)
+            self._awaited = None
+        return self._sequences.expected()
 
     def _rest(self, rests: bool) -> None:
         """Let the period that begins be one of rest, or not: only in one may ops depend on the way that others took."""

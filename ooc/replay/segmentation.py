@@ -2,12 +2,15 @@
 
 A plan for a whole step fetches ahead across everything in it. But where each step has another number of micro-batches,
 or of a closure's calls, no step is like an earlier one, and its segments are.
+
+A step that is planned whole may come in pieces all the same: to a loop that has a plan, an average of the weights is
+added, which has one of its own from then on. If it always comes so, the whole of it is planned anew.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 _WINDOW = 6
 _MOST_NEW = 4
@@ -18,7 +21,7 @@ _MOST_AWAITED = 32
 """So many steps at most a union waits for its plan before steps are cut all the same."""
 _NUM_EQUAL = 8
 """After so many steps in a row of the same segments, whole steps are planned again; each time it takes twice as many
-new ones to go back."""
+new ones to go back. So they are after so many in a row of the same pieces; each time it takes twice as many."""
 
 
 class Segmentation:
@@ -34,6 +37,8 @@ class Segmentation:
         self._most_new = _MOST_NEW
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self._strings: deque[Hashable] = deque(maxlen=_NUM_EQUAL)
+        self._pieces: Hashable = ()
+        self._num_alike, self._most_alike = 0, _NUM_EQUAL
 
     def __repr__(self) -> str:
         return f"<Segmentation {'on' if self.is_on else 'off'}>"
@@ -71,3 +76,14 @@ class Segmentation:
             self._strings.clear()
             self._most_new *= 2
             self._recent = deque(maxlen=max(_WINDOW, self._most_new * 3 // 2))
+
+    def note_pieces(self, keys: Sequence[str | None]) -> bool:
+        """Note of what a step consisted that was to be planned whole. Whether it is to be joined into one sequence."""
+        pieces = tuple(keys)
+        self._num_alike = self._num_alike + 1 if pieces == self._pieces else 1
+        self._pieces = pieces
+        if len(pieces) < 2 or None in pieces or self._num_alike < self._most_alike:
+            return False
+        self._most_alike *= 2
+        self._pieces = ()
+        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -100,7 +100,8 @@ class Sequences:
         self._expectation = Expectation()
         self._sightings, self._twins = FirstSightings(), Twins()
         self._keys: dict[int, str] = {}  # by a recording's signature, as last learned
-        self._segments: set[str] = set()
+        self._segments: set[str] = set()  # what is a part of a step: it has a plan only while those are planned
+        self._joined: set[str] = set()  # of these, what is to be planned as one
         self.is_segmented = False
         """Whether what is noted are segments of steps (`ooc.replay.segmentation`)."""
         self.active_key: str | None = None
@@ -212,8 +213,7 @@ class Sequences:
         """Note a step that ran on demand; plan its sequence if it was seen before. Returns its key."""
         self.last_num_ops = len(observed.trace.ops)
         key, alignment = self._find(observed) or (self._new_key(observed), None)
-        if self.is_segmented:
-            self._segments.add(key)
+        (self._segments.add if self.is_segmented else self._segments.discard)(key)
         shape = self._seen[key] if alignment is not None else Shape(observed)
         self._remember(key, shape)
         if alignment is None:
@@ -317,11 +317,11 @@ class Sequences:
             _log.info("planning was interrupted; it is tried again when this sequence comes again")
             return
         except PlanError as error:
-            self.unplannable[key] = str(error)
+            self._note_unplannable(key, str(error))
             _log.warning("this sequence stays on demand: %s", error)
             return
         except Exception as error:  # noqa: BLE001 - a fault of the planner's must not end the user's training
-            self.unplannable[key] = f"a fault in the planner: {error!r}"
+            self._note_unplannable(key, f"a fault in the planner: {error!r}")
             _log.exception("a fault in the planner; this sequence stays on demand. Please report it")
             return
         executable.is_quick = is_quick
@@ -363,7 +363,7 @@ class Sequences:
         if key in self._plans and self.maker.is_interim(self._plans[key].plan):
             self._retire(key)
         if not self._first.goes_on_without_headroom(asked, shape):
-            self.unplannable[key] = str(error)
+            self._note_unplannable(key, str(error))
             _log.warning("this sequence stays on demand: %s", error)
 
     def _make_executable(self, plan: Plan, envelope: Envelope, observed: Observed, area: int = 0) -> ExecutablePlan:
@@ -398,6 +398,15 @@ class Sequences:
         self._asked[key] = executable.plan.machine
         self.last_trace, self._last_plan = executable.trace, executable.plan
         self.begin(executable)
+
+    def join(self, keys: Iterable[str | None]) -> None:
+        """These come in a row in each step, and are learned as one from now on. Until they come alone, or it fails."""
+        self._joined = {key for key in keys if key is not None}
+        self._segments |= self._joined
+
+    def _note_unplannable(self, key: str, why: str) -> None:
+        self.unplannable[key] = why
+        self._segments -= self._joined
 
     def forget_plans(self) -> None:
         """The budget has changed: no plan made so far is of use. Each sequence is planned anew when it is next seen."""
@@ -512,11 +521,11 @@ class Sequences:
 
     def expected(self) -> ExecutablePlan | None:
         """The plan for what should come now, if there is one."""
-        return self._expectation.expected(self._plans)
+        return self._expectation.expected(self.latest_first())
 
     def heads(self) -> tuple[Any, ...]:
         """The functions with which what has a plan may begin."""
-        return tuple({plan.head for plan in self._plans.values() if plan.num_idle != plan.num_ops})
+        return tuple({plan.head for plan in self.latest_first().values() if plan.num_idle != plan.num_ops})
 
     def starting_with(
         self, fits: Callable[[ExecutablePlan], bool], num_alive: Callable[[], int]
@@ -528,7 +537,7 @@ class Sequences:
     def latest_first(self) -> dict[str, ExecutablePlan]:
         """The plans for segments, or for whole steps, whichever there are now; the one replayed last comes first."""
         plans = reversed(self._plans.items())
-        return {key: plan for key, plan in plans if key in self._segments or not self.is_segmented}
+        return {key: plan for key, plan in plans if (key in self._segments) == self.is_segmented}
 
     def begin(self, executable: ExecutablePlan) -> None:
         """Note that a plan is entered, or replayed again."""

@@ -94,6 +94,8 @@ class StepLog:
         self.memory = MemoryWatch(space.driver.num_chunks * space.driver.chunk_nbytes)
         self.past_budgets = PastBudgets()
         self._largest: RecordedStep | None = None
+        self._is_unrecorded = False  # the step that ended last, so far
+        self._unrecorded_chunks = 0
         self.refusals: dict[str, int] = {}
 
     def __repr__(self) -> str:
@@ -126,6 +128,9 @@ class StepLog:
         if not self._before:
             return
         duration_s = time.perf_counter() - self._started
+        if self._is_unrecorded:
+            self._unrecorded_chunks = max(self._unrecorded_chunks, self._manager.peak_chunks)
+        self._is_unrecorded = num_demand_ops > 0
         after, before = self.counters(), self._before
         self._at_end = {name: after[name] for name in _COUNTED_BETWEEN}
         moved = {name: after[name] - before[name] for name in after}
@@ -180,14 +185,19 @@ class StepLog:
             self.refusals[reason] = self.refusals.get(reason, 0) + 1
 
     def note_recording(self, recording: RecordedStep) -> None:
-        """Note a step that ran on demand."""
+        """Note a step that ran on demand: the one that ended last."""
+        self._is_unrecorded = False
         if self._largest is None or recording.bound_nbytes > self._largest.bound_nbytes:
             self._largest = recording
 
     @property
     def in_core_peak_nbytes(self) -> int:
-        """The peak of the largest step recorded so far: what a step needs in core."""
-        return self._largest.build().trace.peak_nbytes() if self._largest is not None else 0
+        """What a step needs in core: the peak of the largest recorded so far.
+
+        Of steps that are not recorded, since all fits or nothing is to be learned, it is known what was in memory.
+        """
+        recorded = self._largest.build().trace.peak_nbytes() if self._largest is not None else 0
+        return max(recorded, self._unrecorded_chunks * self._space.driver.chunk_nbytes)
 
     def counters(self) -> dict[str, int]:
         """Counters of what was moved so far, by name; they only grow."""

@@ -69,3 +69,14 @@ def test_a_union_of_whole_steps_is_tried_before_they_are_cut() -> None:
     for _ in range(3):
         segmentation.note_whole(is_new=True, num_unions=1, has_union=True)
     assert num_whole(segmentation, num_unions=1, has_union=False) == 1  # it was given up
+
+
+def test_pieces_are_joined_when_all_steps_have_them_and_each_time_it_takes_more() -> None:
+    segmentation = Segmentation()
+    assert not any(segmentation.note_pieces(["whole"]) for _ in range(50))
+    assert not any(segmentation.note_pieces(["average", None]) for _ in range(50))  # nobody knows what that was
+    assert not any(segmentation.note_pieces(["average", "step"] if index % 5 else ["step"]) for index in range(50))
+    segmentation = Segmentation()
+    for num_before in (7, 15):
+        assert not any(segmentation.note_pieces(["average", "step"]) for _ in range(num_before))
+        assert segmentation.note_pieces(["average", "step"])

@@ -1,0 +1,84 @@
+"""Steps that are alike at last are planned as a whole, whatever came before, and their bits stay those of training."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ooc
+from ooc.replay import segmentation
+from tests.quick_plans import QUICK_PLANS
+from tests.session.test_segments import batch, digest, model
+
+Program = Callable[[], list[Any]]
+
+
+def run(program: Program, budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In core and under a session, with the same results, and the last steps from one plan."""
+    torch.manual_seed(0)
+    expected = program()
+    torch.manual_seed(0)
+    gc.collect()  # optimizers of other tests are none of this program's
+    with ooc.Session(
+        budget,
+        debug=True,
+        plan_cache=False,
+        step_boundary="optimizer",
+        chunk_nbytes="64KiB",
+        threshold_nbytes="16KiB",
+        **QUICK_PLANS,
+    ) as session:
+        executor, steps, entered = session.engine.executor, session.steps, list[int]()
+        enter = executor.enter
+
+        def noted(*args: Any, **kwargs: Any) -> bool:
+            entered.append(steps.num_steps)
+            return enter(*args, **kwargs)
+
+        monkeypatch.setattr(executor, "enter", noted)
+        found = program()
+        last = range(steps.num_steps - 4, steps.num_steps)
+        assert [row.mode for row in steps.rows[-4:]] == ["planned"] * 4
+        assert entered and not set(entered).intersection(last)
+    assert found == expected
+
+
+def alike() -> list[Any]:
+    """Each step has the same ops."""
+    return averaging(since=99)
+
+
+def averaging(since: int = 10) -> list[Any]:
+    """After some steps an average of the weights is kept, too, which is updated between two steps."""
+    net = model(0, 4)
+    average = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    out: list[Any] = []
+    for index in range(36):
+        optimizer.zero_grad()
+        loss = net(batch(index)).square().mean()
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+        if index >= since:
+            with torch.no_grad():
+                for mine, its in zip(average.parameters(), net.parameters(), strict=True):
+                    mine.lerp_(its, 0.1)
+    return out + digest(net, average)
+
+
+def test_steps_that_have_been_planned_by_their_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if those before had been unlike each other: a net that grows. Their plans began each later step, too."""
+    monkeypatch.setattr(segmentation, "_MOST_NEW", 1)
+    monkeypatch.setattr(segmentation, "_NUM_FIRST", 0)
+    run(alike, "1536KiB", monkeypatch)
+
+
+def test_steps_to_which_something_was_added_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was added had a plan of its own, so that two plans were entered in each step."""
+    run(averaging, "1536KiB", monkeypatch)
