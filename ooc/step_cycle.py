@@ -216,18 +216,17 @@ class StepCycle:
             if self._segmentation.is_on and not is_other:
                 self._end_segment()
                 if self._learning.watches:
-                    self._segmentation.note_segments(tuple(self._keys))
+                    complete = self._sequences.active_key if self._executor.is_complete() else None
+                    self._segmentation.note_segments(self._keys, complete)
                 if self._executor.active is not None and not self._segmentation.is_on:
                     self._pass(lambda: None)  # else the whole step would begin with what that plan does not have
             else:
                 self._was_new = False
                 self._pass((lambda: None) if is_other or self._learning.rests else self._expected)
                 is_new = self._was_new and on_demand > _MOST_IN_BETWEEN * (planned + on_demand)
-                if self._is_at_rest:
-                    pass  # nobody knows what it was
-                elif self.rounds.num_steps > 1:
+                if self.rounds.num_steps > 1 and not self._is_at_rest:
                     self.rounds.note_period(is_new=is_new)
-                else:
+                elif not self._is_at_rest:  # else nobody knows what it was
                     has, waits = self._unions.of_whole_steps()
                     num = self._unions.num_begun
                     self._segmentation.note_whole(is_new=is_new, num_unions=num, has_union=has, awaits_plan=waits)

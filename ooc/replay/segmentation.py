@@ -37,6 +37,7 @@ class Segmentation:
         self._most_new = _MOST_NEW
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self._strings: deque[Hashable] = deque(maxlen=_NUM_EQUAL)
+        self._num_counted = 0  # of the segments that will end in the present step: those that were the last one's
         self._pieces: Hashable = ()
         self._num_alike, self._most_alike = 0, _NUM_EQUAL
 
@@ -68,11 +69,20 @@ class Segmentation:
             self.is_on = True
             self._strings.clear()
 
-    def note_segments(self, keys: Hashable) -> None:
-        """Note a step that consisted of these segments."""
-        self._strings.append(keys)
+    def note_segments(self, keys: Sequence[str | None], complete: str | None = None) -> None:
+        """Note a step that consisted of these segments.
+
+        Args:
+            keys: Of those that ended in it.
+            complete: That of a plan which is played to its end, and will be the first to end in the next step, when an
+                op comes that it has not. It is this step's: what runs on demand ends with its own.
+        """
+        string = (*keys[self._num_counted :], *(() if complete is None else (complete,)))
+        self._num_counted = 0 if complete is None else 1
+        self._strings.append(string)
         if len(self._strings) == _NUM_EQUAL and len(set(self._strings)) == 1:
             self.is_on = False
+            self._num_counted = 0
             self._strings.clear()
             self._most_new *= 2
             self._recent = deque(maxlen=max(_WINDOW, self._most_new * 3 // 2))

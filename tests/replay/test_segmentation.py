@@ -80,3 +80,15 @@ def test_pieces_are_joined_when_all_steps_have_them_and_each_time_it_takes_more(
     for num_before in (7, 15):
         assert not any(segmentation.note_pieces(["average", "step"]) for _ in range(num_before))
         assert segmentation.note_pieces(["average", "step"])
+
+
+def test_a_plan_that_is_complete_counts_for_its_own_step() -> None:
+    """It ends in the next one; on demand it would have ended before."""
+    segmentation = Segmentation()
+    while not segmentation.is_on:
+        segmentation.note_whole(is_new=True)
+    is_planned = [True, False, False, True, True, False, True, True]
+    for index, (before, now) in enumerate(zip([False, *is_planned], is_planned, strict=False)):
+        assert segmentation.is_on, index
+        segmentation.note_segments([*["b"] * before, "a", *["b"] * (not now)], "b" if now else None)
+    assert not segmentation.is_on
