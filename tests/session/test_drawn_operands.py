@@ -83,7 +83,7 @@ def test_what_was_drawn_elsewhere_before() -> None:
         choose, net, pool = random.Random(7), model(), [batch(index, 48) for index in range(9)]
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
         out = []
-        for _ in range(32):
+        for _ in range(40):
             optimizer.zero_grad()
             for _ in range(2):
                 loss = net(torch.cat(choose.sample(pool, 3))).square().mean()
