@@ -24,6 +24,24 @@ _NUM_EQUAL = 8
 new ones to go back. So they are after so many in a row of the same pieces; each time it takes twice as many."""
 
 
+class _Run:
+    """How many in a row were equal."""
+
+    def __init__(self) -> None:
+        self._latest: Hashable = None
+        self._length = 0
+
+    def note(self, item: Hashable) -> int:
+        """How many there are with this one."""
+        self._length = self._length + 1 if item == self._latest else 1
+        self._latest = item
+        return self._length
+
+    def end(self) -> None:
+        """The next one is the first."""
+        self._length = 0
+
+
 class Segmentation:
     """Whether segments are planned, from what became of the steps so far.
 
@@ -36,10 +54,9 @@ class Segmentation:
         self._num_steps = self._num_unions = self._begun = self._tried_until = 0
         self._most_new = _MOST_NEW
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
-        self._strings: deque[Hashable] = deque(maxlen=_NUM_EQUAL)
+        self._segments, self._pieces = _Run(), _Run()
         self._num_counted = 0  # of the segments that will end in the present step: those that were the last one's
-        self._pieces: Hashable = ()
-        self._num_alike, self._most_alike = 0, _NUM_EQUAL
+        self._most_alike = _NUM_EQUAL
 
     def __repr__(self) -> str:
         return f"<Segmentation {'on' if self.is_on else 'off'}>"
@@ -67,7 +84,7 @@ class Segmentation:
         is_tried = has_union and self._num_steps < self._tried_until
         if sum(self._recent) >= self._most_new and not is_tried:
             self.is_on = True
-            self._strings.clear()
+            self._segments.end()
 
     def note_segments(self, keys: Sequence[str | None], complete: str | None = None) -> None:
         """Note a step that consisted of these segments.
@@ -79,21 +96,18 @@ class Segmentation:
         """
         string = (*keys[self._num_counted :], *(() if complete is None else (complete,)))
         self._num_counted = 0 if complete is None else 1
-        self._strings.append(string)
-        if len(self._strings) == _NUM_EQUAL and len(set(self._strings)) == 1:
+        if self._segments.note(string) >= _NUM_EQUAL:
             self.is_on = False
             self._num_counted = 0
-            self._strings.clear()
+            self._segments.end()
             self._most_new *= 2
             self._recent = deque(maxlen=max(_WINDOW, self._most_new * 3 // 2))
 
     def note_pieces(self, keys: Sequence[str | None]) -> bool:
         """Note of what a step consisted that was to be planned whole. Whether it is to be joined into one sequence."""
-        pieces = tuple(keys)
-        self._num_alike = self._num_alike + 1 if pieces == self._pieces else 1
-        self._pieces = pieces
-        if len(pieces) < 2 or None in pieces or self._num_alike < self._most_alike:
+        num_alike = self._pieces.note(tuple(keys))
+        if len(keys) < 2 or None in keys or num_alike < self._most_alike:
             return False
         self._most_alike *= 2
-        self._pieces = ()
+        self._pieces.end()
         return True

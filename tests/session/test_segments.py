@@ -57,8 +57,13 @@ def digest(*nets: nn.Module) -> list[int]:
     return [int((each * torch.arange(1, 2 * each.numel(), 2)).sum()) for each in bits]
 
 
-def run(program: Program, *, budget: str = BUDGET, debug: bool = True) -> list[Any]:
-    """Rows of the steps that were found in the program; its results must be those of the run in core."""
+def run(
+    program: Program, *, budget: str = BUDGET, debug: bool = True, begin: Callable[[ooc.Session], object] = id
+) -> list[Any]:
+    """Rows of the steps that were found in the program; its results must be those of the run in core.
+
+    `begin` is called once the session is open.
+    """
     torch.manual_seed(0)
     expected = program()
     torch.manual_seed(0)
@@ -72,6 +77,7 @@ def run(program: Program, *, budget: str = BUDGET, debug: bool = True) -> list[A
         threshold_nbytes="16KiB",
         **QUICK_PLANS,
     ) as session:
+        begin(session)
         found = program()
     assert found == expected
     return list(session.steps.rows)

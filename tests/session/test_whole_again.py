@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,28 +11,15 @@ import torch
 
 import ooc
 from ooc.replay import segmentation
-from tests.quick_plans import QUICK_PLANS
-from tests.session.test_segments import batch, digest, model
-
-Program = Callable[[], list[Any]]
+from tests.session.test_segments import batch, digest, model, run
 
 
-def run(program: Program, budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_whole_at_last(program: Callable[[], list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """In core and under a session, with the same results, and the last steps from one plan."""
-    torch.manual_seed(0)
-    expected = program()
-    torch.manual_seed(0)
-    gc.collect()  # optimizers of other tests are none of this program's
-    with ooc.Session(
-        budget,
-        debug=True,
-        plan_cache=False,
-        step_boundary="optimizer",
-        chunk_nbytes="64KiB",
-        threshold_nbytes="16KiB",
-        **QUICK_PLANS,
-    ) as session:
-        executor, steps, entered = session.engine.executor, session.steps, list[int]()
+    entered: list[int] = []
+
+    def begin(session: ooc.Session) -> None:
+        executor, steps = session.engine.executor, session.steps
         enter = executor.enter
 
         def noted(*args: Any, **kwargs: Any) -> bool:
@@ -41,11 +27,10 @@ def run(program: Program, budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
             return enter(*args, **kwargs)
 
         monkeypatch.setattr(executor, "enter", noted)
-        found = program()
-        last = range(steps.num_steps - 4, steps.num_steps)
-        assert [row.mode for row in steps.rows[-4:]] == ["planned"] * 4
-        assert entered and not set(entered).intersection(last)
-    assert found == expected
+
+    rows = run(program, budget="1536KiB", begin=begin)
+    assert [row.mode for row in rows[-4:]] == ["planned"] * 4
+    assert entered and not set(entered).intersection(range(len(rows) - 4, len(rows)))
 
 
 def alike() -> list[Any]:
@@ -76,9 +61,9 @@ def test_steps_that_have_been_planned_by_their_segments(monkeypatch: pytest.Monk
     """As if those before had been unlike each other: a net that grows. Their plans began each later step, too."""
     monkeypatch.setattr(segmentation, "_MOST_NEW", 1)
     monkeypatch.setattr(segmentation, "_NUM_FIRST", 0)
-    run(alike, "1536KiB", monkeypatch)
+    assert_whole_at_last(alike, monkeypatch)
 
 
 def test_steps_to_which_something_was_added_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was added had a plan of its own, so that two plans were entered in each step."""
-    run(averaging, "1536KiB", monkeypatch)
+    assert_whole_at_last(averaging, monkeypatch)
