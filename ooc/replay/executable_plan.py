@@ -134,7 +134,7 @@ class ExecutablePlan:
         """What is to be tried in the next step."""
         self.draws: set[tuple[Any, str]] = set()
         """Of its ops, those that have turned out to join what is drawn anew in each step (`Draws`)."""
-        self.is_quick = self.is_due = self.waits_in_vain = self.is_outgrown = False
+        self.is_quick = self.is_due = self.waits_in_vain = self.is_outgrown = self.is_placed = False
         self.stands_for: Trace | None = None
         """Of a plan made in mid-step: the trace with all ops that may run again, for which the next one is made."""
         self.scratch: dict[tuple[int, int], Reservation] = {}

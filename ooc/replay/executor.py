@@ -39,6 +39,7 @@ from ooc.replay.planned_trials import TrialsInPlans
 from ooc.replay.realignment import Realignment
 from ooc.replay.rerun_device import RerunDevice
 from ooc.replay.reruns import Reruns
+from ooc.replay.start_places import start_places
 from ooc.replay.unserved import Unserved
 from ooc.tracing.recorder import StepRecorder
 from ooc.tracing.recording import StepRecording
@@ -153,7 +154,7 @@ class Executor:
         if self.reruns.read_given_out(executable, bound):
             self.bailout_reason = _RERUNS_READ_IT
             return False
-        targets = late.targets(bound) if late else executable.start_residencies()
+        targets = late.targets(bound) if late else start_places(executable, bound, manager)
         if not self._bindings.may_make_way(executable, bound, targets):
             self.bailout_reason = self._bindings.refusal
             return False

@@ -106,7 +106,7 @@ class Sequences:
         """Whether what is noted are segments of steps (`ooc.replay.segmentation`)."""
         self.active_key: str | None = None
         self.last_trace: Trace | None = None
-        self._last_plan: Plan | None = None
+        self._last: ExecutablePlan | None = None
         self.last_num_ops: int | None = None
         self.draws: set[tuple[Any, str]] = set()  # see `ooc.tracing.observed.Draws`
         self.retired: list[ExecutablePlan] = []
@@ -123,11 +123,11 @@ class Sequences:
     @property
     def last_plan(self) -> Plan | None:
         """The plan that was made, or taken, last; with its lower bounds."""
-        plan, trace = self._last_plan, self.last_trace
-        if plan is not None and trace is not None and not plan.bounds:
-            plan = replace(plan, bounds=lower_bounds(trace, plan.machine, recompute=plan.recomputes))
-            self._last_plan = plan
-        return plan
+        last, trace = self._last, self.last_trace
+        if last is not None and trace is not None and not last.plan.bounds:
+            recompute = last.plan.recomputes
+            last.plan = replace(last.plan, bounds=lower_bounds(trace, last.plan.machine, recompute=recompute))
+        return last.plan if last is not None else None
 
     @property
     def num_plans(self) -> int:
@@ -329,7 +329,7 @@ class Sequences:
             self._retire(key)
         self._plans[key] = executable
         self._envelopes[key] = envelope
-        self.last_trace, self._last_plan = envelope.trace, plan
+        self.last_trace, self._last = envelope.trace, executable
         _log.info("planned %d ops in %.2f s: %s", executable.num_ops, time.monotonic() - started, dict(plan.predicted))
 
     def take_ready(self) -> None:
@@ -396,7 +396,7 @@ class Sequences:
         """Take a plan of `plan_beside`, which is being replayed, for its sequence's."""
         self._plans[key], self._envelopes[key] = executable, Envelope.of(executable, executable.trace)
         self._asked[key] = executable.plan.machine
-        self.last_trace, self._last_plan = executable.trace, executable.plan
+        self.last_trace, self._last = executable.trace, executable
         self.begin(executable)
 
     def join(self, keys: Iterable[str | None]) -> None:
@@ -443,9 +443,9 @@ class Sequences:
         proves = tried and self._proven.take(key, executable)
         trace = stands_for or self._proven.applied(key, executable.trace)
         trace = log.timed(self._proven.untouched(key, trace))
-        old, executable.plan = executable.plan, told_anew(executable.plan, trace, machine)
-        if self._last_plan is not None and self._last_plan.residencies is old.residencies:
-            self.last_trace, self._last_plan = trace, executable.plan
+        executable.plan = told_anew(executable.plan, trace, machine)
+        if self._last is executable:
+            self.last_trace = trace
         told, old_ns = executable.plan.predicted, executable.plan.step_ns
         must_go, lost_ns = stands_for is not None or executable.leaves_room, sum(told.get(key, 0) for key in _LOST)
         may_gain = lost_ns >= _WORTHWHILE_STALL * told["duration_ns"] or told["num_remapped_chunks"]
@@ -508,7 +508,7 @@ class Sequences:
         """Take a plan for a sequence in place of another."""
         self._plans[key] = new
         self.retired.append(old)
-        self.last_trace, self._last_plan = new.trace, new.plan
+        self.last_trace, self._last = new.trace, new
 
     def others(self, executable: ExecutablePlan) -> list[ExecutablePlan]:
         """All plans but this one."""
