@@ -27,6 +27,7 @@ from scheduler.plan import Machine, Plan
 from scheduler.planning import make_plan
 from scheduler.policies import POLICIES
 from scheduler.profiles import load_profile, profile_from_json
+from scheduler.renaming import renamed
 from scheduler.trace import Trace
 from scheduler.verify import verify
 from tests import forked
@@ -463,6 +464,8 @@ def test_a_given_plan_for_another_budget_or_step_is_refused_with_the_reason() ->
     given = GivenPlan(make_plan(trace, machine, "on_demand"), None)
     assert given.load(trace, machine, "auto", {}) is not None
     assert given.refusal == ""
+    assert given.is_fixed(given.plan) and given.is_fixed(renamed(given.plan, range(399, -1, -1)))
+    assert not given.is_fixed(make_plan(trace, machine, "window"))
     smaller = GivenPlan(given.plan, None)
     assert (
         smaller.load(trace, load_profile("desktop").machine(chunk_nbytes=1 << 14, num_chunks=399), "auto", {}) is None
