@@ -10,8 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
-from scheduler.plan import BorderCopy, Plan
+import numpy as np
+
+from scheduler.colouring.border_copies import copies_of
+from scheduler.colouring.runs import all_runs
+from scheduler.plan import Plan, Residency, Scratch
 
 Runs = Sequence[tuple[int, int]]
 """`(first chunk, count)` in the order of a variable's bytes."""
@@ -40,48 +45,41 @@ def names_that_match(pairs: Iterable[tuple[Runs, Runs]], num_chunks: int) -> lis
 
 
 def renamed(plan: Plan, names: Sequence[int]) -> Plan:
-    """The plan under other names.
+    """The plan under other names, neighbours in one run.
 
     Args:
         plan: A coloured plan.
         names: For each chunk that it uses the new one: a permutation.
     """
+    residencies, rooms = _renamed_runs(plan.residencies, names), _renamed_runs(plan.scratch, names)
     copies = (
-        BorderCopy(source=source, target=target, num_chunks=count)
+        copies_of((names[copy.source + k], names[copy.target + k]) for k in range(copy.num_chunks))
         for copy in plan.border_copies
-        for source, target, count in _pieces(copy, names)
     )
     return replace(
         plan,
-        residencies=tuple(replace(r, chunks=renamed_runs(r.chunks, names)) for r in plan.residencies),
-        scratch=tuple(replace(room, chunks=renamed_runs(room.chunks, names)) for room in plan.scratch),
-        border_copies=tuple(copies),
+        residencies=tuple(replace(r, chunks=runs) for r, runs in zip(plan.residencies, residencies, strict=True)),
+        scratch=tuple(replace(room, chunks=runs) for room, runs in zip(plan.scratch, rooms, strict=True)),
+        border_copies=tuple(chain.from_iterable(copies)),
     )
 
 
-def renamed_runs(runs: Runs, names: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The same chunks under other names, neighbours in one run."""
-    found: list[tuple[int, int]] = []
-    for chunk in _chunks(runs):
-        now = names[chunk]
-        if found and sum(found[-1]) == now:
-            found[-1] = found[-1][0], found[-1][1] + 1
-        else:
-            found.append((now, 1))
-    return tuple(found)
+def is_renamed(plan: Plan, other: Plan) -> bool:
+    """Whether two plans of a step have the same residencies, but for the names of chunks."""
+    if len(plan.residencies) != len(other.residencies):
+        return False
+    pairs: set[tuple[int, int]] = set()
+    for ours, theirs in zip(plan.residencies, other.residencies, strict=True):
+        chunks, others = ours.chunk_indices(), theirs.chunk_indices()
+        if replace(ours, chunks=()) != replace(theirs, chunks=()) or len(chunks) != len(others):
+            return False
+        pairs.update(zip(chunks, others, strict=True))
+    return len(pairs) == len({name for name, _ in pairs}) == len({name for _, name in pairs})
 
 
-def _pieces(copy: BorderCopy, names: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """A copy as copies of neighbours to neighbours. Its source and its target do not overlap, so neither do theirs."""
-    start = 0
-    for index in range(1, copy.num_chunks + 1):
-        source, target = names[copy.source + start], names[copy.target + start]
-        length = index - start
-        if index == copy.num_chunks or (
-            names[copy.source + index] != source + length or names[copy.target + index] != target + length
-        ):
-            yield source, target, length
-            start = index
+def _renamed_runs(stays: Sequence[Residency | Scratch], names: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
+    new = np.asarray(names, dtype=np.int64)
+    return all_runs([new[np.fromiter(_chunks(stay.chunks), dtype=np.int64)] for stay in stays])
 
 
 def _chunks(runs: Runs) -> Iterator[int]:

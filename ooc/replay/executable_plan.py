@@ -73,6 +73,7 @@ class ExecutablePlan:
     Attributes:
         leaves_room: Whether it was made for less memory than there is, for such room, and is to go when that was used.
         num_without_room: Trials that found no room.
+        is_placed: Whether it was entered before: its chunks keep their names (`ooc.replay.start_places`).
         omitted, doubts: Ops that the present step has left out so far, in order; those that it is going to leave out.
         readdressed: Of variables whose addresses have changed in this step: since which op, and what it was before.
         grad_mode: Whether gradients were enabled when its first op ran.

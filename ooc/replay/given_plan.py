@@ -11,7 +11,8 @@ from typing import Any
 from ooc.replay.plan_cache import PlanCache
 from ooc.units import format_nbytes
 from scheduler.cost.simulate import simulate
-from scheduler.plan import Machine, Plan, PlanError, Start, Stop
+from scheduler.plan import Machine, Plan, PlanError
+from scheduler.renaming import is_renamed
 from scheduler.trace import Trace
 from scheduler.verify import verify
 
@@ -72,7 +73,7 @@ class GivenPlan(PlanCache):
 
     def is_fixed(self, plan: Plan) -> bool:
         """Whether this is the given plan, which is replayed as it is, whatever its chunks are called."""
-        return _stays(plan) == _stays(self.plan)
+        return is_renamed(plan, self.plan)
 
     def _why_not(self, trace: Trace, machine: Machine) -> str:
         """Why the plan is not for this step on this machine; empty if it is."""
@@ -92,7 +93,3 @@ class GivenPlan(PlanCache):
         except PlanError as error:
             return str(error)
         return ""
-
-
-def _stays(plan: Plan) -> list[tuple[int, Start, Stop]]:
-    return [(residency.variable, residency.start, residency.stop) for residency in plan.residencies]

@@ -7,8 +7,6 @@ memory is short even by way of the store. Its chunks are renamed at first (`sche
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from ooc.memory.record import State
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.bindings import Bound
@@ -39,18 +37,17 @@ def start_places(executable: ExecutablePlan, bound: Bound, manager: ResidencyMan
         for variable, record in bound
         if record.state is State.RESIDENT and variable.index in targets
     ]
-    if all(tuple(map(tuple, planned)) == tuple(map(tuple, now)) for planned, now in pairs):
+    names = names_that_match(pairs, executable.num_chunks)
+    if names == list(range(executable.num_chunks)):
         return targets
-    plan = renamed(executable.plan, names_that_match(pairs, executable.num_chunks))
-    if _num_runs(r.chunks for r in plan.residencies) <= _MOST_PIECES * _num_runs(
-        r.chunks for r in executable.plan.residencies
-    ):
+    plan = renamed(executable.plan, names)
+    if _num_runs(plan) <= _MOST_PIECES * _num_runs(executable.plan):
         _take_names(executable, plan, manager)
     return targets
 
 
-def _num_runs(chunks: Iterable[tuple[tuple[int, int], ...]]) -> int:
-    return sum(map(len, chunks))
+def _num_runs(plan: Plan) -> int:
+    return sum(len(residency.chunks) for residency in plan.residencies)
 
 
 def _take_names(executable: ExecutablePlan, plan: Plan, manager: ResidencyManager) -> None:

@@ -7,7 +7,7 @@ which one of its chunks goes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from scheduler.budget import IntArray
 from scheduler.plan import BorderCopy
@@ -56,6 +56,13 @@ def _copy_paths(
 
 def _copied(pairs: list[tuple[int, int]], held: set[int]) -> list[BorderCopy]:
     """Copies of single chunks, none of which fills what another empties, as runs of neighbours. Updates `held`."""
+    held.difference_update(source for source, _ in pairs)
+    held.update(target for _, target in pairs)
+    return copies_of(pairs)
+
+
+def copies_of(pairs: Iterable[tuple[int, int]]) -> list[BorderCopy]:
+    """Copies of single chunks, source and target, as runs of neighbours. None of them fills what another empties."""
     runs: list[BorderCopy] = []
     for source, target in sorted(pairs):
         last = runs[-1] if runs else None
@@ -63,6 +70,4 @@ def _copied(pairs: list[tuple[int, int]], held: set[int]) -> list[BorderCopy]:
             runs[-1] = BorderCopy(source=last.source, target=last.target, num_chunks=last.num_chunks + 1)
         else:
             runs.append(BorderCopy(source=source, target=target, num_chunks=1))
-    held.difference_update(source for source, _ in pairs)
-    held.update(target for _, target in pairs)
     return runs

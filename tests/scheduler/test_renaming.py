@@ -10,7 +10,7 @@ import pytest
 from scheduler.cost.simulate import simulate
 from scheduler.plan import BorderCopy, PlanError
 from scheduler.planning import make_plan
-from scheduler.renaming import names_that_match, renamed, renamed_runs
+from scheduler.renaming import is_renamed, names_that_match, renamed
 from scheduler.verify import IllegalPlan, verify
 from tests.scheduler.random_traces import TIMES, random_machine, random_trace, replayable
 
@@ -33,15 +33,15 @@ def test_a_plan_under_other_names_is_legal_and_costs_the_same(seed: int) -> None
         assert replace(new, chunks=old.chunks) == old
     assert simulate(other, trace) == simulate(plan, trace)
     back = [names.index(chunk) for chunk in range(machine.num_chunks)]
-    assert renamed(other, back).residencies == tuple(
-        replace(r, chunks=renamed_runs(r.chunks, range(machine.num_chunks))) for r in plan.residencies
-    )
+    assert renamed(other, back).residencies == renamed(plan, range(machine.num_chunks)).residencies
+    assert is_renamed(plan, other) and is_renamed(other, plan)
 
 
 def test_two_chunks_of_one_name_are_no_plan() -> None:
     trace = random_trace(3)
     machine = random_machine(3, num_chunks=60)
     plan = make_plan(trace, machine, "window")
+    assert not is_renamed(plan, renamed(plan, [0] * machine.num_chunks))
     with pytest.raises(IllegalPlan):
         verify(renamed(plan, [0] * machine.num_chunks), trace)
 
