@@ -285,39 +285,57 @@ def _load(text: str) -> dict[str, Any]:
 
 
 def _validate(trace: Trace) -> None:
-    def check(condition: bool, message: str) -> None:
-        if not condition:
-            raise TraceError(message)
-
+    """Raise for the first thing that is wrong. Messages are made only then: a step has tens of thousands of uses."""
+    num_ticks, variables = trace.num_ticks, trace.variables
+    lifetimes = [trace.lifetime(index) for index in range(len(variables))]
     previous_stop = 0
     for i, op in enumerate(trace.ops):
-        check(op.start_tick >= previous_stop, f"op {i} ({op.name}) starts before op {i - 1} has ended")
-        check(op.stop_tick > op.start_tick, f"op {i} ({op.name}): stop_tick {op.stop_tick} <= start_tick")
-        check(op.stop_tick <= trace.num_ticks, f"op {i} ({op.name}) ends after the step's {trace.num_ticks} ticks")
-        check(op.duration_ns >= 0, f"op {i} ({op.name}): negative duration {op.duration_ns}")
-        check(0 <= op.host_ns <= op.duration_ns, f"op {i} ({op.name}): host_ns {op.host_ns} of {op.duration_ns}")
-        previous_stop = op.stop_tick
+        start_tick, stop_tick = op.start_tick, op.stop_tick
+        if start_tick < previous_stop:
+            raise TraceError(f"op {i} ({op.name}) starts before op {i - 1} has ended")
+        if stop_tick <= start_tick:
+            raise TraceError(f"op {i} ({op.name}): stop_tick {stop_tick} <= start_tick")
+        if stop_tick > num_ticks:
+            raise TraceError(f"op {i} ({op.name}) ends after the step's {num_ticks} ticks")
+        if op.duration_ns < 0:
+            raise TraceError(f"op {i} ({op.name}): negative duration {op.duration_ns}")
+        if not 0 <= op.host_ns <= op.duration_ns:
+            raise TraceError(f"op {i} ({op.name}): host_ns {op.host_ns} of {op.duration_ns}")
+        previous_stop = stop_tick
         seen = [use.variable for use in op.uses]
-        check(len(seen) == len(set(seen)), f"op {i} ({op.name}) lists a variable twice in {seen}")
-        for use in op.uses:
-            check(0 <= use.variable < len(trace.variables), f"op {i} uses unknown variable {use.variable}")
-            start, stop = trace.lifetime(use.variable)
-            check(
-                start < op.stop_tick and stop > op.start_tick,
-                f"op {i} ({op.name}) uses variable {use.variable} outside its lifetime [{start}, {stop})",
-            )
+        if len(seen) != len(set(seen)):
+            raise TraceError(f"op {i} ({op.name}) lists a variable twice in {seen}")
+        for variable in seen:
+            if not 0 <= variable < len(variables):
+                raise TraceError(f"op {i} uses unknown variable {variable}")
+            start, stop = lifetimes[variable]
+            if start >= stop_tick or stop <= start_tick:
+                raise TraceError(f"op {i} ({op.name}) uses variable {variable} outside its lifetime [{start}, {stop})")
     heirs: set[int] = set()
-    for index, v in enumerate(trace.variables):
-        start, stop = trace.lifetime(index)
-        check(v.nbytes > 0, f"variable {index} has {v.nbytes} bytes")
-        check(0 <= start < stop <= trace.num_ticks, f"variable {index}: lifetime [{start}, {stop}) is empty or outside")
-        if v.becomes is None:
-            continue
-        check(trace.cyclic, f"variable {index} has an heir in a trace that is not cyclic")
-        check(v.death_tick is None, f"variable {index} dies and cannot become {v.becomes}")
-        check(0 <= v.becomes < len(trace.variables), f"variable {index} becomes unknown variable {v.becomes}")
-        check(v.becomes not in heirs, f"two variables become variable {v.becomes}")
-        heir = trace.variables[v.becomes]
-        check(heir.birth_tick is None, f"variable {index} becomes {v.becomes}, which is born within the step")
-        check(heir.nbytes == v.nbytes, f"variable {index} ({v.nbytes} bytes) becomes {v.becomes} ({heir.nbytes})")
-        heirs.add(v.becomes)
+    for index, (v, (start, stop)) in enumerate(zip(variables, lifetimes, strict=True)):
+        if v.nbytes <= 0:
+            raise TraceError(f"variable {index} has {v.nbytes} bytes")
+        if not 0 <= start < stop <= num_ticks:
+            raise TraceError(f"variable {index}: lifetime [{start}, {stop}) is empty or outside")
+        if v.becomes is not None:
+            _validate_heir(trace, index, heirs)
+            heirs.add(v.becomes)
+
+
+def _validate_heir(trace: Trace, index: int, heirs: set[int]) -> None:
+    """Raise where a variable cannot become the one that it is to become; `heirs`: those of the variables before."""
+    v = trace.variables[index]
+    assert v.becomes is not None
+    if not trace.cyclic:
+        raise TraceError(f"variable {index} has an heir in a trace that is not cyclic")
+    if v.death_tick is not None:
+        raise TraceError(f"variable {index} dies and cannot become {v.becomes}")
+    if not 0 <= v.becomes < len(trace.variables):
+        raise TraceError(f"variable {index} becomes unknown variable {v.becomes}")
+    if v.becomes in heirs:
+        raise TraceError(f"two variables become variable {v.becomes}")
+    heir = trace.variables[v.becomes]
+    if heir.birth_tick is not None:
+        raise TraceError(f"variable {index} becomes {v.becomes}, which is born within the step")
+    if heir.nbytes != v.nbytes:
+        raise TraceError(f"variable {index} ({v.nbytes} bytes) becomes {v.becomes} ({heir.nbytes})")

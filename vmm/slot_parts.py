@@ -80,8 +80,8 @@ class SlotParts:
             for place, at, nbytes in direct
         ]
         try:
-            for place, at, nbytes in cached:
-                self._read(place, (ctypes.c_char * nbytes).from_address(at))
+            for span in _spans(cached):
+                self._read_span(span)
             self._drop(cached)
         finally:
             self._wait(tickets)
@@ -123,6 +123,20 @@ class SlotParts:
                     return False
         return True
 
+    def _read_span(self, span: Sequence[_Placed]) -> None:
+        """Read pieces that lie close together at once, with what is between them: there may be thousands of them."""
+        if len(span) == 1:
+            place, address, nbytes = span[0]
+            self._read(place, (ctypes.c_char * nbytes).from_address(address))
+            return
+        start, stop = span[0][0], span[-1][0] + span[-1][2]
+        with anonymous_memory(stop - start) as (between, _):
+            self._read(start, (ctypes.c_char * (stop - start)).from_address(between))
+            between -= start
+            move = ctypes.memmove
+            for place, address, nbytes in span:
+                move(address, between + place, nbytes)
+
     def _read(self, place: int, memory: ctypes.Array[ctypes.c_char]) -> None:
         view, done = memoryview(memory).cast("B"), 0
         while done < len(view):
@@ -140,8 +154,9 @@ class SlotParts:
         """Pieces with their memory: those of whole blocks, which go past the page cache, and the others."""
         direct: list[_Placed] = []
         cached: list[_Placed] = []
+        is_direct = self._store.is_direct
         for offset, nbytes in pieces:
-            is_whole = self._store.is_direct and not (offset | nbytes | address) % BLOCK_NBYTES
+            is_whole = is_direct and not (offset | nbytes | address) % BLOCK_NBYTES
             (direct if is_whole else cached).append((slot.offset + offset, address, nbytes))
             address += nbytes
         return direct, cached
@@ -170,6 +185,20 @@ class SlotParts:
         if placed:
             start, stop = placed[0][0], placed[-1][0] + placed[-1][2]
             os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
+
+
+def _spans(placed: Sequence[_Placed]) -> Iterator[Sequence[_Placed]]:
+    """Pieces that are read at once: less than a block apart, and at most `_PIECE_NBYTES` in all."""
+    first = 0
+    for index in range(1, len(placed) + 1):
+        if index < len(placed):
+            place, _, nbytes = placed[index]
+            before, _, before_nbytes = placed[index - 1]
+            is_near = place - (before + before_nbytes) < BLOCK_NBYTES
+            if is_near and place + nbytes - placed[first][0] <= _PIECE_NBYTES:
+                continue
+        yield placed[first:index]
+        first = index
 
 
 def _pieces_of(nbytes: int) -> Iterator[Piece]:

@@ -6,7 +6,6 @@ All of this is looked up after the op has failed, so a step that fits pays nothi
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import sys
 import warnings
@@ -26,6 +25,7 @@ from ooc.memory.no_room import NoRoom
 from ooc.memory.record import VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.tracing.gradients import raw_gradient
+from ooc.tracing.heap import instances_of
 from ooc.tracing.op_semantics import REGION_NAMESPACE
 from ooc.tracing.recorded_ops import OpRecord
 
@@ -108,7 +108,6 @@ def budget_too_small(
 def _dry_run(
     manager: ResidencyManager, address_of: Callable[[Any], int], threshold_nbytes: int, created_nbytes: int
 ) -> DryRun:
-    objects = (o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer))
     is_autocast = torch.is_autocast_enabled("cpu")
     return DryRun(
         budget_nbytes=manager.num_chunks * manager.chunk_nbytes,
@@ -118,7 +117,7 @@ def _dry_run(
         autocast_dtype=torch.get_autocast_dtype("cpu") if is_autocast else None,
         optimizers=tuple(
             weakref.ref(found)
-            for found in objects
+            for found in instances_of(torch.optim.Optimizer)
             if any(
                 address_of(parameter) in manager.records
                 for group in found.param_groups
@@ -246,15 +245,13 @@ def _names(address_of: Callable[[Any], int]) -> dict[int, str]:
     """Names of parameters, buffers, gradients and optimizer state, by storage address."""
     found: dict[int, str] = {}
     by_parameter: dict[int, str] = {}
-    objects = gc.get_objects()
-    modules = [o for o in objects if issubclass(type(o), nn.Module)]
-    for root in _roots(modules):
+    for root in _roots(instances_of(nn.Module)):
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             by_parameter.setdefault(id(tensor), name)
             found.setdefault(address_of(tensor), name)
             if isinstance(tensor, nn.Parameter) and (gradient := raw_gradient(tensor)) is not None:
                 found.setdefault(address_of(gradient), f"gradient of {name}")
-    for optimizer in (o for o in objects if issubclass(type(o), torch.optim.Optimizer)):
+    for optimizer in instances_of(torch.optim.Optimizer):
         for parameter, state in optimizer.state.items():
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):

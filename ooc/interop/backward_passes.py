@@ -11,7 +11,6 @@ the outermost `torch.vmap` over such.
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch._functorch import apis, eager_transforms
 
 from ooc.interop.replacements import Replacements
+from ooc.tracing.heap import instances_of
 
 
 class BackwardPasses:
@@ -118,8 +118,7 @@ class BackwardPasses:
         """Whether the program has an optimizer of torch's, or had one."""
         if not self._has_optimizer and not self._has_looked:
             self._has_looked = True  # it may have been made before we were opened
-            # By type, not isinstance: that asks proxies for their __class__, which runs their code.
-            self._has_optimizer = any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())
+            self._has_optimizer = bool(instances_of(torch.optim.Optimizer))
         return self._has_optimizer
 
     def _transform_ended(self) -> None:

@@ -5,7 +5,6 @@ Fused groups read and write tensors in C++ whenever they run, without an op. So 
 
 from __future__ import annotations
 
-import gc
 import warnings
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 from ooc.interop.replacements import Replacements
 from ooc.tracing.call_sites import users_stacklevel
+from ooc.tracing.heap import instances_of
 
 
 class GraphFusion:
@@ -63,10 +63,9 @@ class GraphFusion:
 def _forget_compiled() -> None:
     """Drop the compiled code of all scripted functions and methods: their fused groups."""
     kinds = (torch._C.ScriptFunction, torch._C.ScriptMethod)
-    for each in gc.get_objects():
-        if type(each) in kinds:
-            each._debug_flush_compilation_cache()
-        elif issubclass(type(each), torch.jit.ScriptModule):
-            native: Any = each._c
-            for name in native._method_names():
-                native._get_method(name)._debug_flush_compilation_cache()
+    for each in instances_of(*kinds):
+        each._debug_flush_compilation_cache()
+    for module in instances_of(torch.jit.ScriptModule):
+        native: Any = module._c
+        for name in native._method_names():
+            native._get_method(name)._debug_flush_compilation_cache()

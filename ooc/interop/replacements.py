@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,8 +10,9 @@ _ABSENT = object()
 _OWN_PACKAGES = ("ooc", "torch")
 """Whose modules reach what is replaced through its owner, or are to have it as it was."""
 
-_own_modules: set[str] = set()
-"""Names of modules of theirs that were seen: there are thousands, and each opening and closing passes by."""
+_passed_by = set(sys.stdlib_module_names) - {"builtins", "__main__"}
+"""Names of modules that are not looked at: the standard library's, which import none of it, and those of these packages
+as they are seen. There are thousands, and each opening and closing passes by."""
 
 _Names = tuple[tuple[str, str], ...]
 
@@ -68,8 +68,11 @@ def _rebind(pairs: list[tuple[Any, Any]], replaced: _Names) -> None:
     """Let names of modules that are bound to the first of a pair be bound to the second."""
     wanted = {id(old): new for old, new in pairs}
     without = _without.setdefault(replaced, {})
-    for names in _namespaces():
-        if without.get(id(names)) == len(names):
+    for module_name, module in list(sys.modules.items()):
+        if module_name in _passed_by:
+            continue
+        names = getattr(module, "__dict__", None)
+        if type(names) is not dict or without.get(id(names)) == len(names) or _is_passed_by(module_name):
             continue
         found = [(name, wanted[id(value)]) for name, value in list(names.items()) if id(value) in wanted]
         names.update(found)
@@ -79,13 +82,9 @@ def _rebind(pairs: list[tuple[Any, Any]], replaced: _Names) -> None:
             without[id(names)] = len(names)
 
 
-def _namespaces() -> Iterator[dict[str, Any]]:
-    for module_name, module in list(sys.modules.items()):
-        if module_name in _own_modules:
-            continue
-        if module_name.partition(".")[0] in _OWN_PACKAGES:
-            _own_modules.add(module_name)
-            continue
-        names = getattr(module, "__dict__", None)
-        if type(names) is dict:
-            yield names
+def _is_passed_by(module_name: str) -> bool:
+    package = module_name.partition(".")[0]
+    if package in _OWN_PACKAGES or package in _passed_by:
+        _passed_by.add(module_name)
+        return True
+    return False

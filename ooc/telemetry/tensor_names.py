@@ -7,7 +7,6 @@ milliseconds, and is done when a plan is first replayed or on request, never per
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ooc.tracing.gradients import raw_gradient
+from ooc.tracing.heap import instances_of
 
 _log = logging.getLogger(__name__)
 
@@ -75,15 +75,9 @@ def names_by_address(address_of: Callable[[torch.Tensor], int]) -> dict[int, Ten
 
 
 def _find() -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
-    # By type, not isinstance: that asks proxies for their __class__, which runs their code.
-    modules, optimizers = [], []
-    for thing in gc.get_objects():
-        kind = type(thing)
-        if issubclass(kind, torch.nn.Module):
-            modules.append(thing)
-        elif issubclass(kind, torch.optim.Optimizer):
-            optimizers.append(thing)
-    return modules, optimizers
+    found = instances_of(torch.nn.Module, torch.optim.Optimizer)
+    modules = [thing for thing in found if issubclass(type(thing), torch.nn.Module)]
+    return modules, [thing for thing in found if issubclass(type(thing), torch.optim.Optimizer)]
 
 
 def _is_ours(module: torch.nn.Module, address_of: Callable[[torch.Tensor], int]) -> bool:

@@ -28,7 +28,7 @@ MODELS = (
 BRIEF = [
     ("conv_stack", "half", True, "auto"),
     ("conv_stack", "smallest", False, "auto"),
-    ("unet", "smallest", False, "auto"),
+    pytest.param("unet", "smallest", False, "auto", marks=pytest.mark.slow),
     ("lstm", "quarter", False, "window"),
     ("encoder", "quarter", True, "window"),
     ("pix2pix_hd", "quarter", False, "auto"),

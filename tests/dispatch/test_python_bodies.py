@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ooc
 from ooc.dispatch.python_bodies import has_python_body
+from tests.thinned import thinned
 
 NUM_FEATURES = 16000
 tables: dict[str, Tensor] = {}
@@ -107,8 +108,7 @@ def no_tables() -> Iterator[None]:
     tables.clear()
 
 
-@pytest.mark.parametrize("debug", [False, True], ids=["", "debug"])
-@pytest.mark.parametrize("use", USES)
+@thinned("use,debug", list(USES), [False, True])
 def test_what_a_function_uses_unnamed(use: str, debug: bool) -> None:
     expected = _train(USES[use])
     budget = "576KiB" if use == "no arguments" else "640KiB"  # of those at which the table is away then

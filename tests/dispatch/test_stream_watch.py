@@ -85,7 +85,7 @@ with ooc.Session("4MiB", threshold_nbytes="64KiB", plan_cache=False, background_
 """
 
 
-@pytest.mark.parametrize("with_boxed", [True, False])
+@pytest.mark.parametrize("with_boxed", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_python_is_called_where_the_stream_is_another(with_boxed: bool, tmp_path: Path) -> None:
     run(SCRIPT, tmp_path, with_boxed=with_boxed)
 
@@ -137,7 +137,7 @@ assert min(found) >= SLOW_MS and guard.count_events() < 9000, guard.count_events
 """
 
 
-@pytest.mark.parametrize("with_boxed", [True, False])
+@pytest.mark.parametrize("with_boxed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_op_on_demand_lasts_as_long_as_the_device_says(with_boxed: bool, tmp_path: Path) -> None:
     run(TIMES, tmp_path, with_boxed=with_boxed)
 

@@ -179,7 +179,7 @@ def train_with_garbage(step: Callable[[], contextlib.AbstractContextManager[Any]
     return [*losses, *(p.detach().clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("debug", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_finalizers_that_use_tensors(debug: bool) -> None:
     """The collector may run wherever Python makes an object: but never within the session's own code."""
     torch.manual_seed(0)

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 import ooc
 from tests import forked
 from tests.interop.cases import BUDGET, WIDTH, InCore, build, contents
+from tests.thinned import thinned
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,8 +68,7 @@ def _load_and_train(session: Any, num_workers: int, context: str | None, *, pers
     return losses, contents(model)
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("persistent", [False, True])
+@thinned("persistent,debug", [False, True], [False, True])
 def test_data_loader_fork(persistent: bool, debug: bool) -> None:
     expected = _load_and_train(InCore(), 0, None, persistent=False)
     with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug) as session:
@@ -94,6 +94,7 @@ import torch
 torch.set_num_threads(1)
 import ooc
 from tests.interop.cases import build, train, contents, pointers_of, read_all
+from tests.thinned import thinned
 how, num_steps = sys.argv[1], int(sys.argv[2])
 def wait(pid):
     status = os.waitpid(pid, 0)[1]
@@ -157,7 +158,8 @@ print("good")
 
 
 @pytest.mark.parametrize(
-    ("how", "num_steps"), [("between", 1), ("between", 7), ("inside", 7), ("debug", 7), ("twice", 7)]
+    ("how", "num_steps"),
+    [("between", 1), pytest.param("between", 7, marks=pytest.mark.slow), ("inside", 7), ("debug", 7), ("twice", 7)],
 )
 def test_os_fork(how: str, num_steps: int) -> None:
     """The child waits until the parent has trained on; it still sees the bytes as at the fork, and can train."""

@@ -76,7 +76,13 @@ def _run(lengths: list[int], budget: str, *, debug: bool, **options: Any) -> lis
 
 @pytest.mark.parametrize(
     ("seed", "debug", "options"),
-    [(1, True, {}), (2, True, {}), (3, False, {}), (1, True, {"recompute": True}), (2, True, {"policy": "capuchin"})],
+    [
+        (1, True, {}),
+        pytest.param(2, True, {}, marks=pytest.mark.slow),
+        (3, False, {}),
+        pytest.param(1, True, {"recompute": True}, marks=pytest.mark.slow),
+        (2, True, {"policy": "capuchin"}),
+    ],
 )
 def test_any_length_runs_again_within_its_plan(seed: int, debug: bool, options: dict[str, Any]) -> None:
     """Debug mode compares each re-run with what was discarded, and unmaps what nobody should touch.

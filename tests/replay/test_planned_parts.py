@@ -24,6 +24,7 @@ from ooc.tracing.operand_marks import OperandMark
 from scheduler.plan import occupied_ticks
 from tests.replay.test_elastic import digest, run
 from tests.store_speed import SLOW, store_speed
+from tests.thinned import thinned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -282,8 +283,7 @@ def late(step: Step, lengths: list[int]) -> list[Any]:
     return out + digest([*batches, w, v, small])
 
 
-@pytest.mark.parametrize("debug", [True, False])
-@pytest.mark.parametrize("budget", ["4800KiB", "5MiB", "5632KiB", "5952KiB"])
+@thinned("budget,debug", ["4800KiB", "5MiB", "5632KiB", "5952KiB"], [True, False])
 def test_operands_that_are_other_storages_in_each_step(budget: str, debug: bool) -> None:
     session, modes = run(late, [0] * 16, budget=budget, chunk_nbytes="64KiB", debug=debug)
     assert modes[-8:] == ["planned"] * 8

@@ -16,6 +16,7 @@ from scheduler.trace import Trace
 from tests.scheduler import recompute_traces
 from tests.scheduler.random_traces import random_trace, replayable
 from tests.session.program_reruns import with_discards
+from tests.thinned import thinned
 
 CHUNK = 1 << 14
 MODELS = {
@@ -83,8 +84,7 @@ def check_every_moment(plan: Plan, trace: Trace) -> int:
     return num_asked
 
 
-@pytest.mark.parametrize("policy", ["sublinear", "dtr", "melon", "capuchin"])
-@pytest.mark.parametrize("name", MODELS)
+@thinned("name,policy", list(MODELS), ["sublinear", "dtr", "melon", "capuchin"])
 def test_policies(name: str, policy: str) -> None:
     trace = MODELS[name]
     least = smallest_num_chunks(trace, Machine(chunk_nbytes=CHUNK, num_chunks=1))

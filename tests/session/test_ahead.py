@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import ooc
 from ooc.memory.record import State
 from tests.quick_plans import QUICK_PLANS
+from tests.thinned import thinned
 
 LENGTHS = [24, 37, 30, 44, 19, 33, 40, 27]
 
@@ -52,8 +53,7 @@ def _train(between: Callable[[int], None] = lambda _: None, *, skips: bool = Fal
     return found
 
 
-@pytest.mark.parametrize("budget", ["1536KiB", "2MiB", "2560KiB", "4MiB"])
-@pytest.mark.parametrize("skips", [False, True])
+@thinned("budget,skips", ["1536KiB", "2MiB", "2560KiB", "4MiB"], [False, True])
 def test_bits(budget: str, skips: bool) -> None:
     expected = _train(skips=skips)
     with ooc.Session(budget, debug=True, chunk_nbytes=1 << 16, step_boundary="optimizer", **QUICK_PLANS) as session:

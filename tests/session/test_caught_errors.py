@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.session.test_segments import SIZE, batch, digest, model, planned_share, run
+from tests.thinned import thinned
 
 NUM_STEPS = 20
 
@@ -98,8 +99,7 @@ def train(step: Callable[[Tensor, bool], Tensor], fails: Callable[[int, random.R
 STEPS = [factored, joined, added, half_written, small]
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("step", STEPS)
+@thinned("step,debug", STEPS, [False, True])
 def test_an_error_in_each_step(step: Callable[[Tensor, bool], Tensor], debug: bool) -> None:
     """They are planned like others."""
     rows = run(train(step, lambda *_: True), budget="1792KiB", debug=debug)
@@ -107,8 +107,7 @@ def test_an_error_in_each_step(step: Callable[[Tensor, bool], Tensor], debug: bo
     assert sum(row.evicted_nbytes for row in rows[NUM_STEPS // 2 :]) > 0
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("step", STEPS)
+@thinned("step,debug", STEPS, [True, False])
 def test_an_error_in_some_steps(step: Callable[[Tensor, bool], Tensor], debug: bool) -> None:
     """Of which nobody knows which: the op does not make what the plan has it make, or makes what it has not."""
     rows = run(train(step, lambda _, choose: choose.random() < 0.3), budget="1792KiB", debug=debug)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ooc.tracing.op_semantics import joins_list
 from tests.session.test_segments import batch, digest, model, planned_share, run
+from tests.thinned import thinned
 
 aten = torch.ops.aten
 DRAW = Callable[[random.Random, list[Tensor]], list[Tensor]]
@@ -62,8 +63,7 @@ def training(draw: DRAW, *, skips: bool = False, changes: bool = False) -> list[
     return out + digest(net) + [float(each.sum()) for each in pool]
 
 
-@pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("draw", [distinct, with_replacement, with_the_latest])
+@thinned("draw,skips", [distinct, with_replacement, with_the_latest], [False, True])
 def test_steps_on_what_was_drawn_are_planned(draw: DRAW, skips: bool) -> None:
     """Remedy: `Draws`. Else plans are for what was drawn in the steps that they were made from, and are left there."""
     rows = run(lambda: training(draw, skips=skips))

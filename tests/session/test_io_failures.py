@@ -75,7 +75,13 @@ def train_until_failure(
 
 
 @pytest.mark.parametrize(
-    ("fail_step", "plans_anew"), [(0, False), (1, False), (NUM_STEPS - 1, False), (NUM_STEPS - 1, True)]
+    ("fail_step", "plans_anew"),
+    [
+        (0, False),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        (NUM_STEPS - 1, False),
+        (NUM_STEPS - 1, True),
+    ],
 )
 def test_every_call_of_a_step(fail_step: int, plans_anew: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the step is followed by itself, or by another plan made from what it measured."""

@@ -23,6 +23,7 @@ from ooc.replay.executor import Executor
 from ooc.replay.late_entry import LateEntry
 from tests.session.program_runs import run_many
 from tests.session.test_segments import batch, digest, model, planned_share, run
+from tests.thinned import thinned
 from vmm.driver import MemoryFault
 from vmm.store import StoreFull
 
@@ -144,8 +145,7 @@ def in_later_residencies() -> list[Any]:
 PROGRAMS = [networks, heads, state_that_goes_on, rare]
 
 
-@pytest.mark.parametrize("debug", [True, False])
-@pytest.mark.parametrize("program", PROGRAMS)
+@thinned("program,debug", PROGRAMS, [True, False])
 def test_what_parts_goes_on_with_the_other_plan(
     program: Callable[[], list[Any]], debug: bool, entries: list[int]
 ) -> None:
@@ -155,8 +155,7 @@ def test_what_parts_goes_on_with_the_other_plan(
     assert planned_share(rows[-NUM_STEPS // 3 :]) > 0.9  # before, some networks have no plan yet
 
 
-@pytest.mark.parametrize("debug", [True, False])
-@pytest.mark.parametrize("program", [heads, in_later_residencies])
+@thinned("program,debug", [heads, in_later_residencies], [True, False])
 @pytest.mark.parametrize("fault", ["disk full", "too many mappings, once"])
 def test_what_cannot_be_entered_leaves_the_step_on_demand(
     program: Callable[[], list[Any]], fault: str, debug: bool, monkeypatch: pytest.MonkeyPatch, entries: list[int]

@@ -43,7 +43,9 @@ def states_that_are_kept() -> list[Any]:
     return losses + digest(net)
 
 
-@pytest.mark.parametrize("budget", ["4352KiB", "4864KiB", "5MiB", "5376KiB"])
+@pytest.mark.parametrize(
+    "budget", ["4352KiB", "4864KiB", *(pytest.param(b, marks=pytest.mark.slow) for b in ("5MiB", "5376KiB"))]
+)
 def test_a_variable_that_was_not_made_is_not_the_one_that_lives_on(budget: str) -> None:
     """Remedy: the table of what is alive is asked, too. The addresses of both are the same in the plan's tables."""
     run(states_that_are_kept, budget=budget)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 KIB = 1 << 10
 
 
-@pytest.mark.parametrize("page_nbytes", [4 * KIB, 16 * KIB, 64 * KIB])
+@pytest.mark.parametrize("page_nbytes", [pytest.param(4 * KIB, marks=pytest.mark.slow), 16 * KIB, 64 * KIB])
 def test_a_session_works_in_whole_pages(page_nbytes: int) -> None:
     """Losses and weights to the last bit; mappings, transfers, guards and reserved space in whole pages."""
     if page_nbytes % mmap.PAGESIZE:

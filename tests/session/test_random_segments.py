@@ -9,7 +9,8 @@ import pytest
 
 from tests.session.program_runs import Tally, run_many
 
-NUM_PROGRAMS = 16
+SEEDS = [seed for seed in range(18) if seed not in (13, 15)]
+"""Those two take as long as all others together."""
 RUNNER = "tests.session.program_segments:run_seed"
 PAUSES = "tests.session.program_pauses:run_seed"
 
@@ -22,11 +23,11 @@ def _check(tally: Tally, count: int) -> None:
 
 
 def test_random_programs_in_segments() -> None:
-    _check(run_many(range(NUM_PROGRAMS), runner=RUNNER), NUM_PROGRAMS)
+    _check(run_many(SEEDS, runner=RUNNER), len(SEEDS))
 
 
 def test_random_programs_in_segments_that_nobody_looks_for_at_times() -> None:
-    _check(run_many(range(NUM_PROGRAMS), runner=PAUSES), NUM_PROGRAMS)
+    _check(run_many(SEEDS, runner=PAUSES), len(SEEDS))
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ import pytest
 
 from tests.session.program_runs import Tally, run_many
 
-NUM_PROGRAMS = 12
+SEEDS = [seed for seed in range(13) if seed != 6]
+"""Seed 6 takes as long as all others together."""
 RUNNER = "tests.session.program_unions:run_seed"
 
 
@@ -22,7 +23,7 @@ def _check(tally: Tally, count: int) -> None:
 
 
 def test_random_programs_of_unlike_steps() -> None:
-    _check(run_many(range(NUM_PROGRAMS), runner=RUNNER), NUM_PROGRAMS)
+    _check(run_many(SEEDS, runner=RUNNER), len(SEEDS))
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from ooc.memory.record import State
 from ooc.replay.reruns import Reruns
 from tests.session.recomputed import CASES, Training, compare, convolutions, noted
 from tests.store_speed import SLOW, store_speed
+from tests.thinned import thinned
 
 _models: list[nn.Module] = []
 
@@ -83,8 +84,7 @@ def _fill_on_a_thread(x: Tensor, values: Tensor) -> None:
     thread.join()
 
 
-@pytest.mark.parametrize("fill", [_fill_array, _fill_each, _fill_on_a_thread])
-@pytest.mark.parametrize("keeps", [True, False])
+@thinned("fill,keeps", [_fill_array, _fill_each, _fill_on_a_thread], [True, False])
 def test_what_was_filled_beside_the_ops_is_not_made_again(fill: Callable[[Tensor, Tensor], None], keeps: bool) -> None:
     """Remedy: `PlannedReruns.needed_until`. An op makes a buffer, other code fills it: by its op alone it is zeros.
 

@@ -87,8 +87,8 @@ def check_pool(session: ooc.Session) -> None:
 @pytest.mark.parametrize(
     ("model", "every"),
     [
-        ("gpt", 12),
-        pytest.param("gpt", 60, marks=pytest.mark.slow),
+        pytest.param("gpt", 12, marks=pytest.mark.slow),
+        ("gpt", 60),
         pytest.param("conv_stack", 12, marks=pytest.mark.slow),
         ("conv_stack", 60),
         pytest.param("resnet18", 60, marks=pytest.mark.slow),

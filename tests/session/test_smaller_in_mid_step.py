@@ -57,7 +57,12 @@ def train(name: str, num_chunks: int, depth: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("name", "num_chunks", "depth"),
-    [("convolutions", 51, 0), ("convolutions_melon", 40, 9), ("convolutions_auto", 40, 4), ("encoder", 60, 9)],
+    [
+        ("convolutions", 51, 0),
+        pytest.param("convolutions_melon", 40, 9, marks=pytest.mark.slow),
+        ("convolutions_auto", 40, 4),
+        ("encoder", 60, 9),
+    ],
 )
 def test_the_step_goes_on_with_another_plan(name: str, num_chunks: int, depth: int) -> None:
     """It stays planned, and so do those after it, for which the policy plans without regard to this one."""

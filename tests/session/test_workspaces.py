@@ -11,6 +11,7 @@ import ooc
 from ooc.memory.record import State
 from ooc.testing.fake_device import FakeCudaDevice
 from tests.cuda.cases import CudaSession, fixed_speed
+from tests.thinned import thinned
 
 NUM_STEPS = 8
 BUDGET_NBYTES = 3600 << 10
@@ -88,9 +89,7 @@ def test_steps_are_planned_around_a_workspace(
 
 
 @pytest.mark.usefixtures("kernels_in_cpp")
-@pytest.mark.parametrize("varies", [False, True], ids=["one-size", "any-size"])
-@pytest.mark.parametrize("when", [0, 1, 2, 3, 6])
-@pytest.mark.parametrize("make_session", [_on_cpu, _on_fake], ids=["cpu", "fake"])
+@thinned("when,varies,make_session", [0, 1, 2, 3, 6], [False, True], [_on_cpu, _on_fake])
 def test_a_workspace_may_come_in_any_step_and_from_an_op_on_nothing_large(
     library: Library, make_session: Callable[[bool], ooc.Session], when: int, varies: bool
 ) -> None:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ooc.dispatch.ops_in_parts import without_data
 from ooc.tracing.part_probes import as_lists
 from ooc.tracing.part_rules import Along, Cut, Split, split_of
+from tests.thinned import thinned
 
 aten = torch.ops.aten
 NUM_SHAPES = 12
@@ -274,8 +275,7 @@ MAY_DIFFER = {aten._fused_adam_.default, aten._fused_adamw_.default}
 """Where vectors and single elements may have other bits, by torch's build: then they are not cut."""
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("func", ELEMENT_WISE, ids=str)
+@thinned("func,dtype", list(ELEMENT_WISE), [torch.float32, torch.float64, torch.bfloat16])
 def test_element_wise(func: Any, dtype: torch.dtype) -> None:
     chooser = random.Random(str(func))
     torch.manual_seed(1)

@@ -69,6 +69,40 @@ def test_random_pieces_read_and_written_by_all_ways(store: FileStore) -> None:
     parts.close()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_thousands_of_small_pieces_are_read_in_few_calls(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    chooser, nbytes = random.Random(seed), 3 << 20
+    parts, slot = SlotParts(store), store.allocate(nbytes)
+    pieces, place, num_far = [], chooser.randrange(BLOCK_NBYTES), 0
+    while place < nbytes - 2 * BLOCK_NBYTES:
+        length = chooser.choice((1, 8, 60, 500, BLOCK_NBYTES))
+        pieces.append((place, length))
+        is_far = chooser.random() < 0.01
+        num_far += is_far
+        place += length + (chooser.randrange(BLOCK_NBYTES, 4 * BLOCK_NBYTES) if is_far else chooser.randrange(1, 3000))
+    calls, preadv = [], os.preadv
+
+    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(sum(map(len, buffers)))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    with anonymous_memory(nbytes) as (address, _):
+        noise = os.urandom(nbytes)
+        ctypes.memmove(address, noise, nbytes)
+        store.write(slot, [(address, nbytes)]).wait()
+        ctypes.memset(address, 0, nbytes)
+        parts.read(slot, pieces, address)
+        expected = b"".join(noise[offset : offset + length] for offset, length in pieces)
+        assert bytes_at(address, len(expected) + 100) == expected + bytes(100)
+    assert len(pieces) > 1000
+    assert len(calls) <= num_far + 1 + 2 * (nbytes >> 20)
+    assert max(calls) <= 1 << 20  # the memory that it takes meanwhile
+    parts.close()
+
+
 def test_a_new_slot_can_be_read_and_is_copied_whole(store: FileStore) -> None:
     parts = SlotParts(store)
     first, second = store.allocate(3 << 20), store.allocate(3 << 20)
