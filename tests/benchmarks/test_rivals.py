@@ -16,7 +16,9 @@ from ooc import models
 from ooc.cli.trial import train
 
 
-@pytest.mark.parametrize("name", ["conv_stack", "resnet50", "encoder", "vgg16_cifar"])
+@pytest.mark.parametrize(
+    "name", ["conv_stack", "resnet50", "encoder", pytest.param("vgg16_cifar", marks=pytest.mark.slow)]
+)
 def test_rivals_have_the_losses_of_plain_training(name: str, tmp_path: Path) -> None:
     workload = models.get(name, "small")
     run = partial(train, workload, num_steps=3, optimizer="sgd")

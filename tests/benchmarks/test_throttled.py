@@ -49,6 +49,7 @@ def stock_losses(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_rival_in_the_backward_pass_has_the_same_losses(tmp_path: Path, stock_losses: list[str]) -> None:
     events = _told_by(CHECKPOINT_IN_BACKWARD, _options(tmp_path))
     assert _losses(events) == stock_losses

@@ -125,7 +125,7 @@ def digests_in_core() -> list[str]:
     return [s["digest"] for s in Processes(limit_s=600, fake=True).train(order)["steps"]]
 
 
-@pytest.mark.parametrize("placement", ["remapped", "best_fit"])
+@pytest.mark.parametrize("placement", [pytest.param("remapped", marks=pytest.mark.slow), "best_fit"])
 def test_the_gate_measures_them(placement: str, digests_in_core: list[str]) -> None:
     found = Processes(limit_s=600, fake=True).train(
         Order(

@@ -23,6 +23,7 @@ from ooc.memory.record import State, VariableRecord
 from ooc.memory.slices import Slices
 from tests.interop.cases import BUDGET, WIDTH, InCore, build, contents, train
 from tests.quick_plans import QUICK_PLANS
+from tests.thinned import thinned
 from vmm.slot_parts import SlotParts
 from vmm.store import StoreFull
 
@@ -186,8 +187,7 @@ def _train_and_write(session: Any, how: str, *, is_inside: bool) -> tuple[list[f
     return losses, contents(model), seen
 
 
-@pytest.mark.parametrize("is_inside", [False, True])
-@pytest.mark.parametrize("how", ["held", "data_ptr"])
+@thinned("how,is_inside", ["held", "data_ptr"], [False, True])
 def test_planned_steps(how: str, is_inside: bool) -> None:
     expected = _train_and_write(InCore(), how, is_inside=is_inside)
     assert not any(expected[2])

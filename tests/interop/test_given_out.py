@@ -198,21 +198,22 @@ def test_a_store_that_fails_while_memory_is_given_out(is_write: bool) -> None:
         assert contents(model) != before
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_no_op_runs_again_from_what_may_have_been_written_meanwhile(seed: int) -> None:
+@thinned("program,seed", [_weights_held, _predictions_kept, _held_for_a_while], [0, 1])
+def test_no_op_runs_again_from_what_may_have_been_written_meanwhile(
+    program: Callable[[Any], list[Any]], seed: int
+) -> None:
     """Remedy: `Reruns.read_given_out`. Without it a re-run makes other bytes than the op made, and nobody notices."""
-    for program in (_weights_held, _held_for_a_while, _predictions_kept):
-        expected = program(InCore())
-        with (
-            slow_store(),
-            forced_reruns(seed),
-            counted_reruns() as counts,
-            ooc.Session("1536KiB", chunk_nbytes="64KiB", recompute=True) as session,
-        ):
-            found = program(session)
-            reasons = {row.why for row in session.steps.rows if "run again" in row.why}
-        assert found == expected
-        assert counts[0] if program is _predictions_kept else reasons  # nothing runs again from what was predicted
+    expected = program(InCore())
+    with (
+        slow_store(),
+        forced_reruns(seed),
+        counted_reruns() as counts,
+        ooc.Session("1536KiB", chunk_nbytes="64KiB", recompute=True) as session,
+    ):
+        found = program(session)
+        reasons = {row.why for row in session.steps.rows if "run again" in row.why}
+    assert found == expected
+    assert counts[0] if program is _predictions_kept else reasons  # nothing runs again from what was predicted
 
 
 @pytest.mark.parametrize("when", ["before", "in a step"])

@@ -209,7 +209,7 @@ def saves(net: Net, *, is_zip: bool = True) -> None:
         _check(index + 101.0, state[f"unused_{index}"], "torch.save")
 
 
-@pytest.mark.parametrize("act", [copies, norms, clones, state_dicts, saves])
+@pytest.mark.parametrize("act", [copies, pytest.param(norms, marks=pytest.mark.slow), clones, state_dicts, saves])
 def test_reads_in_planned_steps(act: Act) -> None:
     run(act)
 
@@ -268,7 +268,7 @@ class Older:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.pythonapi, "_PyEval_SetProfile"), reason="this Python cannot reach threads")
-@pytest.mark.parametrize("act", [copies, norms, saves, state_dicts])
+@pytest.mark.parametrize("act", [pytest.param(copies, marks=pytest.mark.slow), norms, saves, state_dicts])
 def test_thread_that_is_older_than_the_session(act: Act) -> None:
     """It was there before, and is left as it was."""
     with Older() as thread:

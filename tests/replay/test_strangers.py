@@ -174,7 +174,7 @@ def test_a_stranger_that_a_plan_has_met_can_be_evicted(monkeypatch: pytest.Monke
         assert session.steps.rows[6].mode == "off_plan"
 
 
-@pytest.mark.parametrize("num_spare", [1, 3])
+@pytest.mark.parametrize("num_spare", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_an_op_uses_beside_the_plan_stays_while_it_runs(monkeypatch: pytest.MonkeyPatch, num_spare: int) -> None:
     """Remedy: `Executor._pin`. The op leaves its plan, as its result has no room there; all that may go then goes."""
     machine, make_room = Learner._machine, ResidencyManager.make_room
