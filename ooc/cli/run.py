@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ooc.session
+from ooc.cli.own_ranks import OwnRanks
 from ooc.errors import OocError
 from ooc.interop.step_in_backward import every_optimizer_in_backward
 from ooc.output_files import is_special
@@ -75,7 +76,7 @@ class RunOptions:
         step_in_backward: Whether optimizers run inside the backward pass (`ooc.interop.step_in_backward`).
         micro_batches: The most backward passes that a step has; None: as many as the first step.
         report: File for the JSON report, written also when the script fails. Of several ranks each writes its own:
-            run.json, run.rank1.json, ...
+            run.json, run.rank1.json, ...; run.main.json is that of a process that only starts them.
     """
 
     budget: int | str | None = None
@@ -110,6 +111,12 @@ class RunOptions:
         flags = {"debug": self.debug}
         return {**flags, **{name: value for name, value in given.items() if value is not None}}
 
+    def in_backward(self) -> contextlib.AbstractContextManager[object]:
+        """Within it, optimizers run inside the backward pass, if that was asked for."""
+        if not self.step_in_backward:
+            return contextlib.nullcontext()
+        return every_optimizer_in_backward(micro_batches=self.micro_batches)
+
 
 def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module: bool = False) -> None:
     """Run a script, a directory or archive with a `__main__.py`, or (`is_module`) a module, as `__main__`.
@@ -139,12 +146,18 @@ def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module
         if budget is None:
             raise ValueError("no budget. Options: --budget SIZE, such as --budget 2GiB; OOC_BUDGET; --plan FILE.")
         session = ooc.session.Session(budget, step_boundary="optimizer", **session_arguments)
+        as_rank = functools.partial(_as_rank, budget, session_arguments, options, report_path)
     except (ValueError, TypeError, OocError, StoreError, MemoryFault, NativeBuildError) as error:
         raise RunError(str(error)) from error
     process = os.getpid()
+    words = sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]
+    ranks = OwnRanks(
+        session,
+        words if is_module else [*words[:-1], os.path.abspath(target)],
+        as_rank if session.engine.manager.is_host else None,
+    )
     try:
-        in_backward = every_optimizer_in_backward(micro_batches=options.micro_batches)
-        with in_backward if options.step_in_backward else contextlib.nullcontext():
+        with options.in_backward(), ranks.started():
             _execute(program, target, arguments)
     except BaseException as error:
         session.engine.runner.refusals.explain(error)
@@ -152,7 +165,33 @@ def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module
         raise
     finally:
         if os.getpid() == process:  # a forked child that comes here ends as without us: the session is its parent's
-            _tell(session, report_path, progress=options.progress, ended_by=sys.exception())
+            path = report_path and _with_rank(report_path, rank())
+            progress = options.progress if rank() == 0 else "never"
+            if ranks.is_first_elsewhere:  # whose report has that name, and who tells
+                path, progress = report_path and _with_rank(report_path, "main"), "never"
+            _tell(session, path, progress=progress, ended_by=sys.exception())
+
+
+def _as_rank(
+    budget: int | str,
+    session_arguments: Mapping[str, Any],
+    options: RunOptions,
+    report_path: Path | None,
+    function: Callable[..., Any],
+    index: int,
+    *arguments: Any,
+) -> Any:
+    """Call a function within a session like that of `run`, in a process that the script has started for it."""
+    session = ooc.session.Session(budget, step_boundary="optimizer", **session_arguments)
+    try:
+        with options.in_backward():
+            return function(index, *arguments)
+    except BaseException as error:
+        session.engine.runner.refusals.explain(error)
+        raise
+    finally:  # it is not closed: what it has away would come back to memory, and the process ends
+        path = report_path and _with_rank(report_path, index)
+        _tell(session, path, progress=options.progress if index == 0 else "never", ended_by=sys.exception())
 
 
 def diagnose(
@@ -212,7 +251,7 @@ def _tell_diagnosis(
         found = recording.report()
         if report_path is not None:
             pages = None if faults is None else faults.document()
-            write_json(_of_this_rank(report_path), {**to_document(found), "page_faults": pages})
+            write_json(_with_rank(report_path, rank()), {**to_document(found), "page_faults": pages})
     except BadFile as error:
         print(f"ooc run --diagnose: nothing to tell: {printable(error.reason)}", file=sys.stderr)
         return
@@ -336,7 +375,7 @@ def _tell(
 
     An error in any of it does not hide how the script ended.
     """
-    may_hint = progress != "never" and sys.stderr is not None and rank() == 0
+    may_hint = progress != "never" and sys.stderr is not None
     wants_summary = may_hint and (progress == "always" or sys.stderr.isatty())
     if report_path is None and not may_hint:
         return
@@ -344,7 +383,6 @@ def _tell(
     if ended_by is not None and not (isinstance(ended_by, SystemExit) and not ended_by.code):
         report["ended_by"] = {"type": type(ended_by).__name__, "message": str(ended_by)}
     if report_path is not None:
-        report_path = _of_this_rank(report_path)
         try:
             write_json(report_path, report)
         except OSError as error:
@@ -368,11 +406,15 @@ def _report_path(text: str | None) -> Path | None:
     return path
 
 
-def _of_this_rank(path: Path) -> Path:
-    """This rank's own file. Ranks can be told apart only once the script has joined its process group."""
-    if rank() == 0 or is_special(path):
+def _with_rank(path: Path, index: int | str) -> Path:
+    """A rank's own file: `run.json` of the first, `run.rank1.json`, ...; `main` is who only starts ranks.
+
+    By `rank`, they can be told apart only once the script has joined its process group.
+    """
+    if index == 0 or is_special(path):
         return path
-    return path.with_name(f"{path.stem}.rank{rank()}{path.suffix}")
+    own = f"rank{index}" if isinstance(index, int) else index
+    return path.with_name(f"{path.stem}.{own}{path.suffix}")
 
 
 # -- tracebacks

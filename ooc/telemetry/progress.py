@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 When = Literal["never", "auto", "always"]
 
-_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "LOCAL_RANK")
 _TICK_S = 0.25
 _PATIENCE_S = 1.0
 """A step's bar appears after so many seconds, so that lines of short steps do not flicker."""

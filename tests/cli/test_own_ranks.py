@@ -1,0 +1,106 @@
+"""Ranks that a script starts itself under `ooc run`: each within the budget, and its bits those of a run without us."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ooc
+from ooc.cli.own_ranks import OwnRanks
+from tests.cli.test_run import environment
+
+SCRIPT = str(Path(__file__).parents[1] / "scripts" / "own_ranks.py")
+BUDGET_NBYTES = 2 << 20
+PREFIX = ["-m", "ooc", "run", "--budget", "2MiB", "/there/train.py"]
+_TIMEOUT_S = 600
+
+
+def finish(*command: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, *command]
+    env = {name: value for name, value in environment().items() if name not in ("RANK", "LOCAL_RANK")}
+    return subprocess.run(words, capture_output=True, text=True, env=env, timeout=_TIMEOUT_S, check=False)
+
+
+def bits(run: subprocess.CompletedProcess[str]) -> list[str]:
+    assert run.returncode == 0, run.stderr
+    return sorted(run.stdout.splitlines())
+
+
+@functools.cache
+def expected() -> list[str]:
+    return bits(finish(SCRIPT, "spawn"))
+
+
+_SLOW = pytest.mark.slow  # three interpreters each
+
+
+@pytest.mark.parametrize("how", ["spawn", "both", *(pytest.param(how, marks=_SLOW) for how in ("late", "beside"))])
+def test_each_rank_has_a_budget_of_its_own(how: str, tmp_path: Path) -> None:
+    report = tmp_path / "run.json"
+    run = finish("-m", "ooc", "run", "--budget", str(BUDGET_NBYTES), "--report", str(report), SCRIPT, how)
+    assert bits(run) == expected()
+    assert run.stderr.count(f"budget {BUDGET_NBYTES}") == 2, run.stderr
+    assert "no step ended" not in run.stderr
+    for path in (report, tmp_path / "run.rank1.json"):
+        document = json.loads(path.read_text())
+        assert len(document["steps"]) == 7
+        assert document["peak_nbytes"] <= document["budget_nbytes"] == BUDGET_NBYTES
+        assert sum(step["evicted_nbytes"] for step in document["steps"]) > 0
+    assert (tmp_path / "run.main.json").exists() == (how != "beside")
+
+
+@pytest.mark.parametrize("how", ["beside", pytest.param("spawn", marks=_SLOW)])
+def test_a_rank_that_fails_ends_the_run_as_without_us(how: str, tmp_path: Path) -> None:
+    report = tmp_path / "run.json"
+    run = finish("-m", "ooc", "run", "--budget", "2MiB", "--report", str(report), SCRIPT, how, "1")
+    assert run.returncode == 1
+    assert "ValueError: as asked for" in run.stderr
+    assert json.loads((tmp_path / "run.rank1.json").read_text())["ended_by"]["type"] == "ValueError"
+
+
+def test_processes_that_hold_no_budget_are_told_of() -> None:
+    run = finish("-m", "ooc", "run", "--budget", "4MiB", SCRIPT, "fork")
+    assert run.stderr.count("is not held to any budget") == 1, run.stderr
+
+
+def test_what_becomes_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    python = sys.executable
+    with ooc.Session("2MiB") as session:
+        ranks = OwnRanks(session, PREFIX, None)
+        rank_1 = {**os.environ, "LOCAL_RANK": "1"}
+        for script in ("train.py", os.path.abspath("train.py")):
+            assert ranks.command([python, script, "--lr", "1"], rank_1) == [python, *PREFIX, "--lr", "1"]
+            assert ranks.command((python, "-u", script), rank_1) == [python, "-u", *PREFIX]
+        assert not ranks.is_first_elsewhere
+        helper = [python, "train.py"]
+        assert ranks.command(helper, None) is helper  # it is nobody's rank
+        assert ranks.command(helper, dict(os.environ)) is helper
+        for words in (["ls", "train.py"], "python train.py", [python, "-m", "ooc", "run", "train.py"]):
+            assert ranks.command(words, rank_1) is words
+        with pytest.warns(RuntimeWarning, match="not held to any budget"):
+            assert ranks.command([python, "other.py"], rank_1) == [python, "other.py"]
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        assert ranks.command(helper, dict(os.environ)) is helper  # our own rank's
+        ranks.command([python, "train.py"], {**os.environ, "LOCAL_RANK": "0"})
+        assert ranks.is_first_elsewhere
+
+
+def test_nothing_is_left_replaced() -> None:
+    import torch.multiprocessing
+
+    module = sys.modules["torch.multiprocessing.spawn"]
+    before = subprocess.Popen.__init__, torch.multiprocessing.start_processes, vars(module)["start_processes"]
+    with ooc.Session("2MiB") as session, OwnRanks(session, PREFIX, None).started():
+        assert subprocess.run([sys.executable, "-c", "print(3)"], stdout=subprocess.PIPE).stdout == b"3\n"
+        assert torch.multiprocessing.start_processes is not before[1]
+    assert (subprocess.Popen.__init__, torch.multiprocessing.start_processes, vars(module)["start_processes"]) == before
