@@ -13,14 +13,17 @@ import importlib
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ooc.errors import SessionError
+from ooc.errors import OocError
+from ooc.interop.replacements import Replacements
 from ooc.session import Session
 from ooc.tracing.call_sites import users_stacklevel
+from vmm.store import StoreError
 
 AsRank = Callable[..., Any]
 """Called in a new process, and sent there by pickle: with a function, the process's index, and the function's other
@@ -65,15 +68,14 @@ class OwnRanks:
         def begin(process: Any, args: Any, *rest: Any, **named: Any) -> None:
             before(process, self.command(args, named.get("env")), *rest, **named)
 
-        with ExitStack() as undo:
-            for owner, name, ours in (
-                (package, "start_processes", start),
-                (module, "start_processes", start),
-                (popen, "__init__", begin),
-            ):
-                undo.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, ours)
+        replacements = Replacements()
+        try:
+            replacements.replace(package, "start_processes", start)
+            replacements.replace(module, "start_processes", start)
+            replacements.replace(popen, "__init__", begin)
             yield
+        finally:
+            replacements.put_back()
 
     def command(self, args: Any, env: Mapping[str, str] | None) -> Any:
         """What is run in place of a command: this `ooc run`, if the script starts itself as another rank."""
@@ -111,8 +113,9 @@ class OwnRanks:
         if not join:
             return context
         with ExitStack() as stack:
-            with contextlib.suppress(SessionError):  # something must stay in memory
-                stack.enter_context(self._session.yielded())  # they train, and this process waits
+            if not _others_may_run():
+                with contextlib.suppress(OocError, StoreError):  # something must stay in memory, or the store is full
+                    stack.enter_context(self._session.yielded())  # they train, and this process waits
             while not context.join():
                 pass
         return None
@@ -125,3 +128,9 @@ class OwnRanks:
             RuntimeWarning,
             stacklevel=users_stacklevel(),
         )
+
+
+def _others_may_run() -> bool:
+    """Whether the program has threads besides this one, which may use tensors while it waits."""
+    us = threading.current_thread()
+    return any(thread is not us and not thread.name.startswith("ooc-") for thread in threading.enumerate())

@@ -52,7 +52,7 @@ def main(how: str, failing: str = "") -> None:
         return
     port = free_port()
     if how in ("spawn", "fork"):
-        kept = torch.ones(1 << 18)
+        kept = torch.ones(1 << 18)  # it comes back
         method = {} if how == "spawn" else {"start_method": "fork"}
         multiprocessing.start_processes(train, (port, failing), nprocs=2, **method)
         assert kept.sum() == 1 << 18
