@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.multiprocessing
 
 import ooc
 from ooc.cli.own_ranks import OwnRanks
@@ -40,7 +45,7 @@ def expected() -> list[str]:
 _SLOW = pytest.mark.slow  # three interpreters each
 
 
-@pytest.mark.parametrize("how", ["spawn", "both", *(pytest.param(how, marks=_SLOW) for how in ("late", "beside"))])
+@pytest.mark.parametrize("how", ["spawn", *(pytest.param(how, marks=_SLOW) for how in ("late", "beside", "both"))])
 def test_each_rank_has_a_budget_of_its_own(how: str, tmp_path: Path) -> None:
     report = tmp_path / "run.json"
     run = finish("-m", "ooc", "run", "--budget", str(BUDGET_NBYTES), "--report", str(report), SCRIPT, how)
@@ -95,9 +100,46 @@ def test_what_becomes_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ranks.is_first_elsewhere
 
 
-def test_nothing_is_left_replaced() -> None:
-    import torch.multiprocessing
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_who_waits_for_ranks_gives_its_memory_back(has_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where another thread may use tensors meanwhile. Processes begin before: what they get is still there."""
+    held: list[int] = []
+    module = importlib.import_module("torch.multiprocessing.spawn")
 
+    class Context:
+        def join(self) -> bool:
+            held.append(session.engine.manager.pool.num_chunks)
+            return len(held) == 3
+
+    def start_processes(fn: Any, args: Any, nprocs: int, join: bool, daemon: bool, start_method: str) -> Context:
+        held.append(session.engine.manager.pool.num_chunks)
+        assert (fn.func, fn.args, args, nprocs, join, daemon, start_method) == (
+            print,
+            (max,),
+            (5,),
+            2,
+            False,
+            False,
+            "spawn",
+        )
+        return Context()
+
+    monkeypatch.setattr(module, "start_processes", start_processes)
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    if has_thread:
+        thread.start()
+    with ooc.Session("2MiB") as session:
+        kept = torch.arange(1 << 18)
+        with OwnRanks(session, PREFIX, print).started():
+            torch.multiprocessing.spawn(max, (5,), nprocs=2)
+        assert kept.sum() == sum(range(1 << 18))
+    stop.set()
+    assert held[0] > 0
+    assert held[1:] == [held[0] if has_thread else 0] * 2
+
+
+def test_nothing_is_left_replaced() -> None:
     module = sys.modules["torch.multiprocessing.spawn"]
     before = subprocess.Popen.__init__, torch.multiprocessing.start_processes, vars(module)["start_processes"]
     with ooc.Session("2MiB") as session, OwnRanks(session, PREFIX, None).started():
