@@ -16,7 +16,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ooc.errors import OocError
@@ -54,7 +53,7 @@ class OwnRanks:
     def __repr__(self) -> str:
         return f"<OwnRanks, {'elsewhere' if self.is_first_elsewhere else 'none, or beside this process'}>"
 
-    @contextmanager
+    @contextlib.contextmanager
     def started(self) -> Iterator[None]:
         """While the block runs, ranks that the program starts are ours."""
         package = importlib.import_module("torch.multiprocessing")
@@ -62,7 +61,7 @@ class OwnRanks:
         start = functools.wraps(module.start_processes)(
             functools.partial(self._start_processes, module.start_processes)
         )
-        popen, before = subprocess.Popen, subprocess.Popen.__init__
+        before = subprocess.Popen.__init__
 
         @functools.wraps(before)
         def begin(process: Any, args: Any, *rest: Any, **named: Any) -> None:
@@ -72,7 +71,7 @@ class OwnRanks:
         try:
             replacements.replace(package, "start_processes", start)
             replacements.replace(module, "start_processes", start)
-            replacements.replace(popen, "__init__", begin)
+            replacements.replace(subprocess.Popen, "__init__", begin)
             yield
         finally:
             replacements.put_back()
@@ -112,13 +111,19 @@ class OwnRanks:
         context = start(functools.partial(self._as_rank, fn), args, nprocs, False, daemon, start_method)
         if not join:
             return context
-        with ExitStack() as stack:
-            if not _others_may_run():
-                with contextlib.suppress(OocError, StoreError):  # something must stay in memory, or the store is full
-                    stack.enter_context(self._session.yielded())  # they train, and this process waits
+        with self._given_back():
             while not context.join():
                 pass
         return None
+
+    @contextlib.contextmanager
+    def _given_back(self) -> Iterator[None]:
+        """Give this process's memory back while it waits, if that can be; the ranks need theirs."""
+        with contextlib.ExitStack() as stack:
+            if not _others_may_run():
+                with contextlib.suppress(OocError, StoreError):  # something must stay in memory, or the store is full
+                    stack.enter_context(self._session.yielded())
+            yield
 
     @staticmethod
     def _warn(what: str) -> None:

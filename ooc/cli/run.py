@@ -146,10 +146,10 @@ def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module
         if budget is None:
             raise ValueError("no budget. Options: --budget SIZE, such as --budget 2GiB; OOC_BUDGET; --plan FILE.")
         session = ooc.session.Session(budget, step_boundary="optimizer", **session_arguments)
-        as_rank = functools.partial(_as_rank, budget, session_arguments, options, report_path)
     except (ValueError, TypeError, OocError, StoreError, MemoryFault, NativeBuildError) as error:
         raise RunError(str(error)) from error
     process = os.getpid()
+    as_rank = functools.partial(_as_rank, budget, session_arguments, options, report_path)
     words = sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]
     ranks = OwnRanks(
         session,
@@ -165,11 +165,8 @@ def run(target: str, arguments: Sequence[str], *, options: RunOptions, is_module
         raise
     finally:
         if os.getpid() == process:  # a forked child that comes here ends as without us: the session is its parent's
-            path = report_path and _with_rank(report_path, rank())
-            progress = options.progress if rank() == 0 else "never"
-            if ranks.is_first_elsewhere:  # whose report has that name, and who tells
-                path, progress = report_path and _with_rank(report_path, "main"), "never"
-            _tell(session, path, progress=progress, ended_by=sys.exception())
+            index = "main" if ranks.is_first_elsewhere else rank()
+            _tell(session, report_path, index, progress=options.progress, ended_by=sys.exception())
 
 
 def _as_rank(
@@ -190,8 +187,7 @@ def _as_rank(
         session.engine.runner.refusals.explain(error)
         raise
     finally:  # it is not closed: what it has away would come back to memory, and the process ends
-        path = report_path and _with_rank(report_path, index)
-        _tell(session, path, progress=options.progress if index == 0 else "never", ended_by=sys.exception())
+        _tell(session, report_path, index, progress=options.progress, ended_by=sys.exception())
 
 
 def diagnose(
@@ -367,15 +363,17 @@ def _execute(program: _Script, target: str, arguments: Sequence[str]) -> None:
 def _tell(
     session: ooc.session.Session,
     report_path: Path | None,
+    index: int | str,
     *,
     progress: str | None,
     ended_by: BaseException | None,
 ) -> None:
     """Write the report, print the summary, and the hint if there is one: that goes to files, too, where nobody watches.
 
-    An error in any of it does not hide how the script ended.
+    Of ranks, whose `index` this is, each has its report (`_with_rank`), and the first prints. An error in any of it
+    does not hide how the script ended.
     """
-    may_hint = progress != "never" and sys.stderr is not None
+    may_hint = progress != "never" and sys.stderr is not None and index == 0
     wants_summary = may_hint and (progress == "always" or sys.stderr.isatty())
     if report_path is None and not may_hint:
         return
@@ -383,6 +381,7 @@ def _tell(
     if ended_by is not None and not (isinstance(ended_by, SystemExit) and not ended_by.code):
         report["ended_by"] = {"type": type(ended_by).__name__, "message": str(ended_by)}
     if report_path is not None:
+        report_path = _with_rank(report_path, index)
         try:
             write_json(report_path, report)
         except OSError as error:

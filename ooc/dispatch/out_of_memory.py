@@ -25,7 +25,7 @@ from ooc.memory.no_room import NoRoom
 from ooc.memory.record import VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.tracing.gradients import raw_gradient
-from ooc.tracing.heap import instances_of
+from ooc.tracing.heap import instances_of, modules_and_optimizers
 from ooc.tracing.op_semantics import REGION_NAMESPACE
 from ooc.tracing.recorded_ops import OpRecord
 
@@ -245,13 +245,14 @@ def _names(address_of: Callable[[Any], int]) -> dict[int, str]:
     """Names of parameters, buffers, gradients and optimizer state, by storage address."""
     found: dict[int, str] = {}
     by_parameter: dict[int, str] = {}
-    for root in _roots(instances_of(nn.Module)):
+    modules, optimizers = modules_and_optimizers()
+    for root in _roots(modules):
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             by_parameter.setdefault(id(tensor), name)
             found.setdefault(address_of(tensor), name)
             if isinstance(tensor, nn.Parameter) and (gradient := raw_gradient(tensor)) is not None:
                 found.setdefault(address_of(gradient), f"gradient of {name}")
-    for optimizer in instances_of(torch.optim.Optimizer):
+    for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):

@@ -63,9 +63,10 @@ class GraphFusion:
 def _forget_compiled() -> None:
     """Drop the compiled code of all scripted functions and methods: their fused groups."""
     kinds = (torch._C.ScriptFunction, torch._C.ScriptMethod)
-    for each in instances_of(*kinds):
-        each._debug_flush_compilation_cache()
-    for module in instances_of(torch.jit.ScriptModule):
-        native: Any = module._c
+    for each in instances_of(*kinds, torch.jit.ScriptModule):
+        if type(each) in kinds:
+            each._debug_flush_compilation_cache()
+            continue
+        native: Any = each._c
         for name in native._method_names():
             native._get_method(name)._debug_flush_compilation_cache()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ooc.tracing.gradients import raw_gradient
-from ooc.tracing.heap import instances_of
+from ooc.tracing.heap import modules_and_optimizers
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def named_tensors(address_of: Callable[[torch.Tensor], int]) -> Iterator[tuple[T
     Args:
         address_of: Gives the address of a tensor's storage if it is the session's, else 0.
     """
-    modules, optimizers = _find()
+    modules, optimizers = modules_and_optimizers()
     children = {id(child) for module in modules for child in module._modules.values()}
     roots = [module for module in modules if id(module) not in children and _is_ours(module, address_of)]
     labels: dict[int, str] = {}
@@ -72,12 +72,6 @@ def names_by_address(address_of: Callable[[torch.Tensor], int]) -> dict[int, Ten
     except Exception:  # noqa: BLE001 - modules are users' code; names are for people, and nothing rests on them
         _log.exception("cannot find out the names of all tensors")
     return found
-
-
-def _find() -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
-    found = instances_of(torch.nn.Module, torch.optim.Optimizer)
-    modules = [thing for thing in found if issubclass(type(thing), torch.nn.Module)]
-    return modules, [thing for thing in found if issubclass(type(thing), torch.optim.Optimizer)]
 
 
 def _is_ours(module: torch.nn.Module, address_of: Callable[[torch.Tensor], int]) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import torch
+
 
 def instances_of(*kinds: type) -> list[Any]:
     """All objects of these classes and of classes derived from them that the garbage collector knows, oldest first.
@@ -15,3 +17,10 @@ def instances_of(*kinds: type) -> list[Any]:
     objects = gc.get_objects()
     wanted = {kind for kind in set(map(type, objects)) if issubclass(kind, kinds)}
     return [thing for thing in objects if type(thing) in wanted] if wanted else []
+
+
+def modules_and_optimizers() -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
+    """All of the process, oldest first."""
+    found = instances_of(torch.nn.Module, torch.optim.Optimizer)
+    modules = [thing for thing in found if issubclass(type(thing), torch.nn.Module)]
+    return modules, [thing for thing in found if issubclass(type(thing), torch.optim.Optimizer)]

@@ -23,6 +23,7 @@ from tests.cli.test_run import environment
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "own_ranks.py")
 BUDGET_NBYTES = 2 << 20
 PREFIX = ["-m", "ooc", "run", "--budget", "2MiB", "/there/train.py"]
+SPAWN: Any = importlib.import_module("torch.multiprocessing.spawn")  # as an attribute, it is a function of that name
 _TIMEOUT_S = 600
 
 
@@ -104,7 +105,6 @@ def test_what_becomes_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_waits_for_ranks_gives_its_memory_back(has_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """But where another thread may use tensors meanwhile. Processes begin before: what they get is still there."""
     held: list[int] = []
-    module = importlib.import_module("torch.multiprocessing.spawn")
 
     class Context:
         def join(self) -> bool:
@@ -113,18 +113,11 @@ def test_who_waits_for_ranks_gives_its_memory_back(has_thread: bool, monkeypatch
 
     def start_processes(fn: Any, args: Any, nprocs: int, join: bool, daemon: bool, start_method: str) -> Context:
         held.append(session.engine.manager.pool.num_chunks)
-        assert (fn.func, fn.args, args, nprocs, join, daemon, start_method) == (
-            print,
-            (max,),
-            (5,),
-            2,
-            False,
-            False,
-            "spawn",
-        )
+        assert (fn.func, fn.args, args) == (print, (max,), (5,))
+        assert (nprocs, join, daemon, start_method) == (2, False, False, "spawn")
         return Context()
 
-    monkeypatch.setattr(module, "start_processes", start_processes)
+    monkeypatch.setattr(SPAWN, "start_processes", start_processes)
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     if has_thread:
@@ -140,9 +133,8 @@ def test_who_waits_for_ranks_gives_its_memory_back(has_thread: bool, monkeypatch
 
 
 def test_nothing_is_left_replaced() -> None:
-    module = sys.modules["torch.multiprocessing.spawn"]
-    before = subprocess.Popen.__init__, torch.multiprocessing.start_processes, vars(module)["start_processes"]
+    before = subprocess.Popen.__init__, torch.multiprocessing.start_processes, SPAWN.start_processes
     with ooc.Session("2MiB") as session, OwnRanks(session, PREFIX, None).started():
         assert subprocess.run([sys.executable, "-c", "print(3)"], stdout=subprocess.PIPE).stdout == b"3\n"
         assert torch.multiprocessing.start_processes is not before[1]
-    assert (subprocess.Popen.__init__, torch.multiprocessing.start_processes, vars(module)["start_processes"]) == before
+    assert (subprocess.Popen.__init__, torch.multiprocessing.start_processes, SPAWN.start_processes) == before

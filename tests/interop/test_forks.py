@@ -94,7 +94,6 @@ import torch
 torch.set_num_threads(1)
 import ooc
 from tests.interop.cases import build, train, contents, pointers_of, read_all
-from tests.thinned import thinned
 how, num_steps = sys.argv[1], int(sys.argv[2])
 def wait(pid):
     status = os.waitpid(pid, 0)[1]

@@ -198,7 +198,8 @@ def test_a_store_that_fails_while_memory_is_given_out(is_write: bool) -> None:
         assert contents(model) != before
 
 
-@thinned("program,seed", [_weights_held, _predictions_kept, _held_for_a_while], [0, 1])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("program", [_weights_held, _held_for_a_while, _predictions_kept])
 def test_no_op_runs_again_from_what_may_have_been_written_meanwhile(
     program: Callable[[Any], list[Any]], seed: int
 ) -> None:

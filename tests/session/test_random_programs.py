@@ -26,15 +26,15 @@ def _check(tally: Tally, count: int) -> None:
     assert tally.modes["planned"] > count / 2 and tally.modes["off_plan"] > count / 10, tally.modes
 
 
-@pytest.mark.parametrize("first", range(0, NUM_PROGRAMS, NUM_AT_ONCE))
+_MORE = range(100_000, 100_000 + 10 * NUM_PROGRAMS, NUM_AT_ONCE)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [*range(0, NUM_PROGRAMS, NUM_AT_ONCE), *(pytest.param(first, marks=pytest.mark.slow) for first in _MORE)],
+)
 def test_random_programs(first: int) -> None:
     _check(run_many(range(first, first + NUM_AT_ONCE)), NUM_AT_ONCE)
-
-
-@pytest.mark.slow
-def test_many_more_random_programs() -> None:
-    count = 10 * NUM_PROGRAMS
-    _check(run_many(range(100_000, 100_000 + count)), count)
 
 
 def test_generation_depends_on_the_seed_alone() -> None:

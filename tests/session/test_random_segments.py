@@ -9,8 +9,9 @@ import pytest
 
 from tests.session.program_runs import Tally, run_many
 
-SEEDS = [seed for seed in range(18) if seed not in (13, 15)]
-"""Those two take as long as all others together."""
+LONG = [13, 15]
+"""As long as all others together."""
+SEEDS = [seed for seed in range(18) if seed not in LONG]
 RUNNER = "tests.session.program_segments:run_seed"
 PAUSES = "tests.session.program_pauses:run_seed"
 
@@ -32,4 +33,9 @@ def test_random_programs_in_segments_that_nobody_looks_for_at_times() -> None:
 
 @pytest.mark.slow
 def test_many_more_random_programs_in_segments() -> None:
-    _check(run_many(range(100_000, 102_000), runner=RUNNER), 2000)
+    _check(run_many([*LONG, *range(100_000, 102_000)], runner=RUNNER), len(LONG) + 2000)
+
+
+@pytest.mark.slow
+def test_more_random_programs_in_segments_that_nobody_looks_for_at_times() -> None:
+    _check(run_many([*SEEDS, *LONG], runner=PAUSES), len(SEEDS) + len(LONG))
