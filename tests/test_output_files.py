@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from ooc.cli.run import _of_this_rank
+from ooc.cli.run import _with_rank
 from ooc.output_files import is_special, write_output
+from ooc.telemetry.progress import rank
 from tests import forked
 from tests.fragmentation.cases import DATA
 from tests.html_report.cases import synthetic
@@ -120,8 +121,8 @@ def test_standard_output_that_is_a_file_is_added_to(name: str) -> None:
 
 def test_ranks_share_a_device_and_have_a_file_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RANK", "3")
-    assert _of_this_rank(Path("/dev/null")) == Path("/dev/null")
-    assert _of_this_rank(tmp_path / "run.json") == tmp_path / "run.rank3.json"
+    assert _with_rank(Path("/dev/null"), rank()) == Path("/dev/null")
+    assert _with_rank(tmp_path / "run.json", rank()) == tmp_path / "run.rank3.json"
     assert is_special("/dev/stdout")
     assert not is_special(tmp_path / "nothing")
 
