@@ -173,6 +173,9 @@ def test_sampling_of_accesses(fake: FakeMachine) -> None:
     assert not machine.samples_accesses(fake.root)
     fake.write("proc/78/comm", "kdamond.0\n")
     assert machine.samples_accesses(fake.root)
+    assert machine.samples_accesses(fake.root)
+    fake.write("proc/78/comm", "another\n")
+    assert not machine.samples_accesses(fake.root)
 
 
 def test_this_machine_agrees_with_other_sources() -> None:
