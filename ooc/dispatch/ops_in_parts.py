@@ -40,9 +40,11 @@ from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.executor import Executor
 from ooc.replay.recipes import below_everything
 from ooc.tracing import op_semantics as ops
+from ooc.tracing.moving_rules import LISTS
 from ooc.tracing.operand_marks import ROOM_ORDINAL, marks_of
+from ooc.tracing.part_cuts import Blocks, Split
 from ooc.tracing.part_probes import as_lists
-from ooc.tracing.part_rules import Blocks, Split, is_view, split_of
+from ooc.tracing.part_rules import is_view, split_of
 from ooc.tracing.recorded_ops import OpRecord
 from ooc.tracing.recording import StepRecording
 from vmm.table import inside_op
@@ -288,11 +290,12 @@ class OpsInParts:
             return None
         given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
         lists = {a.name for a in schema.arguments if isinstance(a.type, torch.ListType)}
-        for name, value in given.items():
+        for name, value in list(given.items()):
             if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
-                if name not in lists or len(value) != 1:
+                if name not in lists or (len(value) != 1 and schema.name not in LISTS):
                     return None
-                given[name] = value[0]
+                del given[name]
+                given |= {name: value[0]} if len(value) == 1 else {f"{name}.{i}": t for i, t in enumerate(value)}
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         if not all(map(_is_plain, tensors.values())):
             return None

@@ -28,8 +28,8 @@ from ooc.memory.record import State, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.memory.slices import Slices
 from ooc.replay.dispatcher import Dispatcher
+from ooc.tracing.part_cuts import Along, Blocks, Cut, Section, Split, Stretch
 from ooc.tracing.part_probes import as_lists
-from ooc.tracing.part_rules import Along, Blocks, Cut, Split
 
 _data_ptr: Any = torch.Tensor.data_ptr
 """Before a session replaces it: what is asked for here is given to nobody."""
@@ -304,18 +304,27 @@ class PartRun:
             for target, cut, source in sources:
                 self._put(target, cut, source, start, stop)
             for name in split.written:
-                self._put(given[name], split.operands[name], copies[name], start, stop)
-        for index, way in enumerate(split.results):
-            if way is None and index < len(made) and self._is_new(index):
+                way, copied = split.operands[name], copies[name]
+                assert copied is not None
+                assert not isinstance(way, Section)
+                self._put(given[name], way, copied, start, stop)
+        for index, result_cut in enumerate(split.results):
+            if result_cut is None and index < len(made) and self._is_new(index):
                 results[index] = made[index]
 
     def _is_new(self, index: int) -> bool:
         whole = self._found.whole[index]
         return isinstance(whole, Tensor) and whole.device.type == "meta"
 
-    def _copy(self, tensor: Tensor, cut: Cut, start: int, stop: int, *, is_read: bool) -> Tensor:
-        """A copy of a slice, in memory of the session's own."""
-        view = _slice(tensor, cut, start, stop)
+    def _copy(self, tensor: Tensor, cut: Cut, start: int, stop: int, *, is_read: bool) -> Tensor | None:
+        """A copy of a slice, in memory of the session's own; None if the part has nothing of the operand."""
+        if isinstance(cut, Section):
+            low, high = cut.within(start, stop)
+            if low >= high:
+                return None
+            view = tensor.narrow(cut.dim, low, high - low)
+        else:
+            view = _slice(tensor, cut, start, stop)
         pieces = _pieces(view)
         buffer = torch.empty(pieces.num_elements, dtype=tensor.dtype, device="cpu")
         if self._memory.refusals.pending:
@@ -337,7 +346,7 @@ class PartRun:
             ctypes.memmove(address, base + offset, nbytes)
             address += nbytes
 
-    def _put(self, tensor: Tensor, cut: Cut, source: Tensor, start: int, stop: int) -> None:
+    def _put(self, tensor: Tensor, cut: Stretch, source: Tensor, start: int, stop: int) -> None:
         pieces, address = _pieces(_slice(tensor, cut, start, stop)), _data_ptr(source)
         record = self._memory.record_of(tensor)
         if record is not None:
@@ -377,7 +386,7 @@ def _plainly(func: Any) -> Callable[[dict[str, Any], int, int], Any]:
     return lambda given, _start, _stop: func(**given)
 
 
-def _slice(tensor: Tensor, cut: Cut, start: int, stop: int) -> Tensor:
+def _slice(tensor: Tensor, cut: Stretch, start: int, stop: int) -> Tensor:
     if isinstance(cut, Along):
         return tensor.narrow(cut.dim, start, stop - start)
     offset = tensor.storage_offset() + start * cut.unit
@@ -391,7 +400,7 @@ def _pieces(view: Tensor) -> Pieces:
     return found
 
 
-def _laid_out(made: Tensor, target: Tensor, cut: Cut, start: int, stop: int) -> Tensor:
+def _laid_out(made: Tensor, target: Tensor, cut: Stretch, start: int, stop: int) -> Tensor:
     """A part's result, its elements in the order in which they lie in the whole."""
     pieces = _pieces(_slice(target, cut, start, stop))
     if made.dtype != target.dtype or made.numel() != pieces.num_elements:

@@ -96,9 +96,19 @@ def _copied(value: Any) -> Any:
 
 
 def as_lists(func: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as the op takes them: a tensor for which the schema wants a list is a list of one."""
+    """Arguments as the op takes them: a tensor for which the schema wants a list is a list of one.
+
+    Those of a longer list (`tensors.0`, `tensors.1`, ...) are one again, without those that are None.
+    """
     lists = {a.name for a in func._schema.arguments if isinstance(a.type, torch.ListType)}
-    return {name: [value] if name in lists and isinstance(value, Tensor) else value for name, value in given.items()}
+    made: dict[str, Any] = {}
+    for name, value in given.items():
+        own, _, place = name.partition(".")
+        if place:
+            made.setdefault(own, []).extend([] if value is None else [value])
+        else:
+            made[name] = [value] if name in lists and isinstance(value, Tensor) else value
+    return made
 
 
 def _random(dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -9,6 +9,8 @@ two threads, and sizes around the widths of vector registers (`tests/tracing/tes
   have other bits in both, rarely, and are not in the table.
 * Pooling, padding and upsampling by planes, softmax by rows, layer norm by rows, batch norm by channels; an embedding,
   and its gradient, by rows of the table; rows chosen by their numbers (`data[indices]`, `index_select`).
+* What moves bytes and computes nothing: lists joined, gradients of slices, elements gathered
+  (`ooc.tracing.moving_rules`).
 * Ops that touch no bytes, or whose results depend on nothing but sizes.
 * convolution_backward's derivative without its input, of which only the shape matters.
 
@@ -20,73 +22,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ooc.tracing import moving_rules
+from ooc.tracing.part_cuts import Along, Blocks, Cut, Given, Rule, Split, Stretch, Whole
 from ooc.tracing.part_probes import as_lists, is_probed
-
-Given = Mapping[str, Any]
-"""An op's arguments by name; only those that it was given."""
-Whole = Sequence[Tensor | None]
-"""An op's results without data; where a result is an operand, that operand."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Along:
-    """Cut along one dimension: the part is `narrow(dim, start, stop - start)`, copied."""
-
-    dim: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
-    """Cut a dense tensor's elements, in the order in which they lie: `unit` of them to a position.
-
-    The part of n positions has the shape `(*lead, n, *tail)`, contiguous.
-    """
-
-    unit: int = 1
-    lead: tuple[int, ...] = ()
-    tail: tuple[int, ...] = ()
-
-
-Cut = Along | Blocks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """How one call of an op is cut.
-
-    Attributes:
-        length: Positions along which it is cut; 0: it runs once, with results of its own.
-        granule: Cuts are at multiples of this.
-        operands: By argument name, those of which a part is a copy of a slice. Others are in memory as a whole.
-        written: Those of them that the op writes: the part's copy is written back.
-        overwritten: Those of them whose bytes the op does not read.
-        unread: Arguments of which only the shape matters: they need not be in memory.
-        is_view: It touches no bytes of any operand, and gets them as they are.
-        results: For each result how it is cut; None: it is what the last part returns (nothing, or without elements).
-        part: Runs one part, from the arguments with copies in place of slices, `start` and `stop`. None: the op itself.
-        fill: As `part`, for results that are in memory as a whole: it writes what the part adds to them.
-    """
-
-    length: int = 0
-    granule: int = 1
-    operands: Mapping[str, Cut] = field(default_factory=dict)
-    written: frozenset[str] = frozenset()
-    overwritten: frozenset[str] = frozenset()
-    unread: frozenset[str] = frozenset()
-    is_view: bool = False
-    results: Sequence[Cut | None] = ()
-    part: Callable[[dict[str, Any], int, int], Any] | None = None
-    fill: Callable[[dict[str, Any], Sequence[Tensor], int, int], None] | None = None
-
-
-Rule = Callable[[Any, Given, Whole], Split | None]
 
 _GRANULE = 1024
 """Of element-wise ops, in elements: parts begin at whole vectors, and at whole blocks of the store's file."""
@@ -183,6 +127,12 @@ def _element_wise(func: Any, given: Given, whole: Whole) -> Split | None:
     )
 
 
+def _power(func: Any, given: Given, whole: Whole) -> Split | None:
+    """A power that is a copy or a product in both loops; others are functions such as `exp`."""
+    exponent = given.get("exponent")
+    return _element_wise(func, given, whole) if isinstance(exponent, int | float) and exponent in (1, 2, 3) else None
+
+
 def _without_format(func: Any, given: dict[str, Any], _start: int, _stop: int) -> Any:
     return func(**{name: value for name, value in given.items() if name not in _FORMAT_ARGUMENTS})
 
@@ -277,7 +227,7 @@ def _batch_norm(*names: str) -> Rule:
         by_channel = {k: v for k, v in given.items() if isinstance(v, Tensor) and k not in names}
         if any(t.dim() != 1 or t.dtype != x.dtype or t.numel() not in (0, x.shape[1]) for t in by_channel.values()):
             return None
-        results: list[Cut | None] = []
+        results: list[Stretch | None] = []
         for t in whole:
             if t is None or t.numel() == 0 or (t.dim() == 1 and given.get("training") is False):
                 results.append(None)  # of an evaluation nothing is saved
@@ -376,6 +326,9 @@ def _derivative(_func: Any, given: Given, _whole: Whole) -> Split | None:
 
 
 _RULES: dict[str, Rule] = {
+    **moving_rules.RULES,
+    "pow": _power,
+    "pow_": _power,
     "max_pool2d_with_indices": _by_planes("self"),
     "max_pool2d_with_indices_backward": _by_planes("grad_output", "self", "indices"),
     "avg_pool2d": _by_planes("self"),

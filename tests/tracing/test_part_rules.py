@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ooc.dispatch.ops_in_parts import without_data
+from ooc.tracing.part_cuts import Along, Cut, Section, Split, Stretch
 from ooc.tracing.part_probes import as_lists
-from ooc.tracing.part_rules import Along, Cut, Split, split_of
+from ooc.tracing.part_rules import split_of
 from tests.thinned import thinned
 
 aten = torch.ops.aten
@@ -38,14 +39,17 @@ def same(first: Tensor, second: Tensor) -> bool:
     return a.numel() == 0 or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def slice_of(tensor: Tensor, cut: Cut, start: int, stop: int) -> Tensor:
+def slice_of(tensor: Tensor, cut: Stretch, start: int, stop: int) -> Tensor:
     if isinstance(cut, Along):
         return tensor.narrow(cut.dim, start, stop - start)
     offset = tensor.storage_offset() + start * cut.unit
     return tensor.as_strided(((stop - start) * cut.unit,), (1,), offset)
 
 
-def copy_of(tensor: Tensor, cut: Cut, start: int, stop: int) -> Tensor:
+def copy_of(tensor: Tensor, cut: Cut, start: int, stop: int) -> Tensor | None:
+    if isinstance(cut, Section):
+        low, high = cut.within(start, stop)
+        return tensor.narrow(cut.dim, low, high - low).clone() if low < high else None
     made = slice_of(tensor, cut, start, stop).clone()
     return made if isinstance(cut, Along) else made.view(*cut.lead, stop - start, *cut.tail)
 
@@ -76,7 +80,9 @@ def in_parts(func: Any, split: Split, given: dict[str, Any], whole: list[Any], c
             target = slice_of(results[index], cut, start, stop)
             target.copy_(made[index].reshape(target.shape))
         for name in split.written:
-            target = slice_of(given[name], split.operands[name], start, stop)
+            way = split.operands[name]
+            assert not isinstance(way, Section)
+            target = slice_of(given[name], way, start, stop)
             target.copy_(copies[name].reshape(target.shape))
     return [*results, *(given[name] for name in sorted(split.written))]
 
@@ -123,6 +129,8 @@ def own_of(whole: Any, given: dict[str, Any], copied: dict[str, Any]) -> Any:
 
 def _with_strides(tensor: Tensor) -> Tensor:
     """A copy of the same sizes and strides."""
+    if tensor.numel() == 0:
+        return tensor.clone()
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     made.as_strided((span,), (1,)).copy_(tensor.as_strided((span,), (1,), tensor.storage_offset()))
@@ -247,6 +255,11 @@ _names(aten.threshold.default, "self", lambda c: {"threshold": 0.1, "value": -3.
 _names(aten.rsub.Scalar, "self", lambda c: {"other": 1.0, "alpha": c.choice((1, 0.3))})
 _names(aten.clamp_max.default, "self", lambda c: {"max": 0.3})
 _names(aten.square.default, "self")
+for _func in (aten.pow.Tensor_Scalar, aten.pow_.Scalar):
+    ELEMENT_WISE[_func] = lambda chooser, dtype: {
+        "self": numbers(chooser, numel(chooser), dtype=dtype),
+        "exponent": chooser.choice((1, 2.0, 3)),
+    }
 _names(aten._to_copy.default, "self", lambda c: {"dtype": c.choice((torch.float64, torch.float16, torch.int32))})
 ELEMENT_WISE[aten.masked_fill.Scalar] = lambda chooser, dtype: (
     {"self": (found := shaped(chooser, 1, dtype)[0]), "mask": found > 0, "value": 0.5}
@@ -434,10 +447,73 @@ def _rows(chooser: random.Random, dtype: torch.dtype) -> Iterator[tuple[Any, dic
     yield aten.index_select.default, {"self": table, "dim": 0, "index": chosen.reshape(-1).abs() % rows}
 
 
+def _sizes(chooser: random.Random, least: int = 1) -> list[int]:
+    return [chooser.choice((1, 2, 3, 5, 17, 40)) for _ in range(chooser.randint(least, 4))]
+
+
+def _lists(chooser: random.Random, dtype: torch.dtype) -> Iterator[tuple[Any, dict[str, Any]]]:
+    sizes, dim = _sizes(chooser), chooser.randint(-1, 0)
+    dim = chooser.randrange(len(sizes)) + dim * len(sizes)
+
+    def of(length: int) -> Tensor:
+        own = [length if place == dim % len(sizes) else size for place, size in enumerate(sizes)]
+        made = numbers(chooser, *own, dtype=dtype)
+        if chooser.random() < 0.3:
+            made = made.transpose(0, -1).contiguous().transpose(0, -1)
+        return made.contiguous(memory_format=torch.channels_last) if chooser.random() < 0.3 and len(own) == 4 else made
+
+    joined = [of(chooser.choice((0, 1, 2, 7, 33))) for _ in range(chooser.randint(2, 6))]
+    if chooser.random() < 0.2:
+        joined.insert(1, numbers(chooser, 0, dtype=dtype))
+    yield aten.cat.default, {**{f"tensors.{i}": t for i, t in enumerate(joined)}, "dim": dim}
+    stacked = [of(5) for _ in range(chooser.randint(2, 6))]
+    place = chooser.randint(-len(sizes) - 1, len(sizes))
+    yield aten.stack.default, {**{f"tensors.{i}": t for i, t in enumerate(stacked)}, "dim": place}
+
+
+def _of_views(chooser: random.Random, dtype: torch.dtype) -> Iterator[tuple[Any, dict[str, Any]]]:
+    sizes = _sizes(chooser, 2)
+    dim, x = chooser.randrange(len(sizes)), torch.empty(sizes, device="meta")
+    length = sizes[dim]
+    start = chooser.randrange(-length, length)
+    stop, step = chooser.choice((length, (1 << 63) - 1, start % length + 1)), chooser.choice((1, 1, 2))
+    sliced = list(aten.slice(x, dim, start, stop, step).shape)
+    more = {"input_sizes": sizes, "dim": dim - chooser.choice((0, len(sizes)))}
+    spread = chooser.random() < 0.2
+    gradient = numbers(chooser, 1, dtype=dtype).expand(sliced) if spread else numbers(chooser, *sliced, dtype=dtype)
+    yield (
+        aten.slice_backward.default,
+        {"grad_output": gradient, **more, "start": start, "end": stop, "step": step},
+    )
+    gradient = numbers(chooser, *sizes[:dim], *sizes[dim + 1 :], dtype=dtype)
+    yield aten.select_backward.default, {"grad_output": gradient, **more, "index": start}
+
+
+def _by_index(chooser: random.Random, dtype: torch.dtype) -> Iterator[tuple[Any, dict[str, Any]]]:
+    sizes = _sizes(chooser, 2)
+    dim = chooser.randrange(1, len(sizes))
+    own = [chooser.choice((1, 3, 20)) if place == dim else size for place, size in enumerate(sizes)]
+    index = torch.randint(0, sizes[dim], own)
+    if chooser.random() < 0.3:
+        index = torch.randint(0, sizes[dim], [*own[:-1], 1]).expand(own)
+    x, y, more = (
+        numbers(chooser, *sizes, dtype=dtype),
+        numbers(chooser, *own, dtype=dtype),
+        {"dim": dim, "index": index},
+    )
+    yield aten.gather.default, {"self": x, **more}
+    for func in (aten.scatter.src, aten.scatter_.src, aten.scatter_add.default, aten.scatter_add_.default):
+        yield func, {"self": x, **more, "src": y}
+    yield aten.scatter_.value, {"self": x, **more, "value": 0.5}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     "make",
-    [_max_pool, _avg_pool, _pad, _upsample, _softmax, _layer_norm, _batch_norm, _embedding, _rows],
+    [
+        *(_max_pool, _avg_pool, _pad, _upsample, _softmax, _layer_norm, _batch_norm, _embedding, _rows, _lists),
+        *(_of_views, _by_index),
+    ],
     ids=lambda f: f.__name__,
 )
 def test_others(make: Any, dtype: torch.dtype) -> None:
