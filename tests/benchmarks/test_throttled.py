@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from benchmarks.child import BY_POLICY, CHECKPOINT_IN_BACKWARD, needed_nbytes
 from benchmarks.throttled import CASES, gradients_nbytes, joules
 from ooc import models
 from ooc.cli.trial import TrialOptions
+from tests import forked
 
 
 def _options(store: Path) -> TrialOptions:
@@ -34,8 +36,19 @@ def test_a_rival_in_the_backward_pass_does_without_most_gradients(tmp_path: Path
 def _told_by(variant: str, options: TrialOptions) -> list[dict[str, Any]]:
     """What a child says of four steps."""
     command = [sys.executable, "-m", "benchmarks.child", variant, json.dumps(asdict(options))]
-    told = subprocess.run(command, input="step\n" * 4, capture_output=True, text=True, check=True, timeout=300)
-    return [json.loads(line) for line in told.stdout.splitlines()]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (
+        tempfile.TemporaryFile("w+") as orders,
+        tempfile.TemporaryFile("w+") as told,
+        tempfile.TemporaryFile("w+") as errors,
+    ):
+        orders.write("step\n" * 4)
+        orders.seek(0)
+        status = forked.start(command, env=env, files=(orders, told, errors)).wait(timeout=300)
+        for file in (told, errors):
+            file.seek(0)
+        assert status == 0, errors.read()
+        return [json.loads(line) for line in told]
 
 
 def _losses(events: list[dict[str, Any]]) -> list[str]:

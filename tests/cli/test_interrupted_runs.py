@@ -28,7 +28,7 @@ from vmm.native_build import cache_directory
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "interrupted.py"
 NUM_RUNS = 50
-NUM_QUICK = 6
+NUM_QUICK = 5
 BUDGET = "3MiB"
 """Of the 8 MB that the script's step needs: learnt in three steps, then planned."""
 

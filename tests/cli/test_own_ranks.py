@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import os
@@ -18,7 +17,9 @@ import torch.multiprocessing
 
 import ooc
 from ooc.cli.own_ranks import OwnRanks
+from tests import forked
 from tests.cli.test_run import environment
+from tests.distributed.test_torchrun import in_core
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "own_ranks.py")
 BUDGET_NBYTES = 2 << 20
@@ -27,20 +28,17 @@ SPAWN: Any = importlib.import_module("torch.multiprocessing.spawn")  # as an att
 _TIMEOUT_S = 600
 
 
-def finish(*command: str) -> subprocess.CompletedProcess[str]:
+def finish(*command: str, is_forked: bool = False) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, *command]
     env = {name: value for name, value in environment().items() if name not in ("RANK", "LOCAL_RANK")}
+    if is_forked:
+        return forked.run(words, env=env, timeout=_TIMEOUT_S)
     return subprocess.run(words, capture_output=True, text=True, env=env, timeout=_TIMEOUT_S, check=False)
 
 
 def bits(run: subprocess.CompletedProcess[str]) -> list[str]:
     assert run.returncode == 0, run.stderr
     return sorted(run.stdout.splitlines())
-
-
-@functools.cache
-def expected() -> list[str]:
-    return bits(finish(SCRIPT, "spawn"))
 
 
 _SLOW = pytest.mark.slow  # three interpreters each
@@ -50,7 +48,7 @@ _SLOW = pytest.mark.slow  # three interpreters each
 def test_each_rank_has_a_budget_of_its_own(how: str, tmp_path: Path) -> None:
     report = tmp_path / "run.json"
     run = finish("-m", "ooc", "run", "--budget", str(BUDGET_NBYTES), "--report", str(report), SCRIPT, how)
-    assert bits(run) == expected()
+    assert bits(run) == in_core()
     assert run.stderr.count(f"budget {BUDGET_NBYTES}") == 2, run.stderr
     assert "no step ended" not in run.stderr
     for path in (report, tmp_path / "run.rank1.json"):
@@ -71,7 +69,7 @@ def test_a_rank_that_fails_ends_the_run_as_without_us(how: str, tmp_path: Path) 
 
 
 def test_processes_that_hold_no_budget_are_told_of() -> None:
-    run = finish("-m", "ooc", "run", "--budget", "4MiB", SCRIPT, "fork")
+    run = finish("-m", "ooc", "run", "--budget", "4MiB", SCRIPT, "fork", is_forked=True)
     assert run.stderr.count("is not held to any budget") == 1, run.stderr
 
 

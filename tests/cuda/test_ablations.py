@@ -17,6 +17,7 @@ from scheduler.planning import make_plan
 from scheduler.verify import verify
 from tests import forked
 from tests.cuda.cases import CudaSession, fixed_speed
+from tests.cuda.forked_gate import ForkedProcesses
 from tests.harness import Recipe, assert_equal, num_steps_by_mode, run_in_core, run_out_of_core
 from tests.scheduler.random_traces import random_trace
 from tests.session.test_bitwise import budget_nbytes_of
@@ -122,12 +123,12 @@ print(memory)
 def digests_in_core() -> list[str]:
     """Of the parameters after each step."""
     order = Order(workload="conv_stack", preset="small", digests=True, num_steps=6)
-    return [s["digest"] for s in Processes(limit_s=600, fake=True).train(order)["steps"]]
+    return [s["digest"] for s in ForkedProcesses(limit_s=600, fake=True).train(order)["steps"]]
 
 
 @pytest.mark.parametrize("placement", [pytest.param("remapped", marks=pytest.mark.slow), "best_fit"])
 def test_the_gate_measures_them(placement: str, digests_in_core: list[str]) -> None:
-    found = Processes(limit_s=600, fake=True).train(
+    found = ForkedProcesses(limit_s=600, fake=True).train(
         Order(
             workload="conv_stack",
             preset="small",

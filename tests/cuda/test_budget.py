@@ -193,7 +193,7 @@ def test_every_call_that_fails(act: str) -> None:
 
     A sample; with `OOC_ALL_FAILURES=1` each call.
     """
-    stride = 1 if os.environ.get("OOC_ALL_FAILURES") else 11 if "yield" in act else 3
+    stride = 1 if os.environ.get("OOC_ALL_FAILURES") else 23 if "yield" in act else 7
     expected, _ = run_with_failure(act, 0)
     fail_call = 1
     while True:

@@ -22,6 +22,7 @@ from ooc.interop import collectives
 from ooc.interop.collectives import Collectives
 from ooc.testing.fake_device import FakeCudaDevice, FakeDeviceMemory
 from tests.cuda.cases import CHUNK_NBYTES, fixed_speed
+from tests.thinned import thinned
 from vmm.testing.fake_cuda import RuleBroken
 
 pytest.importorskip("torch.testing._internal.distributed.fake_pg")
@@ -177,8 +178,7 @@ def _let_registered_work_be_the_fakes(device: NcclDevice, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("all_reduce", [in_place, functional], ids=lambda kind: kind.__name__)
+@thinned("seed,all_reduce", [1, 2], [in_place, functional])
 def test_bits_without_a_race(seed: int, all_reduce: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with functional collectives may stay on demand: gloo frees what they hold at moments of its own."""
     found, races, report = run(seed, monkeypatch, all_reduce=all_reduce)

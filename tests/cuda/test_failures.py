@@ -16,7 +16,7 @@ from vmm.testing.fake_cuda import CUresult
 
 BUDGET_NBYTES = 20 * 64 * 1024
 NUM_STEPS = 4
-SAMPLED_CALLS = 240
+SAMPLED_CALLS = 400
 """Of so many calls, two are failed, each in a run of its own."""
 
 

@@ -18,6 +18,7 @@ from benchmarks.gpu.fake_items import FAKE_ITEMS
 from benchmarks.gpu.figures import Figure, Item, Overran, Shell
 from benchmarks.gpu.gate import ITEMS_S, SHARD_S, Results, shards
 from benchmarks.gpu.items import COMPUTE, ITEMS, NOT_THERE, bitwise, other, ours, throughput
+from tests.cuda.forked_gate import ForkedProcesses
 
 MIB = 1 << 20
 CONTEXT_NBYTES = 300 * MIB
@@ -427,7 +428,7 @@ def test_tests_that_failed_before_time_was_up_are_named() -> None:
 def test_an_item_over_the_fake_driver(tmp_path: Path) -> None:
     """Half the memory, in processes of their own, as on a GPU."""
 
-    class Fewer(gate.Processes):
+    class Fewer(ForkedProcesses):
         half = 0
 
         def train(self, order: Order) -> dict[str, Any]:
@@ -457,7 +458,7 @@ def test_driver_calls_over_the_fake() -> None:
 
 def test_the_doctor_and_the_demo_are_figures() -> None:
     (doctor,) = (item for item in FAKE_ITEMS if item.name == "doctor")
-    figures = {figure.variant: figure for figure in doctor.measure(gate.Processes(limit_s=600, fake=True))}
+    figures = {figure.variant: figure for figure in doctor.measure(ForkedProcesses(limit_s=600, fake=True))}
     assert figures["session on the device"].is_good and "came back whole" in figures["session on the device"].note
     assert not [f for f in figures.values() if f.is_good is False]
 

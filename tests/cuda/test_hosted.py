@@ -16,7 +16,10 @@ START = """
 import faulthandler, gc, torch, ooc
 faulthandler.enable()
 from tests.cuda.hosted import CHUNK_NBYTES, HostedDevice
+from tests.quick_plans import QUICK_PLANS
 from vmm.cuda_table import cuda_table
+
+QUICK = {"plan_cache": False, **QUICK_PLANS}
 
 def train(num_steps, session=None, keep=None):
     torch.manual_seed(0)
@@ -54,7 +57,7 @@ def test_training_is_bit_equal_and_every_byte_is_in_the_budget() -> None:
 device = HostedDevice(num_chunks=96)
 before = len(cuda_table().numbers())
 kept = []
-with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, **QUICK) as session:
     numbers = cuda_table().numbers()
     assert numbers["unmanaged"]["num_blocks"]["allocated"] == 0, numbers
     assert train(7, session, keep=kept) == expected
@@ -101,7 +104,7 @@ def train_on(lengths, session=None):
 losses, tensors = train_on(lengths)
 device = HostedDevice(num_chunks=96)
 with ooc.Session(
-    96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False, debug={debug}
+    96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, debug={debug}, **QUICK
 ) as session:
     found, kept = train_on(lengths, session)
     modes = [row.mode for row in session.steps.rows]
@@ -124,7 +127,7 @@ def test_what_outlives_its_session_keeps_address_and_bytes(num_chunks: int) -> N
     run(f"""
 device = HostedDevice(num_chunks={num_chunks})
 kept = []
-with ooc.Session({num_chunks} * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+with ooc.Session({num_chunks} * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, **QUICK) as session:
     assert train(7, session, keep=kept) == expected
     addresses = [session.engine.runner.dispatcher.address(t) for t in kept]
     more = torch.ones(60 * CHUNK_NBYTES // 4)  # drives some of them out
@@ -152,7 +155,7 @@ def test_addresses_of_what_was_given_up_stay(what: str, stays: bool) -> None:
     """A tensor that is alive when its session is closed without it, below the threshold or a variable."""
     run(f"""
 device = HostedDevice(num_chunks=96)
-with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, **QUICK) as session:
     nothing = 0
     kept = torch.ones({what})
     if not {what}:
@@ -202,7 +205,7 @@ assert device.fake.left() == [], device.fake.left()
 def test_out_of_memory_is_torchs_own_error_and_counted() -> None:
     run("""
 device = HostedDevice(num_chunks=32)
-with ooc.Session(32 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+with ooc.Session(32 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, **QUICK) as session:
     try:
         torch.zeros(64 * CHUNK_NBYTES // 4)
     except torch.OutOfMemoryError as error:
@@ -218,7 +221,7 @@ assert device.fake.left() == []
 def test_small_blocks_beyond_their_part_take_chunks() -> None:
     run("""
 device = HostedDevice(num_chunks=64)
-with ooc.Session(64 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+with ooc.Session(64 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, **QUICK) as session:
     many = [torch.full((4096,), float(i)) for i in range(40)]  # 16 KiB each; 4 chunks of heap hold 16
     numbers = cuda_table().numbers()
     assert numbers["small"]["num_blocks"]["current"] == 16, numbers
@@ -237,7 +240,7 @@ def test_torchs_own_figures_are_ours() -> None:
 device = HostedDevice(num_chunks=96)
 torch.cuda.memory.is_initialized = lambda: True
 torch.cuda.memory._get_device_index = lambda device, optional: 0
-with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, **QUICK) as session:
     assert torch.cuda.memory_allocated() == 0
     x = torch.ones(4 * CHUNK_NBYTES // 4)
     y = torch.ones(100)
@@ -286,7 +289,7 @@ def interrupted(self, address, nbytes):
     return found
 
 CudaTable.outlives = interrupted
-with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, **QUICK) as session:
     for index in range(12):
         tensor = torch.full((10 * CHUNK_NBYTES // 4,), float(index))
         kept.append((tensor, session.engine.runner.dispatcher.address(tensor)))
@@ -327,7 +330,7 @@ def in_thread(function):
     return found[0]
 
 device = HostedDevice(num_chunks=64)
-with ooc.Session(64 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+with ooc.Session(64 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, **QUICK) as session:
     full = [torch.full((20 * CHUNK_NBYTES // 4,), float(i)) for i in range(2)]
     made = in_thread(lambda: torch.full((30 * CHUNK_NBYTES // 4,), 7.0))  # drives one of them out
     address = session.engine.runner.dispatcher.address(made)
@@ -392,7 +395,7 @@ handler = logging.Handler()
 handler.emit = lambda record: said.append(record.getMessage())
 logging.getLogger("ooc").addHandler(handler)
 device = HostedDevice(num_chunks=96, host_budget_nbytes=None, is_integrated=True)
-with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, **QUICK) as session:
     assert train(7, session) == expected
     assert session.steps.rows[-1].evicted_nbytes > 0
     assert session.engine.memory.store.used_host_nbytes == 0 and session.engine.memory.store.file is not None
@@ -401,7 +404,7 @@ with ooc.Session(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, pl
 assert device.fake.races == ()
 assert said == [], said
 asked = HostedDevice(num_chunks=96, host_budget_nbytes=8 << 20, is_integrated=True)
-with ooc.Session(96 * CHUNK_NBYTES, device=asked, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+with ooc.Session(96 * CHUNK_NBYTES, device=asked, chunk_nbytes=CHUNK_NBYTES, **QUICK) as session:
     assert "shares the host's memory" in said[0], said
     assert session.engine.memory.store._blocks.num_blocks > 0
 """)
@@ -438,7 +441,7 @@ class Changing(ooc.Session):
         assert free() == 160 - self.budget_nbytes // CHUNK_NBYTES
         with super().step():
             yield
-with Changing(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, plan_cache=False) as session:
+with Changing(96 * CHUNK_NBYTES, device=device, chunk_nbytes=CHUNK_NBYTES, **QUICK) as session:
     small = torch.arange(100.0)
     kept = []
     found = train(12, session, keep=kept)

@@ -27,7 +27,7 @@ MODELS = (
 
 BRIEF = [
     ("conv_stack", "half", True, "auto"),
-    ("conv_stack", "smallest", False, "auto"),
+    pytest.param("conv_stack", "smallest", False, "auto", marks=pytest.mark.slow),
     pytest.param("unet", "smallest", False, "auto", marks=pytest.mark.slow),
     ("lstm", "quarter", False, "window"),
     ("encoder", "quarter", True, "window"),
@@ -62,7 +62,7 @@ def test_optimizers(optimizer: str) -> None:
     _check(Recipe(workload="gpt", optimizer=optimizer), "quarter", policy="window")
 
 
-@pytest.mark.parametrize(("seed", "eagerness"), [(1, 0.0), (2, 0.9), (3, 0.0)])
+@pytest.mark.parametrize(("seed", "eagerness"), [(1, 0.0), (2, 0.9), pytest.param(3, 0.0, marks=pytest.mark.slow)])
 def test_whatever_the_device_does_first(seed: int, eagerness: float) -> None:
     _check(Recipe(workload="conv_stack"), "quarter", seed=seed, eagerness=eagerness)
 

@@ -57,8 +57,8 @@ def train(seed: int, model: str, budget: str, *, policy: str = "auto") -> None:
 
 def test_training_asks_for_the_waits_that_are_disabled_below() -> None:
     with without(None) as asked:
-        train(0, "conv_stack", "quarter")
-        train(0, "tied_frozen", "quarter", policy="window")
+        train(0, "conv_stack", "quarter", policy="window")
+        train(0, "encoder", "quarter", policy="window")
     assert set(asked) >= {*IN_TRAINING, WaitRule.HOST_AFTER_TRANSFER}
 
 
@@ -76,9 +76,9 @@ IN_TRAINING = [
 @pytest.mark.parametrize("rule", IN_TRAINING, ids=lambda rule: rule.name)
 def test_training_needs_each_wait(rule: WaitRule) -> None:
     # In the convolutions every load finds its chunks left long ago.
-    model, policy = ("tied_frozen", "window") if rule is WaitRule.LOAD_AFTER_HOLDER else ("conv_stack", "auto")
+    model = "encoder" if rule is WaitRule.LOAD_AFTER_HOLDER else "conv_stack"
     with without(rule), pytest.raises((AssertionError, RuleBroken)):
-        train(0, model, "quarter", policy=policy)
+        train(0, model, "quarter", policy="window")
 
 
 def out_and_in(scene: Scene) -> None:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ooc
 from ooc.memory.record import State
 from ooc.tracing.operand_marks import ROOM_ORDINAL, OperandMark
+from tests.thinned import thinned
 from vmm.torch_cpu import ALLOC
 
 MIB = 1 << 20
@@ -120,12 +121,20 @@ def debug(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.mark.parametrize(
-    ("make", "budget"),
-    [(table, "6MiB"), (table, "3MiB"), (listed, "3MiB"), (normed, "4608KiB"), (style, "2MiB"), (joined, "2MiB")],
-)
-def test_training_below_the_largest_ops_need(make: Any, budget: str, debug: bool) -> None:
+TRAININGS: dict[str, tuple[Callable[[], tuple[nn.Module, Step]], str]] = {
+    "table": (table, "6MiB"),
+    "table_small": (table, "3MiB"),
+    "listed": (listed, "3MiB"),
+    "normed": (normed, "4608KiB"),
+    "style": (style, "2MiB"),
+    "joined": (joined, "2MiB"),
+}
+
+
+@thinned("name,debug", list(TRAININGS), [False, True])
+def test_training_below_the_largest_ops_need(name: str, debug: bool) -> None:
     """Bit for bit, within the budget, on demand and planned; the report says how many ops."""
+    make, budget = TRAININGS[name]
     with ooc.Session(budget, chunk_nbytes="64KiB", step_boundary="optimizer", debug=debug) as session:
         actual = train(make)
         report = session.report()

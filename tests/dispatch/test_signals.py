@@ -94,7 +94,7 @@ def test_signal_inside_the_bookkeeping_waits_for_its_end(
     assert_goes_on(session, trainer, range(4))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 20))])
 def test_signal_at_a_random_moment(session: ooc.Session, seed: int) -> None:
     """From another thread, so at any bytecode of the step; even seeds while learning, odd ones planned."""
     trainer = Trainer()

@@ -36,6 +36,7 @@ class Case:
 
     Attributes:
         sizes: Numbers of processes to run it with.
+        slow_sizes: Further ones, which are run with the slow tests.
         num_planned: At least so many of its steps are played from a plan.
         evicts: Whether something goes to the store.
         budgets: Of ranks that have another one; "" for a rank without a session.
@@ -45,6 +46,7 @@ class Case:
     budget: str
     debug: bool = False
     sizes: tuple[int, ...] = (2,)
+    slow_sizes: tuple[int, ...] = ()
     num_planned: int = 1
     evicts: bool = True
     budgets: Mapping[int, str] = field(default_factory=dict)
@@ -162,10 +164,10 @@ def with_norms() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-add("ddp", "2MiB", sizes=(2, 3))(_ddp())
-add("ddp, larger buckets", "2MiB")(_ddp(bucket_cap_mb=0.9))
+add("ddp", "2MiB", slow_sizes=(3,))(_ddp())
+add("ddp, larger buckets", "2MiB", sizes=(), slow_sizes=(2,))(_ddp(bucket_cap_mb=0.9))
 add("ddp, views, debug", "2MiB", debug=True)(_ddp(gradient_as_bucket_view=True))
-add("ddp, unused in turn", "2MiB")(_ddp(Branches, find_unused_parameters=True, num_steps=10))
+add("ddp, unused in turn", "2MiB", sizes=(), slow_sizes=(2,))(_ddp(Branches, find_unused_parameters=True, num_steps=10))
 add("ddp, unused in turn, views", "2MiB")(
     _ddp(Branches, find_unused_parameters=True, gradient_as_bucket_view=True, num_steps=8)
 )
@@ -207,7 +209,7 @@ def constructor(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
     yield from train(rank, session, model)
 
 
-add("ddp, constructor", "2MiB", sizes=(2, 3))(constructor)
+add("ddp, constructor", "2MiB", sizes=(3,), slow_sizes=(2,))(constructor)
 add("ddp, constructor, other budgets", "4MiB", budgets={1: "2MiB"})(constructor)
 add("ddp, constructor, one session", "4MiB", budgets={1: ""})(constructor)
 
@@ -226,7 +228,7 @@ def first_bucket(_rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
     yield state_of(model)
 
 
-@add("zero", "2MiB", sizes=(2, 3))
+@add("zero", "2MiB", slow_sizes=(3,))
 def zero(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -261,7 +263,7 @@ def _fsdp(*, offloads: bool = False, is_mixed: bool = False) -> Run:
                 fully_shard(layer, mesh=mesh, **policies)
         fully_shard(model, mesh=mesh, **policies)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        for step in range(NUM_STEPS + 2):
+        for step in range(NUM_STEPS):
             with session.step():
                 optimizer.zero_grad(set_to_none=True)
                 model(batch(rank, step)).square().mean().backward()
@@ -271,7 +273,7 @@ def _fsdp(*, offloads: bool = False, is_mixed: bool = False) -> Run:
     return run
 
 
-add("fsdp2", "2MiB", sizes=(2, 3))(_fsdp())
+add("fsdp2", "2MiB", slow_sizes=(3,))(_fsdp())
 add("fsdp2, offload, debug", "2MiB", debug=True)(_fsdp(offloads=True))
 add("fsdp2, bfloat16", "2MiB")(_fsdp(is_mixed=True))
 
@@ -305,7 +307,7 @@ def _pipeline(name: str) -> Run:
     return run
 
 
-add("pipeline, GPipe", "4MiB", sizes=(2, 3))(_pipeline("ScheduleGPipe"))
+add("pipeline, GPipe", "4MiB", sizes=(3,), slow_sizes=(2,))(_pipeline("ScheduleGPipe"))
 add("pipeline, 1F1B, debug", "4MiB", debug=True)(_pipeline("Schedule1F1B"))
 
 

@@ -17,7 +17,9 @@ from tests.harness import SessionLike
 
 
 def _late(debug: bool) -> None:
-    @add("late rank, debug" if debug else "late rank", "2MiB", debug=debug, sizes=(2,) if debug else (2, 3))
+    sizes: dict[str, tuple[int, ...]] = {"sizes": (2,)} if debug else {"sizes": (3,), "slow_sizes": (2,)}
+
+    @add("late rank, debug" if debug else "late rank", "2MiB", debug=debug, **sizes)
     def late_rank(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
         """`all_reduce(async_op=True)`, and ops that need its room, while another rank has not joined yet."""
         weights = [torch.randn(512, 512) for _ in range(4)]  # 1 MiB each
@@ -39,7 +41,7 @@ _late(False)
 _late(True)
 
 
-@add("every collective", "3MiB", sizes=(2, 3))
+@add("every collective", "3MiB", sizes=(3,), slow_sizes=(2,))
 def every_collective(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
     """Each one launched, then ops that need its room, then the wait."""
     weights = [torch.randn(256, 256) for _ in range(12)]  # 256 KiB each
@@ -255,7 +257,7 @@ def functional(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
         yield [mine, *weights]
 
 
-@add("send and receive", "3MiB", sizes=(2, 3))
+@add("send and receive", "3MiB", sizes=(3,), slow_sizes=(2,))
 def send_and_receive(rank: Rank, session: SessionLike) -> Iterator[list[Tensor]]:
     """Around a ring. Nobody but the program ends a send or receive: until it waits they are not complete."""
     weights = [torch.randn(256, 256) for _ in range(12)]

@@ -1,7 +1,7 @@
 """Jobs of two and three processes over gloo: bit for bit as without a session, on demand and on plans.
 
-The processes are started once for each world size and run all of its cases (`ALL_CASES`); the tests here
-look at what they wrote.
+The processes are started once for each world size and run all of its cases (`ALL_CASES`), once more for those that
+are slow; the tests here look at what they wrote.
 """
 
 from __future__ import annotations
@@ -38,17 +38,22 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent  # of all of pytest's processes
 
-    def results(size: int, *names: str) -> list[dict[str, Any]]:
-        folder = tmp_path_factory.mktemp("job") if names else shared / f"job{size}"
+    def results(size: int, *names: str, is_slow: bool = False) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("job") if names else shared / f"job{size}{'slow' if is_slow else ''}"
         folder.mkdir(exist_ok=True)
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "done").exists():
-                _run(size, folder, *names)
+                _run(size, folder, *(names or _names(size, is_slow=is_slow)))
                 (folder / "done").touch()
         return [json.loads((folder / f"rank{index}.json").read_text()) for index in range(size)]
 
     return results
+
+
+def _names(size: int, *, is_slow: bool) -> list[str]:
+    """Of the cases to run with so many processes: by default, or with the slow tests."""
+    return [name for name, case in ALL_CASES.items() if size in (case.slow_sizes if is_slow else case.sizes)]
 
 
 def environment() -> dict[str, str]:
@@ -80,13 +85,22 @@ def _run(size: int, folder: Path, *names: str) -> None:
             rank.wait()
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for name, case in ALL_CASES.items() for size in case.sizes])
-def test_bits_are_those_of_a_run_without_a_session(job: Job, size: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "name", "is_slow"),
+    [
+        pytest.param(size, name, is_slow, id=f"{size}-{name}", marks=[pytest.mark.slow] if is_slow else [])
+        for name in ALL_CASES
+        for size in (2, 3)
+        for is_slow in (False, True)
+        if name in _names(size, is_slow=is_slow)
+    ],
+)
+def test_bits_are_those_of_a_run_without_a_session(job: Job, size: int, name: str, is_slow: bool) -> None:
     """And steps are planned: on some rank, in some of a few runs. Gloo's threads free what they have used at moments of
     their own, so on one rank of one run it may be that no step is as another.
     """
     num_planned = ALL_CASES[name].num_planned
-    planned = _check(name, job(size))
+    planned = _check(name, job(size, is_slow=is_slow))
     for _ in range(_ATTEMPTS - 1):
         if max(planned.values())[0] < num_planned:
             planned = _check(name, job(size, name))

@@ -79,7 +79,7 @@ def compare(case: Case, rank: Rank) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> None:
     index, size, folder = int(arguments[0]), int(arguments[1]), Path(arguments[2])
-    names = arguments[3:] or [name for name, case in ALL_CASES.items() if size in case.sizes]
+    names = arguments[3:] or [name for name, case in ALL_CASES.items() if size in (*case.sizes, *case.slow_sizes)]
     faulthandler.enable()
     faulthandler.dump_traceback_later(_TIMEOUT_S, exit=True)
     torch.set_num_threads(1)

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.gpu.child import Order
 from benchmarks.gpu.gate import Processes
+from tests.cuda.forked_gate import ForkedProcesses
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +29,7 @@ PLACES = [pytest.param(True, id="fake"), pytest.param(False, id="cuda", marks=py
 @pytest.mark.parametrize("fake", PLACES)
 def test_training_within_a_budget_is_bit_equal(fake: bool) -> None:
     order = Order(workload="conv_stack", preset="small" if fake else "full", digests=True, host_budget_nbytes=1 << 30)
-    shell = Processes(limit_s=170, fake=fake)
+    shell = (ForkedProcesses if fake else Processes)(limit_s=170, fake=fake)
     expected = shell.train(order)
     assert "error" not in expected, expected
     chunk_nbytes = (64 << 10) if fake else (2 << 20)

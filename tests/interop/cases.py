@@ -16,7 +16,7 @@ from tests.quick_plans import QUICK_PLANS
 
 WIDTH = 256
 BUDGET = "1MiB"
-NUM_STEPS = 12
+NUM_STEPS = 10
 PLANNED_STEP = 6
 """By then steps are planned, in and after which something is done; in step 1 they still run on demand."""
 

@@ -195,8 +195,7 @@ def test_exports_in_debug_mode(act: Act) -> None:
     compare(act, at=PLANNED_STEP, debug=True)
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("is_zip", [False, True])
+@thinned("is_zip,debug", [False, True], [False, True])
 def test_a_plan_goes_on_while_what_it_has_away_is_saved(is_zip: bool, debug: bool) -> None:
     """Remedy: `Exports.storage_to_read`. Other bytes are at these addresses in mid-step."""
 
@@ -296,14 +295,13 @@ def test_resident_keeps_and_says_when_it_cannot() -> None:
 # -- stray touches
 
 
-@thinned("boundary,how", ["explicit", "optimizer"], [(False, 3_000_000), (False, 0), (True, 3_000_000), (True, 0)])
-def test_raw_pointers_between_steps(boundary: Any, how: tuple[bool, int]) -> None:
+@thinned("boundary,debug,delay_ns", ["explicit", "optimizer"], [False, True], [3_000_000, 0])
+def test_raw_pointers_between_steps(boundary: Any, debug: bool, delay_ns: int) -> None:
     """Read through addresses alone: after planned steps that needs the fault handler.
 
     Ops that follow a step (here `loss.item()` and a norm) are played by the plan: loads and evictions
     go on meanwhile, and with a slow store they are still under way when the addresses are read.
     """
-    debug, delay_ns = how
     model, optimizer = build()
     expected = []
     for index in range(NUM_STEPS + 3):
@@ -345,7 +343,7 @@ def test_threads_read_parameters_between_steps() -> None:
         train(model, optimizer, index)
         expected.append(read_all(pointers_of(model)))
     wrong: list[int] = []
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", **QUICK_PLANS) as session:
         model, optimizer = build()
         pointers = pointers_of(model)
 
@@ -388,9 +386,9 @@ def test_threads_read_on_demand_while_training_goes_on() -> None:
             thread.start()
         try:
             turn = 0
-            while turn < 25 or not rounds[0]:
-                total = sum((t + turn % 25).sum().item() for t in frozen)
-                assert total == WIDTH * WIDTH * (28 + 8 * (turn % 25))
+            while turn < 12 or not rounds[0]:
+                total = sum((t + turn % 12).sum().item() for t in frozen)
+                assert total == WIDTH * WIDTH * (28 + 8 * (turn % 12))
                 turn += 1
         finally:
             stop.set()
@@ -452,7 +450,7 @@ def _checkpoints() -> list[Any]:
 @pytest.mark.parametrize("debug", [False, True])
 def test_a_step_goes_on_with_its_plan_after_a_checkpoint_that_reads_through_addresses(debug: bool) -> None:
     expected = _checkpoints()
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, step_boundary="optimizer") as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, step_boundary="optimizer", **QUICK_PLANS) as session:
         found = _checkpoints()
         modes = [row.mode for row in session.steps.rows]
     assert found == expected

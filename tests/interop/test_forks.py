@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 import ooc
 from tests import forked
 from tests.interop.cases import BUDGET, WIDTH, InCore, build, contents
+from tests.quick_plans import QUICK_PLANS
 from tests.thinned import thinned
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +72,7 @@ def _load_and_train(session: Any, num_workers: int, context: str | None, *, pers
 @thinned("persistent,debug", [False, True], [False, True])
 def test_data_loader_fork(persistent: bool, debug: bool) -> None:
     expected = _load_and_train(InCore(), 0, None, persistent=False)
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug) as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", debug=debug, **QUICK_PLANS) as session:
         assert _load_and_train(session, 2, "fork", persistent=persistent) == expected
         gc.collect()
         deadline = time.monotonic() + 300
@@ -84,8 +85,8 @@ def test_data_loader_fork(persistent: bool, debug: bool) -> None:
 
 def test_data_loader_spawn() -> None:
     expected = _load_and_train(InCore(), 0, None, persistent=False)
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session:
-        assert _load_and_train(session, 2, "spawn", persistent=True) == expected
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", **QUICK_PLANS) as session:
+        assert _load_and_train(session, 1, "spawn", persistent=True) == expected
 
 
 FORK = """
@@ -94,6 +95,7 @@ import torch
 torch.set_num_threads(1)
 import ooc
 from tests.interop.cases import build, train, contents, pointers_of, read_all
+from tests.quick_plans import QUICK_PLANS
 how, num_steps = sys.argv[1], int(sys.argv[2])
 def wait(pid):
     status = os.waitpid(pid, 0)[1]
@@ -109,7 +111,7 @@ def fork(check):
         finally:
             os._exit(code)
     return pid
-with ooc.Session("1MiB", chunk_nbytes="64KiB", debug="debug" in how) as session:
+with ooc.Session("1MiB", chunk_nbytes="64KiB", debug="debug" in how, **QUICK_PLANS) as session:
     model, optimizer = build()
     pointers = pointers_of(model)
     read_end, write_end = os.pipe()

@@ -191,7 +191,7 @@ def _train_and_write(session: Any, how: str, *, is_inside: bool) -> tuple[list[f
 def test_planned_steps(how: str, is_inside: bool) -> None:
     expected = _train_and_write(InCore(), how, is_inside=is_inside)
     assert not any(expected[2])
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", **QUICK_PLANS) as session:
         assert _train_and_write(session, how, is_inside=is_inside) == expected
         modes = [row.mode for row in session.steps.rows]
         assert modes[7] == modes[-1] == "planned"

@@ -32,7 +32,7 @@ def _predictions_kept(session: Any) -> list[Any]:
     model, optimizer = build()
     found: list[Any] = []
     kept: list[Any] = []
-    for index in range(2 * NUM_STEPS):
+    for index in range(NUM_STEPS + 6):
         with session.step():
             found.append(train(model, optimizer, index))
         if index % 3 == 2:
@@ -178,7 +178,7 @@ def test_another_thread_reads_a_view_of_what_a_plan_moves(debug: bool) -> None:
 @pytest.mark.parametrize("is_write", [True, False])
 def test_a_store_that_fails_while_memory_is_given_out(is_write: bool) -> None:
     """A write of what was given out that fails leaves the plan, and loses nothing; a load fails its step."""
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", **QUICK_PLANS) as session:
         model, optimizer = build()
         view = model[2].weight.detach().numpy()
         for index in range(NUM_STEPS - 2):
@@ -209,7 +209,7 @@ def test_no_op_runs_again_from_what_may_have_been_written_meanwhile(
         slow_store(),
         forced_reruns(seed),
         counted_reruns() as counts,
-        ooc.Session("1536KiB", chunk_nbytes="64KiB", recompute=True) as session,
+        ooc.Session("1536KiB", chunk_nbytes="64KiB", policy="capuchin", recompute=True) as session,
     ):
         found = program(session)
         reasons = {row.why for row in session.steps.rows if "run again" in row.why}
@@ -219,7 +219,7 @@ def test_no_op_runs_again_from_what_may_have_been_written_meanwhile(
 
 @pytest.mark.parametrize("when", ["before", "in a step"])
 def test_what_is_kept_resident_is_not_evicted_by_a_plan(when: str) -> None:
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB") as session, contextlib.ExitStack() as stack:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", **QUICK_PLANS) as session, contextlib.ExitStack() as stack:
         model, optimizer = build()
         weight, address_of = model[8].weight, session.engine.runner.dispatcher.address
         states: list[State] = []
@@ -298,8 +298,7 @@ def test_a_mapping_that_fails_leaves_the_plan_and_what_is_written_is_kept(monkey
             assert views[id(parameter)].tobytes() == parameter.detach().clone().numpy().tobytes()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("start", [0, 8])
+@thinned("start,recompute", [0, 8], [False, True])
 def test_arrays_are_operands_again(start: int, recompute: bool) -> None:
     """A tensor over a held array, whole or in part, is another storage over the same memory; ops read and write it."""
 
@@ -320,7 +319,7 @@ def test_arrays_are_operands_again(start: int, recompute: bool) -> None:
         return [*found, contents(model)]
 
     expected = program(InCore())
-    with ooc.Session(BUDGET, chunk_nbytes="64KiB", recompute=recompute) as session:
+    with ooc.Session(BUDGET, chunk_nbytes="64KiB", policy="capuchin", recompute=recompute) as session:
         assert program(session) == expected
 
 

@@ -65,7 +65,17 @@ def _cases() -> Iterator[Any]:
             for route, flags in _ROUTES.items():
                 if (route == "fused" and kind not in _FUSED) or (route != "default" and kind in _NO_LISTS):
                     continue
-                yield pytest.param(kind, {**variant, **flags}, id=f"{kind.__name__}{number}-{route}")
+                marks = [] if _is_quick(kind, number, route) else [pytest.mark.slow]
+                yield pytest.param(kind, {**variant, **flags}, id=f"{kind.__name__}{number}-{route}", marks=marks)
+
+
+def _is_quick(kind: type, number: int, route: str) -> bool:
+    """Whether it is run by default: of the first variant each route, of the others one. On a CPU an optimizer's default
+    is the loop, so that once is enough.
+    """
+    if number:
+        return route == ("fused" if number % 2 and kind in _FUSED else "lists")
+    return route != "loop" or kind is torch.optim.SGD
 
 
 @pytest.mark.parametrize(("kind", "arguments"), list(_cases()))

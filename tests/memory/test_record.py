@@ -174,20 +174,24 @@ def assigned_attributes(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             yield node.lineno, ast.unparse(node.value), node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "object.__setattr__"):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name | ast.Attribute)  # no other is one of these, and few are
+            and ast.unparse(node.func) in ("setattr", "object.__setattr__")
+        ):
             name = node.args[1]
             yield node.lineno, ast.unparse(node.args[0]), name.value if isinstance(name, ast.Constant) else "?"
 
 
 def findings(source: str, *, where: str) -> list[str]:
     """What only transitions (for the pool: the residency manager; for the step position: vmm.table) may do."""
-    names = {*GUARDED_ATTRIBUTES, *(f"_{name}" for name in GUARDED_ATTRIBUTES)}
+    names, tree = {*GUARDED_ATTRIBUTES, *(f"_{name}" for name in GUARDED_ATTRIBUTES)}, ast.parse(source)
     found = [
         f"{where}:{node.lineno}: {ast.unparse(node)}"  # read or assigned: vmm.table has the names for it
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr == "position" and ast.unparse(node.value).endswith("state")
     ]
-    for line, owner, attribute in assigned_attributes(ast.parse(source)):
+    for line, owner, attribute in assigned_attributes(tree):
         # A residency's `transfer` and a draft's `seen` are their own; `self` is whoever the class is.
         is_records = attribute in names and owner != "self" and not owner.endswith(("residency", "drafts[index]"))
         is_pool = attribute in ("pool", "_pool") and owner.endswith("manager")

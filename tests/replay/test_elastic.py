@@ -72,7 +72,7 @@ def train(step: Step, lengths: list[int]) -> list[Any]:
 @pytest.mark.parametrize("debug", [True, False])
 def test_batches_of_any_length_are_planned(debug: bool) -> None:
     r = random.Random(3)
-    lengths = [100, 130] + [r.randint(20, 160) for _ in range(20)]
+    lengths = [100, 130] + [r.randint(20, 160) for _ in range(13)]
     session, modes = run(train, lengths, debug=debug)
     assert modes[3:].count("planned") >= len(modes[3:]) - 3, modes
     assert session.engine.sequences.num_plans <= 2
@@ -171,7 +171,7 @@ def with_failures(step: Step, lengths: list[int]) -> list[Any]:
 
 def test_steps_that_fail_halfway_leave_the_present_sizes() -> None:
     """Remedies: `trim` and `note_present_nbytes` at a bailout. The plan's size would read what was never written."""
-    _, modes = run(with_failures, LENGTHS + LENGTHS[::-1], budget="2MiB")
+    _, modes = run(with_failures, LENGTHS + LENGTHS[:4], budget="2MiB")
     assert "planned" in modes
     assert "off_plan" in modes
 

@@ -95,8 +95,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[ExecutablePlan]:
     return found
 
 
-@pytest.mark.parametrize("debug", [True, False])
-@pytest.mark.parametrize("program", [words, update])
+@thinned("program,debug", [words, update], [True, False])
 def test_planned(program: Any, debug: bool) -> None:
     budget = BUDGET if program is words else "5MiB"
     session, modes = run(program, [512] * NUM_STEPS, budget=budget, chunk_nbytes="64KiB", debug=debug)
@@ -186,9 +185,9 @@ def test_the_memory_that_the_plan_has_for_parts_does_not_do(monkeypatch: pytest.
     monkeypatch.setattr(Unserved, "make_way", never)
     monkeypatch.setattr(part_probes, "_known", {})  # which takes hundreds of small tensors: none of the session's
     for program, budget in ((words, BUDGET), (update, "5MiB")):
-        session, modes = run(program, [512] * NUM_STEPS, budget=budget, chunk_nbytes="64KiB", threshold_nbytes=4)
+        session, modes = run(program, [512] * 6, budget=budget, chunk_nbytes="64KiB", threshold_nbytes=4)
         assert "off_plan" in modes
-        assert [row["num_in_parts"] for row in rows(session)] == [1] * NUM_STEPS
+        assert [row["num_in_parts"] for row in rows(session)] == [1] * 6
     assert next(refused) > 4
 
 

@@ -54,7 +54,8 @@ def test_the_steps_of_eight_models_are_there() -> None:
 @pytest.mark.parametrize(
     ("name", "points"),
     [
-        pytest.param("lstm", (1, 2), id="lstm"),
+        pytest.param("lstm", (1,), id="lstm"),
+        pytest.param("lstm", (2,), id="lstm, more", marks=pytest.mark.slow),
         pytest.param("lstm", (0,), id="lstm, least", marks=pytest.mark.slow),
         pytest.param("unet", (0,), id="unet, least", marks=pytest.mark.slow),
     ],
@@ -88,17 +89,17 @@ def test_without_recomputation_only_moves_are_proposed_by_who_can_do_both() -> N
     assert both["auto"].duration_ns < moves["auto"].duration_ns
 
 
-def test_a_sweeps_auto_is_never_slower_with_more_memory() -> None:
-    for seed in range(3):
-        trace = random_trace(seed, num_ops=14)
-        device = random_machine(seed, 0)
-        points = sweep(trace, device, budgets_between(trace, device, 5), ("auto", "window"))
-        times = [outcomes[0].duration_ns for _, outcomes in points]
-        assert times == sorted(times, reverse=True)
-        for count, outcomes in points:
-            assert outcomes[0].plan is not None
-            assert outcomes[0].plan.machine.num_chunks == count
-            verify(outcomes[0].plan, trace)
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_sweeps_auto_is_never_slower_with_more_memory(seed: int) -> None:
+    trace = random_trace(seed, num_ops=14)
+    device = random_machine(seed, 0)
+    points = sweep(trace, device, budgets_between(trace, device, 5), ("auto", "window"))
+    times = [outcomes[0].duration_ns for _, outcomes in points]
+    assert times == sorted(times, reverse=True)
+    for count, outcomes in points:
+        assert outcomes[0].plan is not None
+        assert outcomes[0].plan.machine.num_chunks == count
+        verify(outcomes[0].plan, trace)
 
 
 def test_budgets_reach_from_the_least_that_works_to_where_nothing_moves() -> None:

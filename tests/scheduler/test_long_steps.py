@@ -43,7 +43,7 @@ def _all_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("policy", ["auto", "window"])
 def test_short_cuts_lead_to_legal_plans_above_the_bounds(policy: str) -> None:
     num_remapped = 0
-    for seed in range(60 * TIMES):
+    for seed in range(30 * TIMES):
         trace = random_trace(seed, num_ops=14, not_evictable=seed % 3 == 0)
         machine = random_machine(seed, 0)
         machine = replace(machine, num_chunks=int(smallest_num_chunks(trace, machine) * (1, 1.3, 1.8)[seed % 3]))

@@ -21,6 +21,7 @@ from scheduler.reruns import ReplayGraph
 from scheduler.trace import Op, Trace, Use, Variable
 from tests.scheduler.model_traces import conv_net, resnet50, transformer
 from tests.scheduler.random_traces import TIMES, random_machine, random_trace, replayable
+from tests.thinned import thinned
 
 MIB = 1 << 20
 SWAPPING = ("capuchin", "poet")
@@ -198,8 +199,7 @@ def test_capuchin_swaps_what_hides_and_recomputes_what_would_show() -> None:
     assert slow.predicted["evicted_nbytes"] == 0
 
 
-@pytest.mark.parametrize("make", [conv_net, resnet50, transformer])
-@policies
+@thinned("policy,make", RECOMPUTING, [conv_net, resnet50, transformer])
 def test_recomputing_plans_of_models(policy: str, make: Callable[[], Trace]) -> None:
     trace = replayable(make())
     machine = Machine(chunk_nbytes=2 * MIB, num_chunks=1)

@@ -22,6 +22,7 @@ from scheduler.selection import Selection
 from scheduler.trace import Trace
 from tests.scheduler.model_traces import conv_net, transformer
 from tests.scheduler.random_traces import TIMES, random_machine, random_trace
+from tests.thinned import thinned
 
 
 def chosen_by_the_rule(
@@ -90,8 +91,7 @@ def test_a_price_of_transfers_has_few_large_gaps_away() -> None:
     assert min(away[20.0]) > min(away[0.0])
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.95])
-@pytest.mark.parametrize("thorough", [False, True])
+@thinned("share,thorough", [0.2, 0.5, 0.95], [False, True])
 def test_chunks_that_are_handed_on_are_those_that_would_be_found(share: float, thorough: bool) -> None:
     handed = 0
     for trace in (conv_net(num_blocks=6), transformer(layers=3)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -204,16 +206,22 @@ def sorted_plan(plan: Plan, trace: Trace) -> Plan:
     return replace(plan, residencies=tuple(sorted(plan.residencies, key=key)))
 
 
+@functools.cache
+def _planned(seed: int) -> tuple[Trace, Plan, random.Random]:
+    """A random trace, a plan of it, and what is left to choose."""
+    trace = random_trace(seed, num_ops=8)
+    machine = random_machine(seed, 0)
+    rng = random.Random(seed)
+    machine = replace(machine, num_chunks=int(smallest_num_chunks(trace, machine) * rng.choice([1, 1.3, 2])))
+    return trace, make_plan(trace, machine, rng.choice(["capuchin", "on_demand"])), rng
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 def test_catches(mutation: Mutation) -> None:
     caught: Counter[str] = Counter()
     for seed in range(60):
-        trace = random_trace(seed, num_ops=8)
-        machine = random_machine(seed, 0)
-        rng = random.Random(seed)
-        machine = replace(machine, num_chunks=int(smallest_num_chunks(trace, machine) * rng.choice([1, 1.3, 2])))
-        plan = make_plan(trace, machine, rng.choice(["capuchin", "on_demand"]))
-        damaged = mutation(plan, trace, rng)
+        trace, plan, rng = _planned(seed)
+        damaged = mutation(plan, trace, copy.deepcopy(rng))
         if damaged is None:
             continue
         with pytest.raises(IllegalPlan) as caught_error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import subprocess
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -17,6 +17,7 @@ import ooc
 from ooc.devices.cpu import CpuMemory
 from ooc.memory.record import State
 from ooc.replay.reruns import Reruns
+from tests import forked
 from tests.quick_plans import QUICK_PLANS
 from tests.session.continuation import BUDGET, Trainer
 from tests.session.recomputed import CASES, Training, session
@@ -197,5 +198,6 @@ def test_what_runs_while_the_interpreter_shuts_down_finds_its_tensors(opening: s
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(opening=opening))
     way = [] if opening else ["-m", "ooc", "run", "--budget", "6MiB"]
-    done = subprocess.run([sys.executable, *way, str(script)], cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = forked.run([sys.executable, *way, str(script)], env=environment, cwd=ROOT, timeout=600)
     assert (done.returncode, done.stdout.split("\n")) == (0, ["end", "final 240000.0", "del 160000.0", ""]), done.stderr

@@ -155,8 +155,7 @@ def test_what_parts_goes_on_with_the_other_plan(
     assert planned_share(rows[-NUM_STEPS // 3 :]) > 0.9  # before, some networks have no plan yet
 
 
-@thinned("program,debug", [heads, in_later_residencies], [True, False])
-@pytest.mark.parametrize("fault", ["disk full", "too many mappings, once"])
+@thinned("program,fault,debug", [heads, in_later_residencies], ["disk full", "too many mappings, once"], [True, False])
 def test_what_cannot_be_entered_leaves_the_step_on_demand(
     program: Callable[[], list[Any]], fault: str, debug: bool, monkeypatch: pytest.MonkeyPatch, entries: list[int]
 ) -> None:

@@ -17,6 +17,7 @@ import torch
 
 import ooc
 from tests import forked
+from tests.quick_plans import QUICK_PLANS
 from tests.session.continuation import BUDGET, Trainer
 from tests.shared_memory import shared_memory, shared_memory_beyond
 from tests.vmm.memory_cases import num_threads
@@ -143,7 +144,7 @@ def test_one_session_after_another() -> None:
     """Counts must be what they were. What grows does so in each third: malloc may come to what it keeps in one."""
 
     def one() -> None:
-        with ooc.Session(BUDGET) as session:
+        with ooc.Session(BUDGET, **QUICK_PLANS) as session:
             trainer = Trainer()
             for index in range(4):
                 with session.step():

@@ -32,7 +32,11 @@ AT = 4
 """The step in which something unexpected happens: one that is replayed from a plan."""
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {"convolutions_dtr", "encoder_autocast"}
+"""Cases whose model, policy and type of numbers are those of others each."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
 def test_equal_to_in_core(name: str) -> None:
     """With dropout, batch norm, in-place ops, autocast, attention and embeddings; debug mode compares each re-run."""
     run = compare(CASES[name])
@@ -200,7 +204,7 @@ HOOKS: dict[str, Hook] = {
 @pytest.mark.parametrize("name", HOOKS)
 def test_off_plan_while_variables_are_discarded(name: str, debug: bool) -> None:
     with counted_reruns() as counts:
-        run = compare(CASES["convolutions"], hook=HOOKS[name], num_steps=7, debug=debug)
+        run = compare(CASES["convolutions"], hook=HOOKS[name], num_steps=AT + 2, debug=debug)
     assert counts[0] > 0
     if name not in WITHOUT_REMAKES:
         assert counts[1] > 0 and noted(run, "steps")[AT]["mode"] != "planned"

@@ -20,11 +20,12 @@ from ooc.replay.plan_cache import PlanCache
 from ooc.testing.fake_device import FakeCudaDevice
 from tests.harness import Recipe, assert_equal, num_steps_by_mode, run_in_core, run_out_of_core
 from tests.html_report.cases import net
+from tests.quick_plans import QUICK_PLANS
 from tests.session.test_bitwise import CHUNK_NBYTES, budget_nbytes_of
 from vmm.store import StoreFull
 
 MIB = 1 << 20
-NUM_STEPS = 16
+NUM_STEPS = 12
 
 
 class Changing:
@@ -193,7 +194,7 @@ def test_memory_stats_and_report_are_of_the_present_budget() -> None:
 # -- refusals: the budget is as it was, and training goes on with the same bits
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def expected() -> list[float]:
     return train_in_core(12)
 
@@ -224,7 +225,7 @@ def test_sizes_that_cannot_be(budget: Any, error: type[Exception], message: str,
 
 def train_and_check(disturb: Callable[[ooc.Session], None], expected: list[float]) -> None:
     """`disturb`, at the end of the eighth of twelve steps, changes neither budget nor bits."""
-    with ooc.Session("6MiB", plan_cache=False) as session:
+    with ooc.Session("6MiB", plan_cache=False, **QUICK_PLANS) as session:
         count = 0
 
         def step() -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 from tests.session.test_segments import digest, evaluate, model, planned_share, run, train_step
 from tests.thinned import thinned
 
-NUM_STEPS = 24
+NUM_STEPS = 18
 
 Snapshot = Callable[..., Any]
 """Given model, optimizer, and the last one or None, returns the next."""
@@ -113,7 +113,7 @@ def test_copies_of_small_tensors_before_that_of_a_large_one_are_not_taken_for_it
         net = model()
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
         kept: Any = None
-        for index in range(36):
+        for index in range(24):
             train_step(net, optimizer, index)
             if index % 3 == 0:
                 kept = copy.deepcopy(optimizer.state_dict())

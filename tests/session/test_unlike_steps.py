@@ -29,7 +29,7 @@ from tests.session.program_unions import eager_unions
 from tests.session.test_segments import SIZE, batch, digest, model, planned_share, run
 from vmm.driver import MemoryFault
 
-NUM_STEPS = 28
+NUM_STEPS = 20
 SCRIPT = Callable[[nn.Module, torch.optim.Optimizer, int, random.Random], Tensor]
 
 
@@ -201,12 +201,12 @@ def test_turns_that_save_nothing_stay_planned() -> None:
 @pytest.mark.parametrize(
     ("script", "num_steps", "least"),
     [
-        (skipped_rows, 28, 0.5),
-        (narrow_rows, 40, 0.5),
-        (decoded, 28, 0.9),
-        (growing, 18, 0.3),
-        (experts, 16, -1.0),
-        (packed, 40, 0.3),
+        (skipped_rows, 20, 0.5),
+        (narrow_rows, 24, 0.5),
+        (decoded, 20, 0.9),
+        (growing, 14, 0.3),
+        (experts, 12, -1.0),
+        (packed, 24, 0.3),
     ],
 )
 def test_steps_that_differ_in_sizes_too(script: SCRIPT, num_steps: int, least: float) -> None:
@@ -284,7 +284,7 @@ def test_a_step_that_is_left_after_omissions_is_recorded_as_it_ran(monkeypatch: 
         return found
 
     monkeypatch.setattr(StepRecorder, "finish", noted)
-    program = train(skipped, num_steps=40)
+    program = train(skipped, num_steps=28)
     with monkeypatch.context() as patch, eager_unions():
         patch.setattr(UnionPlans, "note", lambda _, recording, *__, **___: f"{recording.signature}")
         run(program, budget="1792KiB")
@@ -386,7 +386,7 @@ def test_what_fails_while_ops_are_left_out_loses_nothing(fault: Exception, monke
         net = model(num_layers=6)
         optimizer = torch.optim.Adam(net.parameters())
         losses = []
-        for index in range(30):
+        for index in range(20):
             if left_out is not None and index in left_out:
                 continue
             optimizer.zero_grad()
@@ -439,6 +439,6 @@ def test_backward_ops_are_known_by_their_forward_ops_also_after_a_bailout(monkey
         return found
 
     monkeypatch.setattr(StepRecorder, "finish", noted)
-    run(train(skipped, num_steps=40), budget="1792KiB")
+    run(train(skipped, num_steps=28), budget="1792KiB")
     assert all(number > 20 for number, _, _ in num_linked[2:])
     assert any(num_replayed and over_border for _, num_replayed, over_border in num_linked)
