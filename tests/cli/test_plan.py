@@ -107,13 +107,16 @@ def test_a_script_that_ends_too_soon_or_fails_says_so(fake: list[str], tmp_path:
     assert not (tmp_path / "s.json").exists()
 
 
-def test_bad_command_lines_of_trace_are_refused_before_anything_runs(tmp_path: Path) -> None:
-    no_folder = ooc("trace", "--fake", "-o", tmp_path / "none" / "s.json", SCRIPT)
-    assert (no_folder.returncode, "there is no directory" in no_folder.stderr) == (2, True)
-    no_script = ooc("trace", "--fake", "-o", tmp_path / "s.json", tmp_path / "none.py")
-    assert (no_script.returncode, "can't open file" in no_script.stderr) == (2, True)
-    profiled = ooc("trace", "--profile", "rpi4", "-o", tmp_path / "s.json", SCRIPT)
-    assert (profiled.returncode, "--profile goes with --fake" in profiled.stderr) == (2, True)
+def test_bad_command_lines_of_trace_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, message in (
+        (["--fake", "-o", tmp_path / "none" / "s.json", SCRIPT], "there is no directory"),
+        (["--fake", "-o", tmp_path / "s.json", tmp_path / "none.py"], "can't open file"),
+        (["--profile", "rpi4", "-o", tmp_path / "s.json", SCRIPT], "--profile goes with --fake"),
+    ):
+        assert main(["trace", *map(str, arguments)]) == 2
+        assert message in capsys.readouterr().err
 
 
 # -- plan

@@ -21,6 +21,7 @@ from ooc.dispatch import out_of_memory
 from ooc.dispatch.mode import SessionMode
 from ooc.interop.compilation import code_of
 from ooc.interop.compiled_region import written_inputs
+from tests.quick_plans import QUICK_PLANS
 
 BUDGET = "8MiB"
 WIDTH = 192
@@ -209,7 +210,7 @@ def test_blocks_are_regions(
     if is_compiled_before:
         _forget_visibility()
         train(contextlib.nullcontext, compiled_blocks(), num_steps=1)
-    with warnings.catch_warnings(record=True) as caught, ooc.Session("4MiB", debug=debug) as session:
+    with warnings.catch_warnings(record=True) as caught, ooc.Session("4MiB", debug=debug, **QUICK_PLANS) as session:
         warnings.simplefilter("always")
         losses, state = train(session.step, compiled_blocks())
         report = session.report()
