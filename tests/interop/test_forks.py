@@ -87,6 +87,7 @@ def test_data_loader_spawn() -> None:
     expected = _load_and_train(InCore(), 0, None, persistent=False)
     with ooc.Session(BUDGET, chunk_nbytes="64KiB", **QUICK_PLANS) as session:
         assert _load_and_train(session, 1, "spawn", persistent=True) == expected
+        assert session.report()["steps"][-1]["mode"] == "planned"
 
 
 FORK = """

@@ -321,6 +321,7 @@ def test_arrays_are_operands_again(start: int, recompute: bool) -> None:
     expected = program(InCore())
     with ooc.Session(BUDGET, chunk_nbytes="64KiB", policy="capuchin", recompute=recompute) as session:
         assert program(session) == expected
+        assert session.report()["steps"][-1]["mode"] in ("planned", "off_plan")  # a plan was entered
 
 
 def test_an_address_is_found_without_looking_at_all_variables() -> None:
