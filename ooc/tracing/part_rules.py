@@ -58,7 +58,9 @@ def split_of(func: Any, given: Given, whole: Whole) -> Split | None:
     name = schema.name.removeprefix("aten::")
     rule = _RULES.get(name)
     if rule is not None:
-        return rule(func, given, whole)
+        split = rule(func, given, whole)
+        # A part would resize `out=` to its own sizes; who fills results that are in memory as a whole does not.
+        return split if split is None or split.fill is not None or not _writes_out(func) else None
     if name.removeprefix("_foreach_").removesuffix("_") in _ELEMENT_WISE or name in _FUSED:
         return _element_wise(func, given, whole)
     return None
@@ -93,7 +95,7 @@ def _element_wise(func: Any, given: Given, whole: Whole) -> Split | None:
     out = next((t for t in whole if t is not None), None)
     if out is None:  # a list op that returns nothing
         out = next((tensors[name] for name in written if tensors[name].numel() > 1), None)
-    if out is None or out.numel() < 2 or "out" in given:
+    if out is None or out.numel() < 2 or _writes_out(func):
         return None
     sliced = {name: value for name, value in tensors.items() if value.numel() > 1}
     shape, stride = out.shape, out.stride()
@@ -368,6 +370,11 @@ _RULES: dict[str, Rule] = {
 
 def _written_names(func: Any) -> set[str]:
     return {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+
+
+def _writes_out(func: Any) -> bool:
+    """Whether the op is one that is given where its results go (`out=`)."""
+    return any(argument.is_out for argument in func._schema.arguments)
 
 
 def _is_operand(tensor: Tensor, operands: Mapping[str, Tensor]) -> bool:
