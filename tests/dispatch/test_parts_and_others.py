@@ -1,4 +1,4 @@
-"""Ops in parts: what goes wrong in the middle, and who else looks."""
+"""Ops in parts: what goes wrong in the middle, who else looks, and what the caller has laid out."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import ooc
 from ooc.errors import StoreFailed
@@ -127,3 +128,33 @@ with ooc.Session("8MiB", chunk_nbytes="64KiB") as session:
     grown, pool = map(int, done.stdout.split())
     assert pool <= 8 * MIB
     assert grown < 8 * MIB + 16 * MIB
+
+
+OUT: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "softmax": lambda a, out: torch.ops.aten._softmax.out(a, -1, False, out=out),
+    "cat": lambda a, out: torch.cat([a[:500], a[500:]], out=out),
+    "stack": lambda a, out: torch.stack([a[:, :200], a[:, 200:]], 1, out=out.view(1000, 2, 200)),
+    "gather": lambda a, out: torch.gather(a, 1, torch.arange(400).flip(0)[None].expand(1000, 400), out=out),
+    "pow": lambda a, out: torch.pow(a, 2, out=out),
+    "select": lambda a, out: torch.index_select(a, 0, torch.arange(1000).flip(0), out=out),
+    "embedding": lambda a, out: torch.ops.aten.embedding.out(a, torch.arange(1000).flip(0), out=out),
+    "full": lambda a, out: torch.full(out.shape, 3.0, out=out),
+}
+
+
+@pytest.mark.parametrize("name", OUT)
+def test_where_results_are_to_go_is_kept_or_the_op_refused(name: str) -> None:
+    """A part would resize `out=` to its own sizes."""
+    torch.manual_seed(1)
+    a, expected = torch.randn(1000, 400), torch.zeros(1000, 400)
+    OUT[name](a, expected)
+    with ooc.Session("2MiB", chunk_nbytes="64KiB"):
+        torch.manual_seed(1)
+        a, out = torch.randn(1000, 400), torch.zeros(1000, 400)
+        try:
+            OUT[name](a, out)
+        except ooc.BudgetTooSmall:
+            assert name not in ("select", "embedding", "full")
+        else:
+            assert out.shape == expected.shape
+            assert all(map(torch.equal, out.split(100), expected.split(100)))
