@@ -13,18 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ooc.tracing.part_cuts import Along, Cut, Given, Rule, Section, Split, Stretch, Whole
-
-
-def listed(given: Given, name: str) -> dict[str, Tensor]:
-    """The tensors of a list of arguments, by the names under which they are operands, in order."""
-    return {key: value for key, value in given.items() if key.partition(".")[0] == name and isinstance(value, Tensor)}
-
-
-def _outermost(tensor: Tensor, *, but: int | None = None) -> int | None:
-    """The dimension, but for one, whose positions lie furthest apart; None: it has no elements but in that one."""
-    dims = [dim for dim, length in enumerate(tensor.shape) if length > 1 and dim != but]
-    return max(dims, key=lambda dim: (tensor.stride(dim), -dim), default=None)
+from ooc.tracing.part_cuts import Along, Cut, Given, Rule, Section, Split, Stretch, Whole, outermost
 
 
 def _overlaps(tensor: Tensor) -> bool:
@@ -36,11 +25,11 @@ def _joined(is_new: bool) -> Rule:
     """`cat`, or, along a new dimension, `stack`."""
 
     def rule(_func: Any, given: Given, whole: Whole) -> Split | None:
-        out, tensors = whole[0], listed(given, "tensors")
+        out, tensors = whole[0], {k: t for k, t in given.items() if k.startswith("tensors") and isinstance(t, Tensor)}
         if out is None or out.numel() == 0 or any(t.dtype != out.dtype or _overlaps(t) for t in tensors.values()):
             return None
         dim = given.get("dim", 0) % out.dim()
-        along = _outermost(out, but=dim if is_new else None)  # a whole operand would be a large part
+        along = outermost(out, but=dim if is_new else None)  # a whole operand would be a large part
         if along is None:
             return None
         cuts: dict[str, Cut] = dict.fromkeys(tensors, Along(dim=along - (is_new and along > dim)))
@@ -57,7 +46,7 @@ def _joined(is_new: bool) -> Rule:
 def _slice_gradient(func: Any, given: Given, whole: Whole) -> Split | None:
     """Zeros of the sizes that were sliced, with the gradient where the slice was."""
     out, gradient = whole[0], given["grad_output"]
-    along = _outermost(out) if out is not None and out.is_contiguous() else None
+    along = outermost(out) if out is not None and out.is_contiguous() else None
     if out is None or along is None or gradient.numel() == 0:
         return None
     dim, length = given["dim"] % out.dim(), out.shape[along]
@@ -81,7 +70,7 @@ def _slice_gradient(func: Any, given: Given, whole: Whole) -> Split | None:
 def _select_gradient(func: Any, given: Given, whole: Whole) -> Split | None:
     """Zeros of the sizes of which one position was selected, with the gradient there."""
     out, gradient = whole[0], given["grad_output"]
-    along = _outermost(out) if out is not None and out.is_contiguous() else None
+    along = outermost(out) if out is not None and out.is_contiguous() else None
     if out is None or along is None or gradient.numel() == 0:
         return None
     dim = given["dim"] % out.dim()
@@ -154,7 +143,7 @@ def _by_index(*names: str) -> Rule:
 
     def rule(func: Any, given: Given, whole: Whole) -> Split | None:
         values, dim = given["self"], given["dim"]
-        along = _outermost(values)
+        along = outermost(values)
         used: Mapping[str, Tensor] = {name: given[name] for name in names if isinstance(given.get(name), Tensor)}
         if along is None or along == dim % values.dim() or any(t.dim() != values.dim() for t in used.values()):
             return None

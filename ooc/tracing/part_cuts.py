@@ -85,3 +85,9 @@ class Split:
 
 
 Rule = Callable[[Any, Given, Whole], Split | None]
+
+
+def outermost(tensor: Tensor, *, but: int | None = None) -> int | None:
+    """The dimension, but for one, whose positions lie furthest apart; None: it has no elements but in that one."""
+    dims = [dim for dim, length in enumerate(tensor.shape) if length > 1 and dim != but]
+    return max(dims, key=lambda dim: (tensor.stride(dim), -dim), default=None)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ooc.tracing import moving_rules
-from ooc.tracing.part_cuts import Along, Blocks, Cut, Given, Rule, Split, Stretch, Whole
+from ooc.tracing.part_cuts import Along, Blocks, Cut, Given, Rule, Split, Stretch, Whole, outermost
 from ooc.tracing.part_probes import as_lists, is_probed
 
 _GRANULE = 1024
@@ -106,7 +106,8 @@ def _element_wise(func: Any, given: Given, whole: Whole) -> Split | None:
         length, granule, result = out.numel(), _GRANULE, Blocks()
         cuts = dict.fromkeys(sliced, result)
     else:
-        dim = max((d for d in range(out.dim()) if shape[d] > 1), key=lambda d: (stride[d], -d))
+        dim = outermost(out)
+        assert dim is not None  # it has two elements
         length, granule, result, cuts = shape[dim], 1, Along(dim=dim), {}
         for name, value in sliced.items():
             own = dim - (out.dim() - value.dim())
