@@ -106,7 +106,7 @@ class StepCycle:
         self.rounds = OptimizerRounds()
         self._is_at_rest = False  # nothing of this period is planned or learned
         self._is_between = False  # in what comes between steps without gradients, in a period that is planned whole
-        self._backward_depth = 0
+        self._backward_depth = self._num_passes = 0  # backward passes under way, and those that this period has had
         self._was_new = False  # what the period that ends had: something like nothing before
         self._keys: list[str | None] = []  # of the segments of the present period
         self._counts = OpCounts(runner)
@@ -189,6 +189,7 @@ class StepCycle:
         if threading.get_ident() != self._thread or not self._backward_depth:
             return
         self._backward_depth -= 1
+        self._num_passes += not self._backward_depth
         if self._backward_depth or not self._is_open():
             return
         if self._in_segments:
@@ -227,10 +228,10 @@ class StepCycle:
                 if self.rounds.num_steps > 1 and not self._is_at_rest:
                     self.rounds.note_period(is_new=is_new)
                 elif not self._is_at_rest:  # else nobody knows what it was
-                    has, waits = self._unions.of_whole_steps()
-                    num = self._unions.num_begun
-                    self._segmentation.note_whole(is_new=is_new, num_unions=num, has_union=has, awaits_plan=waits)
-            self._at_start = self._counts.now()
+                    self._segmentation.note_whole(
+                        is_new=is_new, num_passes=self._num_passes, unions=self._unions.of_whole_steps()
+                    )
+            self._at_start, self._num_passes = self._counts.now(), 0
             if is_other:  # what begins now begins as one of the plans so far, and would leave it
                 self._segmentation = Segmentation()
                 self._sequences.forget_plans()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ooc.memory.births import READY_FRACTION
+from ooc.memory.births import LOOP_BIRTHS, READY_FRACTION
 from ooc.memory.record import NO_GUARD, VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.replay.dispatcher import Dispatcher
@@ -45,7 +45,7 @@ def bear_natively(
         parts,
         (resident, ready, allocator.detached),
         prototype,
-        (manager.chunk_nbytes, READY_FRACTION, NO_GUARD),
+        (manager.chunk_nbytes, READY_FRACTION, LOOP_BIRTHS, NO_GUARD),
         allocator.log_functions,
         tuple(owner.__dict__[name] for owner, names in _BIRTH_SLOTS for name in names),
         tuple(VariableRecord.__dict__[name] for name in VariableRecord.__slots__),

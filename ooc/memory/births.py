@@ -8,7 +8,8 @@ takes them, and are of use again whenever all of these chunks are free.
 
 A loop frees what it allocates again: the next birth of the size of what was freed last takes both its addresses and its
 chunks, as an allocator's free lists do. Such chunks are nobody's, and the pool does not have them until somebody wants
-others: then all of them go back at once, and neighbours are one range again.
+others: then as many go back as are missing, first those that were freed first. So memory that is short stays in a
+cache, and its pages in the processor's tables, instead of going round the pool.
 """
 
 from __future__ import annotations
@@ -32,8 +33,13 @@ _MOST_DEVICE_POOLS = 8
 """The same on a device, whose tables are no host memory, and whose driver has no limit on mappings: a ResNet-50 at half
 of its memory mapped a tenth less than with 2, and with 32 no less."""
 READY_FRACTION = 8
-"""Chunks are kept ready where the pool has one of so many free. Where memory is short others want them soon: a GRU over
-packed sequences at half of its memory mapped twice as many births a step, and took 1.1 times as long."""
+"""Chunks are kept ready where the pool has one of so many free, and beyond that if a loop will want them."""
+LOOP_BIRTHS = 16
+"""What lived no longer than so many births is a loop's, and is wanted within so many again. What has lain ready for
+longer goes first where chunks in a row are wanted."""
+Ready = dict[int, list[tuple[Reservation, Runs, int]]]
+"""What was freed, with the chunks that it shows, and when: how many storages there had been. By size in chunks; last
+what was freed last. Native code's, too."""
 _MOST_TRIED = 16
 """So many of one size are tried, the one that was kept last first."""
 
@@ -55,8 +61,7 @@ class Births:
         self._reuses_addresses = reuses_addresses
         self._has_views = has_views
         self._most_pools = _MOST_POOLS if has_views else _MOST_DEVICE_POOLS
-        self.ready: dict[int, list[tuple[Reservation, Runs]]] = {}
-        """What was freed, with the chunks that it shows, by size; last what was freed last. Native code's, too."""
+        self.ready: Ready = {}
         self.num_ready = 0
         """Free chunks that the pool does not have."""
         self._kept: dict[int, OrderedDict[int, tuple[Reservation, Runs]]] = {}  # by size, by address, the oldest first
@@ -70,20 +75,22 @@ class Births:
             f"of {self._num_chunks} chunks in {self._num_runs} runs>"
         )
 
-    def take(self, num_chunks: int, pool: ChunkPool) -> tuple[Reservation, Runs]:
+    def take(self, num_chunks: int, pool: ChunkPool, now: int) -> tuple[Reservation, Runs]:
         """A reservation of so many chunks, which were free in `pool` or ready and are taken; it shows them.
+
+        `now` says how many storages there have been.
 
         Raises `vmm.driver.MemoryFault`: nothing was taken.
         """
         ready = self.ready.get(num_chunks)
         if ready:
-            reservation, runs = ready.pop()
+            reservation, runs, _ = ready.pop()
             self.num_ready -= num_chunks
             return self._shown(reservation, runs, pool)
         kept = self._take_kept(num_chunks, pool)
         if kept is not None:
             return kept
-        runs, nbytes = self._take_chunks(num_chunks, pool), num_chunks * self._space.driver.chunk_nbytes
+        runs, nbytes = self._take_chunks(num_chunks, pool, now), num_chunks * self._space.driver.chunk_nbytes
         try:
             shown = self._space.reserve_shown(runs, nbytes) if self._reuses_addresses else None
             reservation = self._space.reserve(nbytes) if shown is None else shown
@@ -102,39 +109,65 @@ class Births:
             raise
         return reservation, runs
 
-    def _take_chunks(self, num_chunks: int, pool: ChunkPool) -> Runs:
-        if self.num_ready and pool.num_free < num_chunks:
-            self.end_ready(pool)
+    def _take_chunks(self, num_chunks: int, pool: ChunkPool, now: int) -> Runs:
+        self.end_ready(pool, num_free=num_chunks)
         runs = pool.take(num_chunks)
-        if self.num_ready and len(runs) > 1:
+        if len(runs) > 1 and self.num_ready:
             pool.give(runs)
-            self.end_ready(pool)
+            self._end_stale(pool, now - LOOP_BIRTHS)
             runs = pool.take(num_chunks)
         return runs
 
-    def keep_ready(self, reservation: Reservation, runs: Runs, pool: ChunkPool) -> bool:
+    def keep_ready(self, reservation: Reservation, runs: Runs, pool: ChunkPool, *, born: int, now: int) -> bool:
         """Keep a freed variable's reservation and the chunks that it shows for the next birth of its size.
 
-        False: they are the caller's to give back.
+        `born` and `now` say how many storages there had been, and have been. False: they are the caller's to give back.
         """
-        if not self._reuses_addresses or pool.num_free * READY_FRACTION < pool.num_chunks:
+        is_kept = now - born <= LOOP_BIRTHS or pool.num_free * READY_FRACTION >= pool.num_chunks
+        if not self._reuses_addresses or not is_kept:
             return False
-        self.ready.setdefault(reservation.num_chunks, []).append((reservation, runs))
+        self.ready.setdefault(reservation.num_chunks, []).append((reservation, runs, now))
         self.num_ready += reservation.num_chunks
         return True
 
-    def end_ready(self, pool: ChunkPool, *, in_use: bool = True) -> None:
-        """Let nothing be ready. The chunks go back to `pool`; not `in_use`: it is new, and does not know them."""
-        while self.ready:
-            num_chunks, some = next(iter(self.ready.items()))
-            while some:  # one after the other: what comes after a call that fails stays ready
-                reservation, runs = some.pop()
-                self.num_ready -= num_chunks
-                if in_use:
-                    pool.give(runs)
-                if not self.keep(reservation, runs, pool):
-                    self._space.release(reservation)
-            del self.ready[num_chunks]
+    def end_ready(self, pool: ChunkPool, *, num_free: int | None = None) -> None:
+        """Let chunks go back to `pool`, those first that were freed first, until it has `num_free`; None: all."""
+        while self.num_ready and (num_free is None or pool.num_free < num_free):
+            self._end_oldest(pool, self._oldest())
+
+    def num_spared(self, num_chunks: int, pool: ChunkPool, now: int) -> int:
+        """Chunks that were freed so lately that the next births of their sizes should have them.
+
+        0 if there is something ready for `num_chunks`, or too much is ready.
+        """
+        if not self.num_ready or self.ready.get(num_chunks) or self.num_ready * READY_FRACTION > pool.num_chunks:
+            return 0
+        return sum(size for size, some in self.ready.items() for *_, freed in some if now - freed <= LOOP_BIRTHS)
+
+    def _end_stale(self, pool: ChunkPool, before: int) -> None:
+        while self.num_ready and self.ready[size := self._oldest()][0][2] < before:
+            self._end_oldest(pool, size)
+
+    def _oldest(self) -> int:
+        """The size of what has lain ready longest."""
+        return min((some[0][2], size) for size, some in self.ready.items() if some)[1]
+
+    def _end_oldest(self, pool: ChunkPool, size: int, *, in_use: bool = True) -> None:
+        """Let what has lain ready longest of this size be so no more."""
+        some = self.ready[size]
+        reservation, runs, _ = some.pop(0)
+        self.num_ready -= size
+        if not some:
+            del self.ready[size]
+        if in_use:
+            pool.give(runs)
+        if not self.keep(reservation, runs, pool):
+            self._space.release(reservation)
+
+    def move_to(self, pool: ChunkPool) -> None:
+        """Let nothing be ready any more. `pool` is new, and does not know the chunks."""
+        while self.num_ready:
+            self._end_oldest(pool, self._oldest(), in_use=False)
 
     def keep(self, reservation: Reservation, runs: Runs, pool: ChunkPool) -> bool:
         """Keep a reservation that shows these chunks, which are free in `pool`. False: it is of no use."""

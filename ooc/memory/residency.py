@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING
 
 from ooc.errors import RerunLost, StoreFailed
 from ooc.memory.ahead import Ahead
-from ooc.memory.births import Births
+from ooc.memory.births import Births, Ready
 from ooc.memory.foresight import Foresight
 from ooc.memory.hidden_writes import hidden_write
 from ooc.memory.no_room import NoRoom
 from ooc.memory.record import NO_GUARD, Runs, State, VariableRecord
 from ooc.memory.record_transfers import RecordTransfers
 from ooc.memory.still_moves import StillMoves
-from vmm.addresses import Reservation
 from vmm.chunks import ChunkPool
 from vmm.driver import MemoryFault
 
@@ -133,7 +132,9 @@ class ResidencyManager(RecordTransfers):
         self.num_serials += 1
         return self.num_serials - 1
 
-    def books_of_births(self) -> tuple[Births, dict[int, VariableRecord], dict[int, list[tuple[Reservation, Runs]]]]:
+    def books_of_births(
+        self,
+    ) -> tuple[Births, dict[int, VariableRecord], Ready]:
         """What native code changes in our place (native/births.h): `Births`, what is resident, and what lies ready."""
         return self._births, self._resident, self._births.ready
 
@@ -142,8 +143,10 @@ class ResidencyManager(RecordTransfers):
     def allocate(self, nbytes: int) -> VariableRecord:
         """Allocate a resident variable; evicts others as needed. Raises `NoRoom`, `StoreFailed`."""
         num_chunks = self.chunks_of(nbytes)
-        self.make_room(num_chunks)
-        reservation, runs = self._births.take(num_chunks, self._pool)
+        is_short = len(self._resident) < len(self.records)  # where all is in memory, nothing has to go
+        num_spared = self._births.num_spared(num_chunks, self._pool, self.num_serials) if is_short else 0
+        self.make_room(num_chunks, num_spared=num_spared)
+        reservation, runs = self._births.take(num_chunks, self._pool, self.num_serials)
         reservation.nbytes = nbytes
         record = VariableRecord(nbytes=nbytes, reservation=reservation, serial=self.next_serial())
         record.born(runs)
@@ -153,8 +156,7 @@ class ResidencyManager(RecordTransfers):
 
     def take(self, num_chunks: int) -> Runs:
         """Take free chunks, of which there are so many; see `make_room`."""
-        if self._pool.num_free < num_chunks:
-            self._births.end_ready(self._pool)
+        self._births.end_ready(self._pool, num_free=num_chunks)
         return self._pool.take(num_chunks)
 
     def take_again(self, record: VariableRecord) -> Runs:
@@ -227,7 +229,9 @@ class ResidencyManager(RecordTransfers):
         runs = record.runs
         if record.state is State.RESIDENT:
             is_plain = record.guard == NO_GUARD and not (record.exports or record.reservation.is_file)
-            is_kept = is_plain and self._births.keep_ready(record.reservation, runs, self._pool)
+            is_kept = is_plain and self._births.keep_ready(
+                record.reservation, runs, self._pool, born=record.serial, now=self.num_serials
+            )
             if not is_kept:
                 self._pool.give(runs)
                 is_kept = is_plain and self._births.keep(record.reservation, runs, self._pool)
@@ -267,12 +271,15 @@ class ResidencyManager(RecordTransfers):
         """Whether somebody may write to a record while it is moved: it was given out. (A device's then stays.)"""
         return record.exports > 0 and self.is_host
 
-    def make_room(self, num_chunks: int) -> None:
-        """Evict what is used last, by `foresight`, until so many chunks are free. Raises `NoRoom`, `StoreFailed`."""
-        missing = num_chunks - self.num_free
+    def make_room(self, num_chunks: int, *, num_spared: int = 0) -> None:
+        """Evict what is used last, by `foresight`, until so many chunks are free. Raises `NoRoom`, `StoreFailed`.
+
+        And `num_spared` more, if that much can go at once.
+        """
+        missing = num_chunks + num_spared - self.num_free
         if missing <= 0:
             return
-        self.counters.num_crowded += 1
+        self.counters.num_crowded += missing > num_spared
         self.end_exports()
         victims: list[VariableRecord] = []
         index = self.position()
@@ -283,6 +290,9 @@ class ResidencyManager(RecordTransfers):
             if missing <= 0:
                 break
         else:
+            if num_spared:
+                self.make_room(num_chunks)
+                return
             if self.land() or self.flights.wait_any():
                 self.make_room(num_chunks)
                 return
@@ -470,7 +480,7 @@ class ResidencyManager(RecordTransfers):
 
     def retake_pool(self, pool: ChunkPool) -> None:
         """Go on with a fresh pool, in which resident records have their chunks: no plan is active any more."""
-        self._births.end_ready(pool, in_use=False)
+        self._births.move_to(pool)
         self._pool = pool
         self._resident.clear()
         for record in sorted(self.records.values(), key=lambda r: r.serial):
@@ -483,7 +493,7 @@ class ResidencyManager(RecordTransfers):
 
         Beside the workspaces, which keep theirs, what is left serves allocations that the plan does not have.
         """
-        self._births.end_ready(pool, in_use=False)
+        self._births.move_to(pool)
         pool.take_exactly([(0, num_chunks)] if num_chunks else [])
         for record in workspaces:
             pool.take_exactly(record.runs)

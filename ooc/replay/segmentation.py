@@ -11,17 +11,40 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 _WINDOW = 6
 _MOST_NEW = 4
 """Of the last `_WINDOW` steps so many were new or left their plan: from now on segments are planned."""
 _NUM_FIRST = 3
 """The first steps of any program are new, and do not count: the model is made, then the optimizer's state."""
+_MANY_PASSES = 4
+_MOST_NEW_OF_MANY = 2
+"""Steps of so many backward passes hold what comes again each, so after so many new ones beyond the first, segments
+are planned: LBFGS at its defaults runs its closure 20 times a step, and nobody waits for the seventh of these."""
 _MOST_AWAITED = 32
 """So many steps at most a union waits for its plan before steps are cut all the same."""
 _NUM_EQUAL = 8
 """After so many steps in a row of the same segments, whole steps are planned again; each time it takes twice as many
 new ones to go back. So they are after so many in a row of the same pieces; each time it takes twice as many."""
+
+
+class WholeUnions(NamedTuple):
+    """What there is of unions of whole steps (`ooc.replay.unions`).
+
+    Attributes:
+        num_begun: So far, of any kind. After one of whole steps was begun, steps stay whole for some time: it remains
+            to be seen what that plans.
+        exist: There is one of whole steps.
+        await_plan: One of these has no plan yet: it is being made beside training.
+    """
+
+    num_begun: int = 0
+    exist: bool = False
+    await_plan: bool = False
+
+
+_NO_UNIONS = WholeUnions()
 
 
 class _Run:
@@ -55,34 +78,36 @@ class Segmentation:
         self._most_new = _MOST_NEW
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self._segments, self._pieces = _Run(), _Run()
+        self._num_new_of_many = 0  # in a row
         self._num_counted = 0  # of the segments that will end in the present step: those that were the last one's
         self._most_alike = _NUM_EQUAL
 
     def __repr__(self) -> str:
         return f"<Segmentation {'on' if self.is_on else 'off'}>"
 
-    def note_whole(
-        self, *, is_new: bool, num_unions: int = 0, has_union: bool = False, awaits_plan: bool = False
-    ) -> None:
+    def note_whole(self, *, is_new: bool, num_passes: int = 1, unions: WholeUnions = _NO_UNIONS) -> None:
         """Note a step that could be planned whole.
 
         Args:
             is_new: It ran on demand, and was not like one before.
-            num_unions: Unions that were begun so far (`ooc.replay.unions`). After one of whole steps was begun, steps
-                stay whole for some time: it remains to be seen what that plans.
-            has_union: There is one of whole steps.
-            awaits_plan: It has no plan yet: one is being made beside training.
+            num_passes: Backward passes in it.
+            unions: The unions that there are.
         """
         self._num_steps += 1
-        if num_unions > self._num_unions:
-            self._num_unions, self._begun = num_unions, self._num_steps
+        if unions.num_begun > self._num_unions:
+            self._num_unions, self._begun = unions.num_begun, self._num_steps
             self._tried_until = self._begun + _WINDOW
-        elif awaits_plan:
+        elif unions.await_plan:
             self._tried_until = min(self._num_steps, self._begun + _MOST_AWAITED) + _WINDOW
         if self._num_steps > _NUM_FIRST:
             self._recent.append(is_new)
-        is_tried = has_union and self._num_steps < self._tried_until
-        if sum(self._recent) >= self._most_new and not is_tried:
+        is_of_many = is_new and num_passes >= _MANY_PASSES and self._num_steps > 1
+        self._num_new_of_many = self._num_new_of_many + 1 if is_of_many else 0
+        is_varied = sum(self._recent) >= self._most_new or (
+            self._num_new_of_many >= _MOST_NEW_OF_MANY and self._most_new == _MOST_NEW
+        )
+        is_tried = unions.exist and self._num_steps < self._tried_until
+        if is_varied and not is_tried:
             self.is_on = True
             self._segments.end()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from ooc.memory.record import VariableRecord
 from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.segmentation import WholeUnions
 from ooc.replay.sequences import Sequences
 from ooc.replay.unions import Unions
 from ooc.tracing.recorder import RecordedStep
@@ -32,15 +33,10 @@ class UnionPlans:
     def __repr__(self) -> str:
         return f"<UnionPlans: {self._unions!r}>"
 
-    @property
-    def num_begun(self) -> int:
-        """Unions that were begun so far."""
-        return self._unions.num_begun
-
-    def of_whole_steps(self) -> tuple[bool, bool]:
-        """Whether there are unions of whole steps; and whether one of them has no plan yet."""
+    def of_whole_steps(self) -> WholeUnions:
+        """What there is of unions of whole steps."""
         keys = self._unions.keys(is_segment=False)
-        return bool(keys), any(not self._sequences.has_plan(key) for key in keys)
+        return WholeUnions(self._unions.num_begun, bool(keys), any(not self._sequences.has_plan(key) for key in keys))
 
     def note(self, recording: RecordedStep, machine: Callable[[], Machine], *, may_unite: bool = True) -> str:
         """Note a step that ran on demand, as `Sequences.note` does; one that is like no other joins a union.

@@ -55,7 +55,7 @@ def books(session: ooc.Session, numbers: _Numbers) -> list[Any]:
     return [
         records,
         [numbers.of(address) for address in resident],
-        {size: [(numbers.of(place.address), runs) for place, runs in some] for size, some in ready.items() if some},
+        {size: [(numbers.of(place.address), runs) for place, runs, _ in some] for size, some in ready.items() if some},
         (births.num_ready, manager.num_free, manager.peak_chunks, manager.num_serials),
     ]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ooc
+from ooc.memory.births import LOOP_BIRTHS
 from vmm.driver import MemoryFault
 
 MIB = 1 << 20
@@ -45,11 +46,12 @@ def test_their_chunks_serve_other_sizes(debug: bool) -> None:
         assert session.engine.manager.pool.num_chunks == 4 * MIB // session.engine.memory.driver.chunk_nbytes
 
 
-def test_no_address_is_kept_of_what_is_freed() -> None:
+def test_no_address_is_kept_for_long_of_what_is_freed() -> None:
+    """Each size comes once. What a loop might want again soon may lie ready."""
     with ooc.Session("4MiB") as session:
         for num_rows in range(32, 900, 7):
             torch.ones(num_rows, 1024)
-        assert len(session.engine.memory.space.reservations) <= 1
+        assert len(session.engine.memory.space.reservations) <= 1 + LOOP_BIRTHS
 
 
 def test_a_smaller_budget_takes_their_chunks() -> None:
@@ -135,3 +137,54 @@ def test_a_release_that_fails_loses_no_chunk(monkeypatch: pytest.MonkeyPatch) ->
             with pytest.raises(MemoryFault):
                 _ = manager.pool
         assert manager.pool.num_free == manager.num_chunks
+
+
+def test_a_loop_of_several_sizes_keeps_its_memory_where_memory_is_short() -> None:
+    """What is not its own goes to make room for all of it, once; then none of its births needs the pool."""
+    with ooc.Session("4MiB", chunk_nbytes="64KiB", recompute=False) as session:
+        manager, runner = session.engine.manager, session.engine.runner
+        kept = [torch.full((64, 1024), float(value)) for value in range(17)]  # one of them is away
+
+        def turn(value: int) -> None:
+            for num_rows in (48, 80, 32):
+                x = torch.full((num_rows, 1024), float(value))
+                assert x.sum().item() == num_rows * 1024 * value
+
+        for value in range(3):
+            turn(value)
+        evicted, loaded = manager.counters.evicted_nbytes, manager.counters.loaded_nbytes
+        num_maps, num_births = session.engine.memory.space.num_maps, runner.dispatcher.num_births
+        for value in range(10):
+            turn(value)
+        assert runner.dispatcher.num_births - num_births == 30  # without Python
+        assert session.engine.memory.space.num_maps == num_maps
+        assert (manager.counters.evicted_nbytes, manager.counters.loaded_nbytes) == (evicted, loaded)
+        assert all(float(tensor[0, 0]) == value for value, tensor in enumerate(kept))
+
+
+def test_what_a_loop_wants_again_is_free_for_others_where_memory_is_short() -> None:
+    """It is spared while something else can go, and taken before an allocation is refused."""
+    with ooc.Session("4MiB", chunk_nbytes="64KiB", recompute=False) as session:
+        manager = session.engine.manager
+        kept = [torch.full((64, 1024), float(value)) for value in range(8)]  # half of it
+        pinned = [manager.records[tensor.untyped_storage().data_ptr()] for tensor in kept]
+        for record in pinned:
+            record.pin()
+        for num_rows in (48, 80, 32):
+            torch.ones(num_rows, 1024)
+        large = torch.full((512, 1024), 7.0)  # all of the rest
+        assert manager.num_free == 0
+        assert large.sum().item() == 512 * 1024 * 7
+        for record in pinned:
+            record.unpin()
+        assert all(float(tensor[0, 0]) == value for value, tensor in enumerate(kept))
+
+
+def test_nothing_goes_for_a_loop_where_all_fits() -> None:
+    with ooc.Session("4MiB", chunk_nbytes="64KiB", recompute=False) as session:
+        kept = torch.ones(768, 1024)
+        for _ in range(8):
+            for num_rows in (48, 80, 128, 32, 224, 256):
+                torch.ones(num_rows, 1024)
+        assert session.engine.manager.counters.evicted_nbytes == 0
+        assert kept.sum().item() == 768 * 1024

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ooc.replay.segmentation import Segmentation
+from ooc.replay.segmentation import Segmentation, WholeUnions
+
+_NONE = WholeUnions()
 
 
 def test_steps_that_come_again_are_planned_whole() -> None:
@@ -37,10 +39,10 @@ def test_whole_steps_are_planned_again_when_all_are_alike_and_going_back_takes_m
     assert segmentation.is_on
 
 
-def num_whole(segmentation: Segmentation, **union: object) -> int:
+def num_whole(segmentation: Segmentation, unions: WholeUnions = _NONE) -> int:
     """Steps until segments are planned, if each is new."""
     for number in range(1, 100):
-        segmentation.note_whole(is_new=True, **union)  # type: ignore[arg-type]
+        segmentation.note_whole(is_new=True, unions=unions)
         if segmentation.is_on:
             return number
     raise AssertionError("never")
@@ -51,24 +53,53 @@ def test_a_union_of_whole_steps_is_tried_before_they_are_cut() -> None:
     segmentation = Segmentation()
     for _ in range(5):
         segmentation.note_whole(is_new=True)
-    assert num_whole(segmentation, num_unions=1, has_union=True) == 7  # it plans nothing
+    assert num_whole(segmentation, unions=WholeUnions(1, exist=True)) == 7  # it plans nothing
     segmentation = Segmentation()
     for _ in range(5):
         segmentation.note_whole(is_new=True)
     for number in range(20):
-        segmentation.note_whole(is_new=True, num_unions=1, has_union=True, awaits_plan=number < 15)
+        segmentation.note_whole(is_new=True, unions=WholeUnions(1, exist=True, await_plan=number < 15))
     assert not segmentation.is_on
-    assert num_whole(segmentation, num_unions=1, has_union=True) == 1  # six steps after its plan was there
+    assert num_whole(segmentation, unions=WholeUnions(1, exist=True)) == 1  # six steps after its plan was there
     segmentation = Segmentation()
     for _ in range(5):
         segmentation.note_whole(is_new=True)
-    assert num_whole(segmentation, num_unions=1, has_union=True, awaits_plan=True) == 39  # not for ever
+    assert num_whole(segmentation, unions=WholeUnions(1, exist=True, await_plan=True)) == 39  # not for ever
     segmentation = Segmentation()
     for _ in range(5):
         segmentation.note_whole(is_new=True)
     for _ in range(3):
-        segmentation.note_whole(is_new=True, num_unions=1, has_union=True)
-    assert num_whole(segmentation, num_unions=1, has_union=False) == 1  # it was given up
+        segmentation.note_whole(is_new=True, unions=WholeUnions(1, exist=True))
+    assert num_whole(segmentation, unions=WholeUnions(1, exist=False)) == 1  # it was given up
+
+
+def test_steps_of_many_passes_are_cut_after_two_that_were_new() -> None:
+    segmentation = Segmentation()
+    for number in range(3):  # the model is made, then the optimizer's state; a third one is new for other reasons
+        assert not segmentation.is_on
+        segmentation.note_whole(is_new=True, num_passes=20 - number)
+    assert segmentation.is_on
+    accumulated = Segmentation()
+    for index in range(100):
+        accumulated.note_whole(is_new=index < 2 or index % 3 == 0, num_passes=8)
+        assert not accumulated.is_on
+    few = Segmentation()
+    for _ in range(6):
+        few.note_whole(is_new=True, num_passes=3)
+        assert not few.is_on
+
+
+def test_steps_of_many_passes_that_were_planned_again_are_cut_as_late_as_others() -> None:
+    segmentation = Segmentation()
+    while not segmentation.is_on:
+        segmentation.note_whole(is_new=True, num_passes=8)
+    while segmentation.is_on:
+        segmentation.note_segments(("a", "a", "b"))
+    for _ in range(7):
+        segmentation.note_whole(is_new=True, num_passes=8)
+        assert not segmentation.is_on
+    segmentation.note_whole(is_new=True, num_passes=8)
+    assert segmentation.is_on
 
 
 def test_pieces_are_joined_when_all_steps_have_them_and_each_time_it_takes_more() -> None:

@@ -34,7 +34,8 @@ class Births {
   PyObject *manager = nullptr, *births = nullptr, *parts = nullptr, *resident = nullptr, *ready = nullptr;
   PyObject* detached = nullptr;
   PyObject* prototype = nullptr;  // a record as it is born, but for its place, size, serial and times
-  long long chunk_nbytes = 0, ready_fraction = 0;  // the latter: `_READY_FRACTION` of ooc/memory/births.py
+  long long chunk_nbytes = 0;
+  long long ready_fraction = 0, loop_births = 0;  // `READY_FRACTION` and `LOOP_BIRTHS` of ooc/memory/births.py
   long no_guard = 0;
   TakeEvents peek = nullptr, drain = nullptr;
   std::array<Py_ssize_t, kNumBirthSlots> slots{};
@@ -132,8 +133,10 @@ class Births {
   }
 
   // Whether the chunks and addresses of a freed variable may lie ready just as they are.
-  bool may_lie_ready(const Demand& demand, PyObject* record) const {
-    return at(record, kItsState) == demand.resident && number(record, kItsGuard) == no_guard &&
+  bool may_lie_ready(const Demand& demand, PyObject* record, long long num_serials) const {
+    const bool is_wanted = num_serials - number(record, kItsSerial) <= loop_births ||
+                           num_in_pool_ * ready_fraction >= num_chunks_;  // as `Births.keep_ready` asks
+    return is_wanted && at(record, kItsState) == demand.resident && number(record, kItsGuard) == no_guard &&
            number(record, kItsExports) == 0 && at(record, kItsSlot) == Py_None &&
            at(at(record, kItsReservation), kPlaceIsFile) == Py_False;
   }
@@ -146,14 +149,14 @@ class Births {
     if (count > kMostEvents) return false;
     std::array<PyObject*, kMostEvents> freed;  // borrowed
     size_t num_freed = 0;
+    const long long num_serials = number(manager, names().num_serials);
     for (uint64_t i = 0; i < count; ++i) {
       if (events[i].kind != vmm::kFree) continue;
       PyObject* record = demand.at(events[i].address);
-      if (record == nullptr ? is_detached(events[i].address) : !may_lie_ready(demand, record)) return false;
+      if (record == nullptr ? is_detached(events[i].address) : !may_lie_ready(demand, record, num_serials)) return false;
       if (PyErr_Occurred()) return false;
       if (record != nullptr) freed[num_freed++] = record;
     }
-    if (num_freed > 0 && num_in_pool_ * ready_fraction < num_chunks_) return false;  // as `Births.keep_ready` asks
     for (size_t i = 0; i < num_freed; ++i) {
       if (!lay_ready(demand, freed[i])) return false;  // Python finds no record any more of those before it
     }
@@ -166,8 +169,10 @@ class Births {
   bool lay_ready(const Demand& demand, PyObject* record) {
     PyObject *place = at(record, kItsReservation), *size = at(place, kPlaceChunks);
     PyObject* some = ready_of(size);
-    PyObject* entry = some != nullptr ? PyTuple_Pack(2, place, at(record, kItsRuns)) : nullptr;
+    PyObject* now = some != nullptr ? PyObject_GetAttr(manager, names().num_serials) : nullptr;
+    PyObject* entry = now != nullptr ? PyTuple_Pack(3, place, at(record, kItsRuns), now) : nullptr;
     const bool is_in = entry != nullptr && PyList_Append(some, entry) == 0;
+    Py_XDECREF(now);
     Py_XDECREF(entry);
     if (!is_in) return false;
     if (!set_ready(num_ready_ + PyLong_AsLongLong(size))) return drop_last(some) && false;

@@ -39,7 +39,7 @@ void leave_births(Dispatcher* self) {
   delete std::exchange(self->births, nullptr);
 }
 
-// prepare_births(manager, births, parts, (resident, ready, detached), prototype, (chunk_nbytes, ready_fraction, no_guard),
+// prepare_births(manager, births, parts, (resident, ready, detached), prototype, (chunk_nbytes, ready_fraction, loop_births, no_guard),
 //                (peek, drain), slots, record_slots): see `Births`.
 PyObject* dispatcher_prepare_births(PyObject* object, PyObject* positional) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
@@ -47,10 +47,10 @@ PyObject* dispatcher_prepare_births(PyObject* object, PyObject* positional) {
   if (births == nullptr) return PyErr_NoMemory();
   unsigned long long peek = 0, drain = 0;
   PyObject *slots = nullptr, *record_slots = nullptr;
-  bool is_right = PyArg_ParseTuple(positional, "OOO(O!O!O!)O(LLl)(KK)O!O!", &births->manager, &births->births,
+  bool is_right = PyArg_ParseTuple(positional, "OOO(O!O!O!)O(LLLl)(KK)O!O!", &births->manager, &births->births,
                                    &births->parts, &PyDict_Type, &births->resident, &PyDict_Type, &births->ready,
                                    &PyDict_Type, &births->detached, &births->prototype, &births->chunk_nbytes,
-                                   &births->ready_fraction, &births->no_guard, &peek, &drain, &PyTuple_Type, &slots,
+                                   &births->ready_fraction, &births->loop_births, &births->no_guard, &peek, &drain, &PyTuple_Type, &slots,
                                    &PyTuple_Type, &record_slots);
   if (is_right && (PyTuple_GET_SIZE(slots) != ooc::kNumBirthSlots || births->chunk_nbytes <= 0)) {
     PyErr_Format(PyExc_ValueError, "prepare_births: %d slots, please, and chunks", int{ooc::kNumBirthSlots});
