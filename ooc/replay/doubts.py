@@ -6,6 +6,7 @@ like that of any other (`ooc.replay.turns`): without doubts the step's op would 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,11 +58,19 @@ class Doubts:
             if (observed.funcs[op], observed.occurrences[op]) in turns:
                 self._of_turn.setdefault(born[variable], []).append(op)
 
-    def note_omitted(self, op: int) -> None:
-        """An op was left out."""
-        for other in self._of_turn.get(op, ()):
-            self._doubted.add(other)
-            self._flags[other] |= _DOUBTED
+    def ordered(self, ops: Sequence[int]) -> Iterator[int]:
+        """Those without doubts first."""
+        doubted = self._doubted
+        yield from (op for op in ops if op not in doubted)
+        yield from (op for op in ops if op in doubted)
+
+    def note_omitted(self, start: int, stop: int) -> None:
+        """These ops were left out."""
+        of_turn = self._of_turn
+        for op in range(start, stop):
+            for other in of_turn.get(op, ()):
+                self._doubted.add(other)
+                self._flags[other] |= _DOUBTED
 
     def trust(self, op: int) -> None:
         """This op comes, all the same."""

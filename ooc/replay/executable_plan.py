@@ -345,11 +345,13 @@ class ExecutablePlan:
         written = [use.variable for use in self.trace.ops[op].uses if use.reads and use.writes]
         return {int(self.variable_address[variable]) for variable in written if self.variable_alive[variable]}
 
-    def note_omitted(self, op: int) -> None:
-        """The present step leaves out an op. It has made no autograd node, so their numbers ascend with the ops."""
-        self.omitted.append(op)
-        self.op_nodes[op] = self.op_nodes[op - 1] if op else 0
-        self.doubts.note_omitted(op)
+    def note_passed_over(self, start: int, stop: int, now_ns: int) -> None:
+        """These ops do not come in the present step: where one may leave out ops, it has left them out."""
+        self.op_start_ns[start:stop] = self.op_stop_ns[start:stop] = now_ns
+        if self.may_omit:  # the recording of a step that leaves the plan is to have what came, and no more
+            self.omitted.extend(range(start, stop))
+            self.op_nodes[start:stop] = self.op_nodes[start - 1] if start else 0  # they made none: numbers ascend
+            self.doubts.note_omitted(start, stop)
 
     def persistent_is_missing(self) -> bool:
         """Whether a variable that lives across steps was freed in this one."""

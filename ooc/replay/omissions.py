@@ -17,10 +17,8 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from ooc.errors import StoreFailed
@@ -117,9 +115,15 @@ class Omissions(PartOfReplay):
         start = bisect_left(places, cursor)
         where: str | None = None
         candidates = places[start : start + _MOST_CANDIDATES]
-        variable_at = cache(executable.variable_at)  # which looks at all variables, and says the same all along
+        known: dict[int, PlanVariable | None] = {}
+
+        def variable_at(address: int) -> PlanVariable | None:  # it looks at all variables, and says the same all along
+            if address not in known:
+                known[address] = executable.variable_at(address)
+            return known[address]
+
         gradient_of, forward = gradient_of_op(executable, cursor), executable.observed.forward
-        for index in sorted(candidates, key=executable.doubts.__contains__):  # those without doubts first
+        for index in executable.doubts.ordered(candidates):
             source = forward[index] if forward and gradient_of is not None else -1
             if source not in (-1, gradient_of):
                 continue  # of another turn
@@ -201,19 +205,7 @@ class Omissions(PartOfReplay):
                     return False
             return True
 
-        for index in range(start, stop):
-            self._allocator.state.set_between(index)
-            executable.op_start_ns[index] = executable.op_stop_ns[index] = time.monotonic_ns()
-            executable.note_omitted(index)
-            if executable.before[index] is not None and not self._executor.before(index, bear):
-                return False
-            if executable.after[index] is not None:
-                self._executor.after(index)
-            if self._executor.active is None:
-                return False
-        self._allocator.state.set_between(stop)
-        self._dispatcher.start(stop)
-        return True
+        return self._pass_over(executable, start, stop, bear)
 
     def _left_over(self, executable: ExecutablePlan, variable: PlanVariable) -> VariableRecord | None:
         """What is in place of a variable that an op would make which is left out: what nothing after that op would use.
@@ -326,7 +318,7 @@ def gradient_of_op(executable: ExecutablePlan, cursor: int) -> int | None:
     if node is None:
         return None
     number = node._sequence_nr() + 1
-    found = int(np.searchsorted(executable.op_nodes[:cursor], number))  # ascending: see `note_omitted`
+    found = int(executable.op_nodes[:cursor].searchsorted(number))  # ascending: see `note_passed_over`
     return found if found < cursor and executable.op_nodes[found] == number else None
 
 

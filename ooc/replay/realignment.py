@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -82,26 +81,10 @@ class Realignment(PartOfReplay):
             index += 1
         if index == cursor or index == executable.num_ops or executable.funcs[index] is not func:
             return False
-        return self._skip(executable, cursor, index)
+        return self._pass_over(executable, cursor, index)
 
     def skip_marks(self, index: int) -> None:
         """After op `index`, skip the marks that stand there, but no acts around them."""
         executable = self._executor.active
         if executable is not None and (marks := executable.parts.marks_after(index)):
-            self._skip(executable, marks.start, marks.stop)
-
-    def _skip(self, executable: ExecutablePlan, start: int, stop: int) -> bool:
-        for skipped in range(start, stop):
-            self._allocator.state.set_between(skipped)
-            executable.op_start_ns[skipped] = executable.op_stop_ns[skipped] = time.monotonic_ns()
-            if executable.may_omit:  # the recording of a step that leaves the plan is to have what came, and no more
-                executable.note_omitted(skipped)
-            if executable.before[skipped] is not None and not self._executor.before(skipped):
-                return False
-            if executable.after[skipped] is not None:
-                self._executor.after(skipped)
-            if self._executor.active is None:
-                return False
-        self._allocator.state.set_between(stop)
-        self._dispatcher.start(stop)
-        return True
+            self._pass_over(executable, marks.start, marks.stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -48,3 +49,36 @@ class PartOfReplay:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._executor!r}>"
+
+    def _pass_over(
+        self,
+        executable: ExecutablePlan,
+        start: int,
+        stop: int,
+        bear: Callable[[Sequence[ExecutableResidency]], bool] | None = None,
+    ) -> bool:
+        """Do what the plan does around these ops, which do not come. False: the step has left the plan.
+
+        `bear` is what `Executor.before` says of births.
+        """
+        before, after = executable.before, executable.after
+        index = start
+        while index < stop:
+            first = index
+            while index < stop and before[index] is None and after[index] is None:
+                index += 1
+            if index > first:
+                executable.note_passed_over(first, index, time.monotonic_ns())
+                continue
+            self._allocator.state.set_between(index)
+            index += 1
+            executable.note_passed_over(first, index, time.monotonic_ns())
+            if before[first] is not None and not self._executor.before(first, bear):
+                return False
+            if after[first] is not None:
+                self._executor.after(first)
+            if self._executor.active is None:
+                return False
+        self._allocator.state.set_between(stop)
+        self._dispatcher.start(stop)
+        return True

@@ -179,9 +179,9 @@ def test_what_an_op_uses_beside_the_plan_stays_while_it_runs(monkeypatch: pytest
     """Remedy: `Executor._pin`. The op leaves its plan, as its result has no room there; all that may go then goes."""
     machine, make_room = Learner._machine, ResidencyManager.make_room
 
-    def empty(manager: ResidencyManager, num_chunks: int) -> None:
+    def empty(manager: ResidencyManager, num_chunks: int, **options: int) -> None:
         manager.evict([record for record, _ in manager.by_next_use(manager.position())])
-        make_room(manager, num_chunks)
+        make_room(manager, num_chunks, **options)
 
     monkeypatch.setattr(
         Learner, "_machine", lambda cycle: replace(machine(cycle), num_chunks=machine(cycle).num_chunks - num_spare)
