@@ -31,6 +31,10 @@ from vmm.driver import MemoryFault
 if TYPE_CHECKING:
     from ooc.memory.protocols import AddressGuards, Space, Store
 
+_LEAST_OPS_AWAY = 256
+"""What is used within so many ops does not make room for what a loop allocates again and again: it may be the loop's,
+too, and would come and go in each turn."""
+
 
 class ResidencyManager(RecordTransfers):
     """Manages the variables outside any active plan: tracks residency, loads and evicts on demand, by guessed next use.
@@ -274,31 +278,30 @@ class ResidencyManager(RecordTransfers):
     def make_room(self, num_chunks: int, *, num_spared: int = 0) -> None:
         """Evict what is used last, by `foresight`, until so many chunks are free. Raises `NoRoom`, `StoreFailed`.
 
-        And `num_spared` more, if that much can go at once.
+        And up to `num_spared` more, of what is not used soon.
         """
-        missing = num_chunks + num_spared - self.num_free
-        if missing <= 0:
+        missing = num_chunks - self.num_free
+        if missing + num_spared <= 0:
             return
-        self.counters.num_crowded += missing > num_spared
+        self.counters.num_crowded += missing > 0
         self.end_exports()
         victims: list[VariableRecord] = []
         index = self.position()
         movable = self.by_next_use(index)
-        for record, _ in movable:
+        for record, later in movable:
+            if missing <= -num_spared or (missing <= 0 and later <= index + _LEAST_OPS_AWAY):
+                break
             victims.append(record)
             missing -= self.chunks_of(record.nbytes)
-            if missing <= 0:
-                break
-        else:
-            if num_spared:
-                self.make_room(num_chunks)
-                return
+        if missing > 0:
             if self.land() or self.flights.wait_any():
                 self.make_room(num_chunks)
                 return
             movable_chunks = sum(self.chunks_of(r.nbytes) for r, _ in movable)
             pinned = sum(self.chunks_of(r.nbytes) for r in self._resident.values()) - movable_chunks
             raise NoRoom(num_needed=num_chunks, num_free=self.num_free, num_pinned=pinned)
+        if not victims:
+            return
         others = movable[len(victims) :]
         self.evict([*victims, *self.ahead.spare(others, index)], for_ops=True)
         self.ahead.write_behind((record for record, _ in others), index)

@@ -144,6 +144,9 @@ def test_a_loop_of_several_sizes_keeps_its_memory_where_memory_is_short() -> Non
     with ooc.Session("4MiB", chunk_nbytes="64KiB", recompute=False) as session:
         manager, runner = session.engine.manager, session.engine.runner
         kept = [torch.full((64, 1024), float(value)) for value in range(17)]  # one of them is away
+        small = torch.zeros(4)
+        for _ in range(400):  # nobody has used them for long
+            small.add_(1)
 
         def turn(value: int) -> None:
             for num_rows in (48, 80, 32):
@@ -178,6 +181,26 @@ def test_what_a_loop_wants_again_is_free_for_others_where_memory_is_short() -> N
         for record in pinned:
             record.unpin()
         assert all(float(tensor[0, 0]) == value for value, tensor in enumerate(kept))
+
+
+def test_what_a_loop_uses_itself_does_not_go_for_what_it_allocates() -> None:
+    with ooc.Session("4MiB", chunk_nbytes="64KiB", recompute=False) as session:
+        manager = session.engine.manager
+        away = torch.full((128, 1024), 3.0)  # once the rest is there
+        used = [torch.full((64, 1024), float(value)) for value in range(14)]  # 3.5 of 4 MiB
+
+        def turn() -> None:
+            for num_rows in (48, 80, 32):
+                torch.ones(num_rows, 1024)
+            assert sum(float(tensor[0, 0]) for tensor in used) == 91
+
+        turn()
+        moved = manager.counters.evicted_nbytes + manager.counters.loaded_nbytes
+        assert moved > 0
+        for _ in range(10):
+            turn()
+        assert manager.counters.evicted_nbytes + manager.counters.loaded_nbytes == moved
+        assert float(away[0, 0]) == 3
 
 
 def test_nothing_goes_for_a_loop_where_all_fits() -> None:
