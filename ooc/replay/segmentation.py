@@ -19,9 +19,10 @@ _MOST_NEW = 4
 _NUM_FIRST = 3
 """The first steps of any program are new, and do not count: the model is made, then the optimizer's state."""
 _MANY_PASSES = 4
-_MOST_NEW_OF_MANY = 2
-"""Steps of so many backward passes hold what comes again each, so after so many new ones beyond the first, segments
-are planned: LBFGS at its defaults runs its closure 20 times a step, and nobody waits for the seventh of these."""
+_MOST_NEW_BY_PASSES = 2
+"""Where steps have so many backward passes, or each another number of them, a pass comes again where a step does not.
+So after so many such steps in a row, beyond the first, that were new or left their plan, segments are planned: LBFGS
+runs its closure 20 times a step by default, and nobody waits for the seventh of these."""
 _MOST_AWAITED = 32
 """So many steps at most a union waits for its plan before steps are cut all the same."""
 _NUM_EQUAL = 8
@@ -78,7 +79,8 @@ class Segmentation:
         self._most_new = _MOST_NEW
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self._segments, self._pieces = _Run(), _Run()
-        self._num_new_of_many = 0  # in a row
+        self._num_passes = 0  # backward passes in the latest step
+        self._num_new_by_passes = 0  # in a row
         self._num_counted = 0  # of the segments that will end in the present step: those that were the last one's
         self._most_alike = _NUM_EQUAL
 
@@ -101,10 +103,12 @@ class Segmentation:
             self._tried_until = min(self._num_steps, self._begun + _MOST_AWAITED) + _WINDOW
         if self._num_steps > _NUM_FIRST:
             self._recent.append(is_new)
-        is_of_many = is_new and num_passes >= _MANY_PASSES and self._num_steps > 1
-        self._num_new_of_many = self._num_new_of_many + 1 if is_of_many else 0
+        is_by_passes = num_passes >= _MANY_PASSES or num_passes != self._num_passes
+        is_counted = is_new and is_by_passes and self._num_steps > 1
+        self._num_new_by_passes = self._num_new_by_passes + 1 if is_counted else 0
+        self._num_passes = num_passes
         is_varied = sum(self._recent) >= self._most_new or (
-            self._num_new_of_many >= _MOST_NEW_OF_MANY and self._most_new == _MOST_NEW
+            self._num_new_by_passes >= _MOST_NEW_BY_PASSES and self._most_new == _MOST_NEW
         )
         is_tried = unions.exist and self._num_steps < self._tried_until
         if is_varied and not is_tried:

@@ -89,6 +89,23 @@ def test_steps_of_many_passes_are_cut_after_two_that_were_new() -> None:
         assert not few.is_on
 
 
+def test_steps_of_a_number_of_passes_that_changes_are_cut_after_two_that_were_new() -> None:
+    segmentation = Segmentation()
+    for num_passes in (2, 2, 1, 3):
+        assert not segmentation.is_on
+        segmentation.note_whole(is_new=True, num_passes=num_passes)
+    assert segmentation.is_on
+    epochs = Segmentation()
+    for index in range(100):  # the last batches of an epoch are fewer
+        is_last = index % 10 == 9
+        epochs.note_whole(is_new=index < 2 or is_last, num_passes=1 if is_last else 3)
+        assert not epochs.is_on
+    known = Segmentation()
+    for index in range(100):  # one number after the other, each of which has a plan
+        known.note_whole(is_new=index < 4, num_passes=1 + (index + 1) // 2 % 2)
+        assert not known.is_on
+
+
 def test_steps_of_many_passes_that_were_planned_again_are_cut_as_late_as_others() -> None:
     segmentation = Segmentation()
     while not segmentation.is_on:
