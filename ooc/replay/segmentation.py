@@ -79,7 +79,7 @@ class Segmentation:
         self._most_new = _MOST_NEW
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self._segments, self._pieces = _Run(), _Run()
-        self._num_passes = 0  # backward passes in the latest step
+        self._num_passes = 0  # backward passes in the latest step that had any
         self._num_new_by_passes = 0  # in a row
         self._num_counted = 0  # of the segments that will end in the present step: those that were the last one's
         self._most_alike = _NUM_EQUAL
@@ -103,10 +103,11 @@ class Segmentation:
             self._tried_until = min(self._num_steps, self._begun + _MOST_AWAITED) + _WINDOW
         if self._num_steps > _NUM_FIRST:
             self._recent.append(is_new)
-        is_by_passes = num_passes >= _MANY_PASSES or num_passes != self._num_passes
-        is_counted = is_new and is_by_passes and self._num_steps > 1
-        self._num_new_by_passes = self._num_new_by_passes + 1 if is_counted else 0
-        self._num_passes = num_passes
+        if num_passes:  # else it is what came before the first step, or an evaluation
+            is_by_passes = num_passes >= _MANY_PASSES or num_passes != self._num_passes
+            is_counted = is_new and is_by_passes and self._num_passes > 0
+            self._num_new_by_passes = self._num_new_by_passes + 1 if is_counted else 0
+            self._num_passes = num_passes
         is_varied = sum(self._recent) >= self._most_new or (
             self._num_new_by_passes >= _MOST_NEW_BY_PASSES and self._most_new == _MOST_NEW
         )

@@ -149,10 +149,10 @@ def test_an_error_before_an_op_is_raised_as_it_is() -> None:
     with open_session() as session:
         before = session.engine.runner.executor.before
 
-        def failing(index: int) -> bool:
+        def failing(index: int, *bear: Any) -> bool:
             if is_failing:
                 raise LookupError("no such thing")
-            return before(index)
+            return before(index, *bear)
 
         session.engine.runner.executor.before = failing  # type: ignore[method-assign]
         is_failing = False

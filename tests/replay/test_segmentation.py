@@ -75,6 +75,7 @@ def test_a_union_of_whole_steps_is_tried_before_they_are_cut() -> None:
 
 def test_steps_of_many_passes_are_cut_after_two_that_were_new() -> None:
     segmentation = Segmentation()
+    segmentation.note_whole(is_new=True, num_passes=0)  # before the first step
     for number in range(3):  # the model is made, then the optimizer's state; a third one is new for other reasons
         assert not segmentation.is_on
         segmentation.note_whole(is_new=True, num_passes=20 - number)
