@@ -119,9 +119,11 @@ class Births {
     return is_in;
   }
 
-  // What is free in the pool, which nothing here changes, and what is ready. False with an error.
+  // What is free in the pool, which nothing here changes, what is ready, and how many storages there have been. False
+  // with an error.
   bool count() {
     num_chunks_ = number(manager, names().num_chunks);
+    num_serials_ = number(manager, names().num_serials);
     num_ready_ = number(births, names().num_ready);
     num_in_pool_ = number(manager, names().num_free) - num_ready_;
     return !PyErr_Occurred();
@@ -133,8 +135,8 @@ class Births {
   }
 
   // Whether the chunks and addresses of a freed variable may lie ready just as they are.
-  bool may_lie_ready(const Demand& demand, PyObject* record, long long num_serials) const {
-    const bool is_wanted = num_serials - number(record, kItsSerial) <= loop_births ||
+  bool may_lie_ready(const Demand& demand, PyObject* record) const {
+    const bool is_wanted = num_serials_ - number(record, kItsSerial) <= loop_births ||
                            num_in_pool_ * ready_fraction >= num_chunks_;  // as `Births.keep_ready` asks
     return is_wanted && at(record, kItsState) == demand.resident && number(record, kItsGuard) == no_guard &&
            number(record, kItsExports) == 0 && at(record, kItsSlot) == Py_None &&
@@ -149,11 +151,10 @@ class Births {
     if (count > kMostEvents) return false;
     std::array<PyObject*, kMostEvents> freed;  // borrowed
     size_t num_freed = 0;
-    const long long num_serials = number(manager, names().num_serials);
     for (uint64_t i = 0; i < count; ++i) {
       if (events[i].kind != vmm::kFree) continue;
       PyObject* record = demand.at(events[i].address);
-      if (record == nullptr ? is_detached(events[i].address) : !may_lie_ready(demand, record, num_serials)) return false;
+      if (record == nullptr ? is_detached(events[i].address) : !may_lie_ready(demand, record)) return false;
       if (PyErr_Occurred()) return false;
       if (record != nullptr) freed[num_freed++] = record;
     }
@@ -169,7 +170,7 @@ class Births {
   bool lay_ready(const Demand& demand, PyObject* record) {
     PyObject *place = at(record, kItsReservation), *size = at(place, kPlaceChunks);
     PyObject* some = ready_of(size);
-    PyObject* now = some != nullptr ? PyObject_GetAttr(manager, names().num_serials) : nullptr;
+    PyObject* now = some != nullptr ? PyLong_FromLongLong(num_serials_) : nullptr;
     PyObject* entry = now != nullptr ? PyTuple_Pack(3, place, at(record, kItsRuns), now) : nullptr;
     const bool is_in = entry != nullptr && PyList_Append(some, entry) == 0;
     Py_XDECREF(now);
@@ -261,6 +262,7 @@ class Births {
   }
 
   long long num_chunks_ = 0, num_in_pool_ = 0, num_ready_ = 0;  // in the pool, free there, and ready, in this call
+  long long num_serials_ = 0;  // before it
 };
 
 }  // namespace ooc

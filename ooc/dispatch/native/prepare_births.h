@@ -39,8 +39,8 @@ void leave_births(Dispatcher* self) {
   delete std::exchange(self->births, nullptr);
 }
 
-// prepare_births(manager, births, parts, (resident, ready, detached), prototype, (chunk_nbytes, ready_fraction, loop_births, no_guard),
-//                (peek, drain), slots, record_slots): see `Births`.
+// prepare_births(manager, births, parts, (resident, ready, detached), prototype,
+//                (chunk_nbytes, ready_fraction, loop_births, no_guard), (peek, drain), slots, record_slots): see `Births`.
 PyObject* dispatcher_prepare_births(PyObject* object, PyObject* positional) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
   auto* births = new (std::nothrow) ooc::Births();
@@ -50,8 +50,8 @@ PyObject* dispatcher_prepare_births(PyObject* object, PyObject* positional) {
   bool is_right = PyArg_ParseTuple(positional, "OOO(O!O!O!)O(LLLl)(KK)O!O!", &births->manager, &births->births,
                                    &births->parts, &PyDict_Type, &births->resident, &PyDict_Type, &births->ready,
                                    &PyDict_Type, &births->detached, &births->prototype, &births->chunk_nbytes,
-                                   &births->ready_fraction, &births->loop_births, &births->no_guard, &peek, &drain, &PyTuple_Type, &slots,
-                                   &PyTuple_Type, &record_slots);
+                                   &births->ready_fraction, &births->loop_births, &births->no_guard, &peek, &drain,
+                                   &PyTuple_Type, &slots, &PyTuple_Type, &record_slots);
   if (is_right && (PyTuple_GET_SIZE(slots) != ooc::kNumBirthSlots || births->chunk_nbytes <= 0)) {
     PyErr_Format(PyExc_ValueError, "prepare_births: %d slots, please, and chunks", int{ooc::kNumBirthSlots});
     is_right = false;
