@@ -13,6 +13,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Compiled modules are kept, whatever the environment says: the tests start a few hundred interpreters.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-frameworks check bench bench-throttled gpu-gate format clean
 .DELETE_ON_ERROR:
 
@@ -20,10 +23,9 @@ demo: $(READY)
 	$(BIN)/ooc demo $(ARGS)
 
 # A worker takes over what another has not come to yet, so neighbours stay together and share what they have made.
-# Compiled modules are kept, whatever the environment says: the tests start a few hundred interpreters.
 test: $(READY)
 	@echo "The whole suite takes 20 to 40 minutes on two cores; ARGS='tests/vmm' runs a part of it."
-	OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 # Constrained to the torch that is there, so that nothing brings another build of it.
 test-frameworks: $(READY)
@@ -54,7 +56,8 @@ format: $(READY)
 # torch first, by its exact version: a build with a local version (+cpu) that is installed or offered
 # nearby then counts as that version, instead of being replaced while the rest is resolved.
 # Each phase says beforehand what it does; pip's own lines follow, unbuffered, with bars on a terminal.
-PIP := PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --disable-pip-version-check
+# Modules are compiled when they are first imported: of torch's thousands most never are, and pip does it on one core.
+PIP := PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 $(READY): pyproject.toml constraints.txt

@@ -1,13 +1,14 @@
 """How long planning takes: processor seconds of `auto`, as a training run asks for it, and of `window`, on long steps.
 
-    python -m benchmarks.planning_time [--ops N] [--shapes transformer,conv] [--shares 1,.5,0] [--searched]
+    python -m benchmarks.planning_time [--ops N] [--shapes transformer,conv] [--shares 1,.5,0] [--searched] [--python]
 
 The steps are made up (see `SHAPES`), of about so many ops each, in the shape of real ones. Budgets are shares of what
 a step needs in core, and never below the least that works. Every plan is checked by `scheduler.verify`.
 
 The table has, for each shape and budget: the chunks; processor seconds of `make_plan` with `auto`, without bounds; the
 time of the planned step over its bound; its remaps; and processor seconds of `window` with a given length, its schedule
-alone. With `--searched` also those of `make_plan` with `window`, which searches for the length.
+alone. With `--searched` also those of `make_plan` with `window`, which searches for the length. With `--python` plans
+are coloured without native code, as where it cannot be compiled.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from benchmarks.rows import markdown
+from ooc.replay.native_colouring import colour_natively
 from scheduler.cost.bounds import lower_bounds
 from scheduler.garbage import without_collections
 from scheduler.plan import Machine
@@ -196,7 +198,10 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES), metavar="NAMES", help="with commas")
     parser.add_argument("--shares", default="1,.7,.5,.4,.3,.2,.1,0", metavar="SHARES", help="of the peak, with commas")
     parser.add_argument("--searched", action="store_true", help="also search the length of the window")
+    parser.add_argument("--python", action="store_true", help="colour without native code")
     options = parser.parse_args()
+    if not options.python and colour_natively() is None:
+        raise SystemExit("the colouring cannot be compiled. Options: --python; a C++ compiler.")
     titles = ["step", "of the peak", "chunks", "auto, CPU s", "over the bound", "remaps", "window's schedule, CPU s"]
     print(markdown([*titles, *(["window, searched, CPU s"] if options.searched else [])], []))
     for shape in options.shapes.split(","):

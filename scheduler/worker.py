@@ -14,8 +14,10 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from scheduler.colouring import native
 from scheduler.plan import Machine, PlanError
 from scheduler.planning import make_plan
 from scheduler.trace import Trace
@@ -28,8 +30,12 @@ def answer(request: Mapping[str, Any]) -> dict[str, str]:
     """The plan asked for, without lower bounds, or why there is none, as plain data.
 
     Args:
-        request: `trace` (a `Trace` as JSON text), `machine` (a `Machine`'s fields), `policy` and its `parameters`.
+        request: `trace` (a `Trace` as JSON text), `machine` (a `Machine`'s fields), `policy` and its `parameters`;
+            `colouring`, if there is one: the path of a library to colour by (`scheduler.colouring.native`).
     """
+    if request.get("colouring"):
+        with contextlib.suppress(OSError):  # without it, it takes longer
+            native.use(Path(request["colouring"]))
     try:
         trace = Trace.from_json(request["trace"])
         machine = Machine(**request["machine"])

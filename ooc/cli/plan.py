@@ -51,7 +51,9 @@ def run(parsed: argparse.Namespace) -> int:
     from ooc.cli import fit
     from ooc.cli.run import RunError
     from ooc.cli.trace import RecordingFailed
+    from ooc.replay.native_colouring import colour_natively
 
+    colour_natively()
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "trace": _trace,
         "plan": _plan,

@@ -57,10 +57,19 @@ class BackgroundPlanner:
     Args:
         policy, parameters: As for `make_plan`.
         has_quick: Whether training may also wait for quick plans.
+        colouring: The library to colour by (`scheduler.colouring.native`), if there is one.
     """
 
-    def __init__(self, *, policy: str, parameters: Mapping[str, Any], has_quick: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        policy: str,
+        parameters: Mapping[str, Any],
+        has_quick: bool = False,
+        colouring: Path | None = None,
+    ) -> None:
         self.has_quick = has_quick
+        self._colouring = colouring
         self._policy = policy
         self._parameters = dict(parameters)
         self._process: subprocess.Popen[bytes] | None = None
@@ -108,6 +117,7 @@ class BackgroundPlanner:
             "machine": asdict(request.machine),
             "policy": self._policy,
             "parameters": self._parameters,
+            "colouring": str(self._colouring) if self._colouring is not None else None,
         }
         paths = [str(Path(scheduler.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         answer: IO[bytes] | None = None

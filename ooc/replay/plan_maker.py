@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ooc.replay.background import BackgroundPlanner
 from ooc.replay.executable_plan import check_unseen
+from ooc.replay.native_colouring import colour_natively
 from ooc.replay.plan_cache import PlanCache
 from ooc.replay.stoppable import Stopped, stoppable
 from scheduler.plan import Machine, Plan, PlanError
@@ -64,8 +65,11 @@ class PlanMaker:
         self._has_quick = self._has_interim or (policy == "auto" and moves_first)
         self.cache = cache
         self.background: BackgroundPlanner | None = None
+        colouring = colour_natively()
         if in_background:
-            self.background = BackgroundPlanner(policy=policy, parameters=self._parameters, has_quick=self._has_quick)
+            self.background = BackgroundPlanner(
+                policy=policy, parameters=self._parameters, has_quick=self._has_quick, colouring=colouring
+            )
         self.planning_s = 0.0
 
     def __repr__(self) -> str:

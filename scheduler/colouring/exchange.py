@@ -7,6 +7,9 @@ the interval graph). A place of a variable that has one chunk in one residency a
 costs a remap; exchanging the cluster of either may end it, and may part others. Exchanges that
 part fewer than they join are made, over and over; those that change nothing are made a limited number
 of times, because they lead out of dead ends.
+
+`scheduler/native/exchange.cpp` says the same in C++ (`scheduler.colouring.native`), with the same exchanges in the same
+order, as the tests hold.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+
+from scheduler.colouring import native
 
 _ROUNDS = 16
 _MOST_IDLE = 3
@@ -33,8 +38,9 @@ class Holder:
     """A residency's claim on its chunks, in ticks from the cut.
 
     Attributes:
-        start, stop: When it holds them; `stop` may lie beyond the step's length, by `start` at most. It may lie beyond
-            the start of who holds them next, too: a wish that is not met, of which only the rest counts.
+        start, stop: When it holds them, from a tick of the step on; `stop` may lie beyond the step's length, by `start`
+            at most. It may lie beyond the start of who holds them next, too: a wish that is not met, of which only the
+            rest counts.
         chunks: One for each place of the variable.
         family: Holders with one reservation, whose chunks should agree place by place.
     """
@@ -56,6 +62,20 @@ def exchange_chunks(holders: Sequence[Holder], num_ticks: int, *, cyclic: bool) 
     Returns:
         Chunks for each holder. Deterministic.
     """
+    found = native.exchange(
+        [h.start for h in holders],
+        [h.stop for h in holders],
+        [h.family for h in holders],
+        [h.chunks for h in holders],
+        num_ticks=num_ticks,
+        cyclic=cyclic,
+        rounds=_ROUNDS,
+        most_idle=_MOST_IDLE,
+        most_units=_MOST_UNITS,
+        most_trials=_MAX_TRIALS,
+    )
+    if found is not None:
+        return found
     table = _Table(holders, num_ticks, cyclic=cyclic)
     table.improve()
     return table.chunks()

@@ -33,8 +33,8 @@ def timetables(draw: st.DrawFn) -> list[Holder]:
         times = sorted(draw(st.sets(st.integers(0, NUM_TICKS), min_size=2, max_size=8)))
         over_the_cut = draw(st.booleans())
         stretches = list(zip(times[::2], times[1::2], strict=False))
-        if over_the_cut and stretches[0][0] > 1:
-            last = max(stretches[-1][1], 1)
+        last = max(stretches[-1][1], 1)
+        if over_the_cut and stretches[0][0] > 1 and last < NUM_TICKS:
             stretches.append((last, NUM_TICKS + draw(st.integers(1, stretches[0][0]))))
         for start, stop in stretches:
             ticks = np.arange(start, max(stop, start + 1)) % NUM_TICKS

@@ -1,0 +1,3 @@
+#pragma once
+
+#define OOC_EXPORT extern "C" __attribute__((visibility("default")))
