@@ -34,13 +34,11 @@ from scheduler.colouring.walk import walk
 from scheduler.plan import BorderCopy, Kept, Machine, Residency, occupied_ticks
 from scheduler.trace import Trace
 
-# From this many residencies on, only the faster of the two ways to colour is tried: planning stays within seconds.
-MANY_TO_COLOUR = 2000
-
-# From this many on, the first walk is the one that cuts at the step boundary and gives way; no exchanges are tried.
+# From this many residencies on, planning stays within seconds: only the faster of the two ways to colour is tried, the
+# first walk is the one that cuts at the step boundary and gives way, and no exchanges are.
 # On a transformer of 10,000 ops that walk leaves fewer remaps and shorter waits than the other one does with exchanges,
 # at two tenths of the peak and more; at one tenth up to 13 % more remaps. Exchanges leave it as it is.
-MANY_TO_EXCHANGE = 8_000
+MANY_TO_COLOUR = 8_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +106,10 @@ def colour(
     """
     written = written_ticks(residencies, trace, machine)
     best: tuple[tuple[int, int], _Painter] | None = None
-    is_long = len(residencies) > MANY_TO_EXCHANGE
+    is_long = len(residencies) > MANY_TO_COLOUR
     walks = (False, True) if not is_long else (True, False)
     for give_way in walks if trace.cyclic else (False,):
-        for best_fit in (False,) if quick or len(residencies) > MANY_TO_COLOUR else (True, False):
+        for best_fit in (False,) if quick or is_long else (True, False):
             arcs = from_the_cut(arcs_of(residencies, written, trace, machine), trace, at_boundary=give_way)
             painter = _Painter(residencies, trace, machine, arcs, give_way=give_way, best_fit=best_fit)
             shortage = painter.paint()

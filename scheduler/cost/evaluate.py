@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from scheduler.colouring.colouring import MANY_TO_COLOUR, MANY_TO_EXCHANGE, Shortage
+from scheduler.colouring.colouring import MANY_TO_COLOUR, Shortage
 from scheduler.colouring.scratch import ScratchColouring, colour_with_scratch
 from scheduler.cost.simulate import Simulation, simulate
 from scheduler.plan import Machine, Plan, Residency
@@ -71,7 +71,6 @@ def evaluate(
     A `Shortage` means that they do not colour.
     """
     quick = len(residencies) > _MANY and not is_final
-    as_ever = not quick or len(residencies) > MANY_TO_COLOUR  # all but exchanges, of which there may be no need
     outcome = colour_with_scratch(residencies, trace, machine, quick=quick, exchanges=is_final)
     if isinstance(outcome, Shortage):
         return outcome
@@ -84,8 +83,8 @@ def evaluate(
         simulation=simulation,
         num_remapped_chunks=colouring.num_remapped_chunks,
         is_final=is_final
-        or (as_ever and not colouring.num_remapped_chunks)
-        or (len(residencies) > MANY_TO_EXCHANGE and not outcome.scratch),
+        or (not quick and not colouring.num_remapped_chunks)  # there is no need of exchanges
+        or (len(residencies) > MANY_TO_COLOUR and not outcome.scratch),
     )
 
 
