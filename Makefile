@@ -1,5 +1,6 @@
 # Everything a person types, on a machine with Python 3.11 or newer, g++ and pip.
 #
+#   make ready   set up
 #   make demo    set up, then train in core and out of core, and compare
 #   make test    set up, then run the tests
 #   make test-frameworks   install Hugging Face's libraries, Lightning and timm, and train with them
@@ -16,8 +17,10 @@ READY := $(VENV)/.ready
 # Compiled modules are kept, whatever the environment says: the tests start a few hundred interpreters.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-frameworks check bench bench-throttled gpu-gate format clean
+.PHONY: ready demo test test-frameworks check bench bench-throttled gpu-gate format clean
 .DELETE_ON_ERROR:
+
+ready: $(READY)
 
 demo: $(READY)
 	$(BIN)/ooc demo $(ARGS)
