@@ -1,7 +1,8 @@
 """The greedy walk of a colouring: arcs in order of start, each with the chunks that suit it and the others best.
 
 `scheduler/native/walk.cpp` says the same in C++, for pools of thousands of chunks and plans that compare dozens of
-colourings (`scheduler.colouring.native`): it finds the same chunks, as the tests hold, in a hundredth of the time.
+colourings (`scheduler.colouring.native`): it finds the same chunks, as the tests hold, in a third to an eighth of the
+time.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ class Walked:
     """How a walk has ended.
 
     Attributes:
-        chunks: Of each arc; behind them of the later halves of those that were cut. Empty where some are missing.
-        cut: Arcs that were cut at the step boundary, in this order: each one's earlier half is what is new.
+        chunks: Of each arc; behind them of what `cut` has made. Empty where some are missing.
+        cut: Arcs that were cut at the step boundary, in this order. Each stays the arc that begins the step, and a new
+            one, behind all that there are, is what ends it.
         num_late: Chunks that are taken while their last bytes are on the way out.
-        missing: What was missing, and the arc that was to have it; None: nothing.
+        missing: How many chunks, and for which arc; None: none are.
     """
 
     chunks: list[IntArray]
