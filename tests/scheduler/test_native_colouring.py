@@ -31,7 +31,12 @@ from tests.scheduler.unseen_traces import UNSEEN
 
 pytestmark = pytest.mark.skipif(native_colouring.colour_natively() is None, reason="it cannot be compiled here")
 
-SMALLER: dict[str, dict[str, int]] = {"u_net": {"depth": 3}, "experts": {"layers": 2}, "ragged_trees": {"trees": 3}}
+SMALLER: dict[str, dict[str, int]] = {
+    "dense_blocks": {"blocks": 2},
+    "ragged_trees": {"trees": 2},
+    "u_net": {"depth": 3},
+    "experts": {"layers": 2},
+}
 
 _Found = TypeVar("_Found")
 
