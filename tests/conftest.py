@@ -36,10 +36,6 @@ with contextlib.suppress(ImportError):  # an image for GPUs does not have it
 _HANG_S = 900
 _stderr = pytest.StashKey[int]()
 _frozen_with_dynamo = pytest.StashKey[bool]()
-_num_tests_since = pytest.StashKey[int]()
-_latest_module = pytest.StashKey[pytest.Module | None]()
-_FREEZE_EVERY = 50
-"""Tests. What they and their reports have left by then is walked over no more, either."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,25 +68,12 @@ def _freeze(config: pytest.Config) -> None:
     gc.collect()
     gc.freeze()
     config.stash[_frozen_with_dynamo] = "torch._dynamo" in sys.modules
-    config.stash[_num_tests_since] = 0
-
-
-def _is_worth_freezing(item: pytest.Item) -> bool:
-    """Whether much has been made since. Between two modules: what a module's fixtures hold is not to be kept."""
-    stash = item.config.stash
-    stash[_num_tests_since] += 1
-    if "torch._dynamo" in sys.modules and not stash[_frozen_with_dynamo]:
-        return True
-    module = item.getparent(pytest.Module)
-    is_next = module is not stash.get(_latest_module, None)
-    stash[_latest_module] = module
-    return is_next and stash[_num_tests_since] > _FREEZE_EVERY
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test that hangs ends its process, with a traceback of each thread, instead of the whole run's time."""
-    if _is_worth_freezing(item):
+    if "torch._dynamo" in sys.modules and not item.config.stash[_frozen_with_dynamo]:
         _freeze(item.config)
     if item.get_closest_marker("slow") is None:
         faulthandler.dump_traceback_later(_HANG_S, exit=True, file=item.config.stash[_stderr])
@@ -115,6 +98,12 @@ def collector_as_before() -> Iterator[None]:
     before = gc.isenabled()
     yield
     assert gc.isenabled() == before
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heap_of_earlier_modules(pytestconfig: pytest.Config) -> None:
+    """What they and their reports have left is walked over no more, either: half a million objects by the end."""
+    _freeze(pytestconfig)
 
 
 @pytest.fixture(scope="module", autouse=True)

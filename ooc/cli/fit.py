@@ -43,6 +43,9 @@ def run(parsed: argparse.Namespace) -> int:
         raise UsageError(f"--policy {parsed.policy}: one policy")
     if parsed.slowdown is not None and not 1 <= parsed.slowdown <= 1e6:
         raise UsageError(f"--slowdown {parsed.slowdown}: from 1 to 1000000")
+    from ooc.replay.native_colouring import colour_natively
+
+    colour_natively()
     if parsed.micro_batch is not None:
         return _micro_batch(parsed)
     return _largest_batch(parsed) if parsed.budget is not None else _smallest_budget(parsed)

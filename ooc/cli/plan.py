@@ -51,9 +51,7 @@ def run(parsed: argparse.Namespace) -> int:
     from ooc.cli import fit
     from ooc.cli.run import RunError
     from ooc.cli.trace import RecordingFailed
-    from ooc.replay.native_colouring import colour_natively
 
-    colour_natively()
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "trace": _trace,
         "plan": _plan,
@@ -215,6 +213,9 @@ def _plan(parsed: argparse.Namespace) -> int:
     policies = policies_of(parsed.policy)
     if parsed.objective == "energy":
         profile.require_energy()
+    from ooc.replay.native_colouring import colour_natively
+
+    colour_natively()
     if parsed.sweep:
         return _sweep(parsed, trace, profile, policies)
     if parsed.budget is None:

@@ -37,6 +37,24 @@ class Arc:
     chunks: IntArray | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walked:
+    """How a walk has ended.
+
+    Attributes:
+        chunks: Of each arc; behind them of what `cut` has made. Empty where some are missing.
+        cut: Arcs that were cut at the step boundary, in this order. Each stays the arc that begins the step, and a new
+            one, behind all that there are, is what ends it.
+        num_late: Chunks that are taken while their last bytes are on the way out.
+        missing: How many chunks, and for which arc; None: none are.
+    """
+
+    chunks: list[IntArray]
+    cut: list[int]
+    num_late: int = 0
+    missing: tuple[int, int] | None = None
+
+
 def written_ticks(residencies: tuple[Residency, ...], trace: Trace, machine: Machine) -> dict[int, int]:
     """For each evicted residency, about when its write is done: in unrolled ticks, as if no op ever waited."""
     if not trace.ops:

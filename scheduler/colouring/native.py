@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-_IntArray = npt.NDArray[np.int64]
+from scheduler.budget import IntArray
+from scheduler.colouring.arcs import Arc, Walked
 
 _DIRECTORY = Path(__file__).parents[1] / "native"
 SOURCES = (_DIRECTORY / "walk.cpp", _DIRECTORY / "exchange.cpp", _DIRECTORY / "export.h")
 """What to compile into one shared library, as C++17; headers among them are included."""
 
 _library: ctypes.CDLL | None = None
-
-
-class _Walked(NamedTuple):
-    chunks: list[_IntArray]
-    cut: list[int]
-    num_late: int
-    missing: tuple[int, int] | None
 
 
 def use(library: Path | None) -> None:
@@ -55,11 +50,7 @@ def is_used() -> bool:
 
 
 def walk(
-    starts: Sequence[int],
-    stops: Sequence[int],
-    written: Sequence[int],
-    sizes: Sequence[int],
-    families: Sequence[int],
+    arcs: Sequence[Arc],
     may_be_cut: Sequence[bool],
     *,
     num_ticks: int,
@@ -67,16 +58,18 @@ def walk(
     late_price: int,
     give_way: bool,
     best_fit: bool,
-) -> _Walked | None:
+) -> Walked | None:
     """What `scheduler.colouring.walk` finds for these arcs; None without a library."""
     if _library is None:
         return None
-    num_arcs, num_all = len(starts), sum(sizes)
-    chunks, cut = np.empty(2 * num_all, dtype=np.int64), np.empty(num_arcs, dtype=np.int64)
+    columns = zip(*((arc.start, arc.stop, arc.written, arc.num_chunks) for arc in arcs), strict=True)
+    starts, stops, written, sizes = columns if arcs else ((), (), (), ())
+    families = _dense([arc.family for arc in arcs])
+    chunks, cut = np.empty(2 * sum(sizes), dtype=np.int64), np.empty(len(arcs), dtype=np.int64)
     num_cut, num_late, short_arc = ctypes.c_int64(), ctypes.c_int64(), ctypes.c_int64()
     num_missing = _library.scheduler_walk(
-        ctypes.c_int64(num_arcs),
-        *(_pointer(_ints(column)) for column in (starts, stops, written, sizes, _dense(families))),
+        ctypes.c_int64(len(arcs)),
+        *(_pointer(_ints(column)) for column in (starts, stops, written, sizes, families)),
         _pointer(np.array(may_be_cut, dtype=np.uint8)),
         ctypes.c_int64(num_ticks),
         ctypes.c_int64(num_chunks),
@@ -92,15 +85,17 @@ def walk(
     _check(num_missing)
     which = cut[: num_cut.value].tolist()
     if num_missing:
-        return _Walked([], which, num_late.value, (num_missing, short_arc.value))
-    return _Walked(_split(chunks, [*sizes, *(sizes[index] for index in which)]), which, num_late.value, None)
+        missing = (num_missing, short_arc.value)
+        return Walked(chunks=[], cut=which, num_late=num_late.value, missing=missing)
+    all_sizes = [*sizes, *(sizes[index] for index in which)]
+    return Walked(chunks=_split(chunks, all_sizes), cut=which, num_late=num_late.value)
 
 
 def exchange(
     starts: Sequence[int],
     stops: Sequence[int],
     families: Sequence[int],
-    chunks: Sequence[_IntArray],
+    chunks: Sequence[IntArray],
     *,
     num_ticks: int,
     cyclic: bool,
@@ -108,7 +103,7 @@ def exchange(
     most_idle: int,
     most_units: int,
     most_trials: int,
-) -> list[_IntArray] | None:
+) -> list[IntArray] | None:
     """What `scheduler.colouring.exchange` makes of these holders; None without a library."""
     if _library is None:
         return None
@@ -129,7 +124,7 @@ def exchange(
     return _split(rows, sizes)
 
 
-def _ints(values: Sequence[int]) -> _IntArray:
+def _ints(values: Sequence[int]) -> IntArray:
     return np.array(values, dtype=np.int64)
 
 
@@ -145,9 +140,8 @@ def _pointer(array: npt.NDArray[Any]) -> ctypes.c_void_p:
     return pointer
 
 
-def _split(chunks: _IntArray, sizes: Sequence[int]) -> list[_IntArray]:
-    ends = np.cumsum(sizes).tolist()
-    return [chunks[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
+def _split(chunks: IntArray, sizes: Sequence[int]) -> list[IntArray]:
+    return [chunks[start:stop] for start, stop in pairwise([0, *np.cumsum(sizes).tolist()])]
 
 
 def _check(status: int) -> None:

@@ -10,37 +10,18 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from scheduler.budget import IntArray
 from scheduler.colouring import native
-from scheduler.colouring.arcs import Arc
+from scheduler.colouring.arcs import Arc, Walked
 from scheduler.colouring.runs import BoolArray, best_runs, least
 
 NEVER = int(np.iinfo(np.int64).max)
 
 # Waiting for a write costs the step more than any number of remaps, which happen off the critical path.
 LATE = 1000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Walked:
-    """How a walk has ended.
-
-    Attributes:
-        chunks: Of each arc; behind them of what `cut` has made. Empty where some are missing.
-        cut: Arcs that were cut at the step boundary, in this order. Each stays the arc that begins the step, and a new
-            one, behind all that there are, is what ends it.
-        num_late: Chunks that are taken while their last bytes are on the way out.
-        missing: How many chunks, and for which arc; None: none are.
-    """
-
-    chunks: list[IntArray]
-    cut: list[int]
-    num_late: int = 0
-    missing: tuple[int, int] | None = None
 
 
 def walk(
@@ -63,12 +44,8 @@ def walk(
         best_fit: Whether the next claim on a chunk counts as a wish to have it back, or only what crosses the cut.
     """
     num_chunks = min(num_chunks, sum(arc.num_chunks for arc in arcs))  # more is never needed
-    columns = ([a.start for a in arcs], [a.stop for a in arcs], [a.written for a in arcs])
-    sizes, families = [a.num_chunks for a in arcs], [a.family for a in arcs]
     found = native.walk(
-        *columns,
-        sizes,
-        families,
+        arcs,
         may_be_cut,
         num_ticks=num_ticks,
         num_chunks=num_chunks,
@@ -77,8 +54,8 @@ def walk(
         best_fit=best_fit,
     )
     if found is not None:
-        return Walked(chunks=found.chunks, cut=found.cut, num_late=found.num_late, missing=found.missing)
-    walker = _Walk(*columns, sizes, families, may_be_cut, num_ticks, num_chunks, best_fit=best_fit)
+        return found
+    walker = _Walk(arcs, may_be_cut, num_ticks, num_chunks, best_fit=best_fit)
     missing = walker.run(give_way=give_way)
     chunks = [] if missing is not None else [own for own in walker.chunks if own is not None]
     return Walked(chunks=chunks, cut=walker.cut, num_late=walker.num_late, missing=missing)
@@ -89,45 +66,42 @@ class _Walk:
 
     def __init__(
         self,
-        starts: list[int],
-        stops: list[int],
-        written: list[int],
-        sizes: list[int],
-        families: list[int],
+        arcs: Sequence[Arc],
         may_be_cut: Sequence[bool],
         num_ticks: int,
         num_chunks: int,
         *,
         best_fit: bool,
     ) -> None:
-        self.starts, self.stops, self.written = list(starts), list(stops), list(written)
-        self.sizes, self.families = list(sizes), list(families)
+        self.starts, self.stops = [arc.start for arc in arcs], [arc.stop for arc in arcs]
+        self.written = [arc.written for arc in arcs]
+        self.sizes, self.families = [arc.num_chunks for arc in arcs], [arc.family for arc in arcs]
         self.may_be_cut = may_be_cut
         self.num_ticks = num_ticks
         self.best_fit = best_fit
         self.num_late = 0
         self.cut: list[int] = []
-        self.chunks: list[IntArray | None] = [None] * len(starts)
-        self.crossing = [index for index, stop in enumerate(stops) if stop > num_ticks]
+        self.chunks: list[IntArray | None] = [None] * len(arcs)
+        self.crossing = [index for index, stop in enumerate(self.stops) if stop > num_ticks]
         self.members: dict[int, list[int]] = {}
-        for index, family in enumerate(families):
+        for index, family in enumerate(self.families):
             self.members.setdefault(family, []).append(index)
         self.home: dict[int, IntArray] = {}
         self.free_at = np.zeros(num_chunks, dtype=np.int64)  # nobody holds the chunk from this tick on
         self.hard_from = np.full(num_chunks, NEVER)  # an arc over the cut takes it at this tick
         self.written_at = np.zeros(num_chunks, dtype=np.int64)  # about when its last bytes are written out
         self.first_at = np.full(num_chunks, NEVER)  # its first arc from the cut on takes it at this tick
-        self.span = 1 + max(written, default=0) + num_ticks  # more than any `written_at`
-        self.ordered = list(starts)  # in order; what `_cut` adds is not among them
-        self.start_of = np.array(starts, dtype=np.int64)
-        self.stop_of = np.array(stops, dtype=np.int64)
-        self.size_of = np.array(sizes, dtype=np.int64)
-        self.claims_home = np.zeros(len(starts), dtype=np.bool_)  # not coloured yet, but its family has a home
+        self.span = 1 + max(self.written, default=0) + num_ticks  # more than any `written_at`
+        self.ordered = list(self.starts)  # in order; what `_cut` adds is not among them
+        self.start_of = np.array(self.starts, dtype=np.int64)
+        self.stop_of = np.array(self.stops, dtype=np.int64)
+        self.size_of = np.array(self.sizes, dtype=np.int64)
+        self.claims_home = np.zeros(len(arcs), dtype=np.bool_)  # not coloured yet, but its family has a home
         self.next_claim = np.full(num_chunks, NEVER)  # an arc whose home it belongs to claims it at this tick
         self.home_chunks = np.empty(int(self.size_of.sum()), dtype=np.int64)  # of all homes, in the order of `home_at`
         first = {family: own[0] for family, own in self.members.items()}
         places = np.cumsum(self.size_of) - self.size_of
-        self.home_at = places[[first[family] for family in families]]
+        self.home_at = places[[first[family] for family in self.families]]
         self.claims_of: dict[int, list[tuple[int, int]]] = {}  # for each claimed chunk, a heap: tick, arc
 
     def run(self, *, give_way: bool) -> tuple[int, int] | None:

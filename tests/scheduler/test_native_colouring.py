@@ -29,8 +29,6 @@ from tests.scheduler.random_traces import random_machine, random_trace
 from tests.scheduler.test_exchange import NUM_TICKS, timetables
 from tests.scheduler.unseen_traces import UNSEEN
 
-pytestmark = pytest.mark.skipif(native_colouring.colour_natively() is None, reason="it cannot be compiled here")
-
 SMALLER: dict[str, dict[str, int]] = {
     "dense_blocks": {"blocks": 2},
     "ragged_trees": {"trees": 2},
@@ -39,6 +37,12 @@ SMALLER: dict[str, dict[str, int]] = {
 }
 
 _Found = TypeVar("_Found")
+
+
+@pytest.fixture(autouse=True)
+def library() -> None:
+    if not native.is_used():
+        pytest.skip("it cannot be compiled here")
 
 
 @contextmanager
