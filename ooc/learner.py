@@ -29,6 +29,8 @@ class Learned(NamedTuple):
     """Whether there was something in it like nothing before."""
     is_one: bool = True
     """Whether it was one sequence, and not several, one after the other."""
+    is_repeated: bool = False
+    """Whether it has come just so before, has no plan, and may be learned for that."""
 
 
 class Learner:
@@ -83,7 +85,7 @@ class Learner:
         return Learned(None, is_new=False)
 
     def _learn(self, recorder: StepRecorder, *, in_segments: bool, in_pieces: bool) -> Learned:
-        may_learn = self._budget.may_learn()
+        may_learn = self._budget.may_learn() and recorder.is_compared
         if not may_learn and self._budget.everything_fits:
             self._why.note_all_fits()
             key: str | None = self._sequences.key_of(recorder.signature())
@@ -96,8 +98,9 @@ class Learner:
         if self._manager.counters.evicted_nbytes:
             self._manager.foresight.remember(recording.uses)
         entered = self._sequences.active_key if recorder.num_replayed else None
-        is_repeated = not may_learn and self._sequences.is_repeated(recording)
-        if may_learn or (is_repeated and self._budget.may_learn(is_repeated=True)):
+        is_repeated = not may_learn and self._sequences.is_repeated(recording, is_kept=recorder.is_compared)
+        may_repeat = is_repeated and self._budget.may_learn(is_repeated=True)
+        if may_learn or (may_repeat and recorder.is_compared):
             with self._budget.spending(is_repeated=is_repeated):
                 may_unite = may_learn and not self._budget.everything_fits
                 found = self._learn_from(recording, in_pieces=in_pieces, may_unite=may_unite)
@@ -106,6 +109,9 @@ class Learner:
             found = Learned(key, self._sequences.is_new(key))
             self._sequences.note_end(key)
             self._why.note_unlearned(recording, key)
+        is_settled = found.key is not None and self._sequences.has_plan(found.key)
+        if may_repeat and not is_settled and found.key not in self._sequences.unplannable:
+            found = found._replace(is_repeated=True)
         if in_segments:
             bailout = self._executor.bailout_reason if recorder.num_replayed else ""
             self._why.note_segment(recording, num_ops=recorder.num_ops - recorder.num_replayed, bailout=bailout)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ooc.dispatch.extension import sum_in_place
+from ooc.dispatch.comparison import Comparison
 from ooc.dispatch.op_runner import OpRunner
 from ooc.interop.exports import Exports
 from ooc.learner import Learner
@@ -104,7 +104,7 @@ class StepCycle:
         )
         self._segmentation = Segmentation()
         self.rounds = OptimizerRounds()
-        self._is_at_rest = False  # nothing of this period is planned or learned
+        self._comparison = Comparison(runner.recording, learning)
         self._is_between = False  # in what comes between steps without gradients, in a period that is planned whole
         self._backward_depth = self._num_passes = 0  # backward passes under way, and those that this period has had
         self._was_new = False  # what the period that ends had: something like nothing before
@@ -137,7 +137,7 @@ class StepCycle:
     def close(self) -> None:
         """End the profiler range of the present step, and rest no more. Idempotent."""
         self._notes.close()
-        self._rest(False)
+        self._comparison.rest(False)
 
     def begin_step(self, *, begins_period: bool = True) -> None:
         """Note that a step begins."""
@@ -225,9 +225,9 @@ class StepCycle:
                 self._was_new = False
                 self._pass((lambda: None) if is_other or self._learning.rests else self._expected)
                 is_new = self._was_new and on_demand > _MOST_IN_BETWEEN * (planned + on_demand)
-                if self.rounds.num_steps > 1 and not self._is_at_rest:
+                if self.rounds.num_steps > 1 and not self._comparison.is_at_rest:
                     self.rounds.note_period(is_new=is_new)
-                elif not self._is_at_rest:  # else nobody knows what it was
+                elif not self._comparison.is_at_rest:  # else nobody knows what it was
                     self._segmentation.note_whole(
                         is_new=is_new, num_passes=self._num_passes, unions=self._unions.of_whole_steps()
                     )
@@ -243,7 +243,7 @@ class StepCycle:
                 self._awaited = None
             elif self._executor.active is not None and self._executor.active.grad_mode:
                 self._awaited = self._executor.active
-            self._rest(self._learning.rests)
+            self._comparison.rest(self._learning.rests)
             self._learning.begin_period()
             self._watch()
 
@@ -253,13 +253,6 @@ class StepCycle:
             self._sequences.join(self._keys)
             self._awaited = None
         return self._sequences.expected()
-
-    def _rest(self, rests: bool) -> None:
-        """Let the period that begins be one of rest, or not: only in one may ops depend on the way that others took."""
-        if rests != self._is_at_rest:
-            self._is_at_rest = rests
-            sum_in_place(rests)
-            self._runner.dispatcher.compare(not rests)
 
     # -- borders within a period
 
@@ -469,6 +462,7 @@ class StepCycle:
         self._end_stay()
         if so_far is None:
             self._late.begin(follower)
+            self._comparison.begin()
             self._runner.start_recording()
             self._begun_ns = self._learning.cost_ns()
         if follower is None:
@@ -536,12 +530,14 @@ class StepCycle:
             self._was_new = self._was_new or self.rounds.num_steps > 1  # too long
             return None
         in_segments = self._segmentation.is_on
-        if self._is_at_rest or (in_segments and not self._learning.watches):  # or some of them, one after the other
+        if self._comparison.is_at_rest or (in_segments and not self._learning.watches):  # or some of them, one after the other
             self._why.note_all_fits()
             self._sequences.note_end(None)
             return None
         cost_ns = self._learning.cost_ns() - self._begun_ns
         learned = self._learner.learn(recorder, in_segments=in_segments, in_pieces=in_segments or self._is_between)
+        if learned.is_repeated:
+            self._comparison.note_repeated(is_learned=recorder.is_compared)
         self._was_new, key = self._was_new or learned.is_new, learned.key
         if key is not None and not learned.is_new:
             self._learning.note_known()

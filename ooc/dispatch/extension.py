@@ -22,8 +22,8 @@ from vmm.torch_cpu import torch_build_flags
 _log = logging.getLogger(__name__)
 
 _NATIVE = Path(__file__).parent / "native"
-_BOXED_NBYTES = 1 << 30
-"""Twice what g++ 12 took to compile boxed.cpp."""
+_BOXED_WAYS: tuple[tuple[int, tuple[str, ...]], ...] = ((2 << 30, ("-DOOC_SEES_NODES",)), (1 << 30, ()))
+"""Ways to compile boxed.cpp, the best one first: twice the memory that g++ 12 took, and flags."""
 
 _ALLOCATOR_HEADER = Path(__file__).parents[2] / "vmm" / "native" / "allocator.h"
 
@@ -80,18 +80,24 @@ def sum_in_place(whether: bool) -> None:
 def boxed_ops() -> Any | None:
     """The native module that runs ops without Python (native/boxed.cpp); None where it cannot be built.
 
-    Its headers are ATen's, which take half a gigabyte to compile: a small board may have no room for that, and another
-    torch may have changed what they say. Then ops take the way through Python, some microseconds longer each.
+    Its headers are ATen's, which take half a gigabyte to compile, and autograd's, which take as much again: a small
+    board may have no room for the latter, or for both, and another torch may have changed what they say. Without it ops
+    take the way through Python, some microseconds longer each; without autograd's, those of backward passes take one or
+    two more while they are recorded.
     """
-    try:
-        libraries = ["c10", "torch_cpu", "torch_python"]
-        return _load("boxed", libraries, memory_nbytes=_BOXED_NBYTES, is_optional=True)
-    except (native_build.NativeBuildError, ImportError) as error:  # built, but torch has not what it calls
-        _log.info("ops go through Python: native/boxed.cpp cannot be built: %s", error)
-        return None
+    libraries = ["c10", "torch_cpu", "torch_python"]
+    for nbytes, flags in _BOXED_WAYS:
+        try:
+            return _load("boxed", libraries, flags=flags, memory_nbytes=nbytes, is_optional=True)
+        except (native_build.NativeBuildError, ImportError) as error:  # built, but torch has not what it calls
+            _log.info("native/boxed.cpp cannot be built%s: %s", f" with {' '.join(flags)}" if flags else "", error)
+    _log.info("ops go through Python")
+    return None
 
 
-def _load(name: str, libraries: list[str], *, memory_nbytes: int = 0, is_optional: bool = False) -> Any:
+def _load(
+    name: str, libraries: list[str], *, flags: tuple[str, ...] = (), memory_nbytes: int = 0, is_optional: bool = False
+) -> Any:
     """Build and load one of our extension modules, `ooc._NAME`, from native/NAME.cpp."""
     include_dirs, library_dirs = torch_build_flags()
     python_headers = Path(sysconfig.get_paths()["include"])
@@ -106,7 +112,7 @@ def _load(name: str, libraries: list[str], *, memory_nbytes: int = 0, is_optiona
         include_dirs=[*include_dirs, str(python_headers)],
         library_dirs=library_dirs,
         libraries=libraries,
-        extra_flags=["-std=c++20", "-Wno-missing-field-initializers", "-Wno-cast-function-type"],
+        extra_flags=["-std=c++20", "-Wno-missing-field-initializers", "-Wno-cast-function-type", *flags],
         cache_key=f"{torch.__version__} {sysconfig.get_config_var('SOABI')}",
         meets_torch=True,
         memory_nbytes=memory_nbytes,

@@ -240,7 +240,7 @@ class OpRunner:
             occurrences = self._dispatcher.occurrences(args, kwargs or {})
             record = OpRecord(
                 func=func,
-                **self._call_sites.place_of_this_op(),
+                **self.recording.place_of_this_op(),
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs or {})),
                 landed=self.collectives.take_landed(index),
@@ -396,12 +396,12 @@ class OpRunner:
                 used_ns += 1
             op = OpRecord(
                 func=func,
-                **self._call_sites.place_of_this_op(),
+                **self.recording.place_of_this_op(),
                 occurrences=occurrences,
                 written=self._dispatcher.operands(*ops.written_values(func, args, kwargs)),
                 landed=self.collectives.take_landed(recorder.num_ops),
             )
-            trial = self.trials.begin(func, args, kwargs)
+            trial = self.trials.begin(func, args, kwargs) if recorder.is_compared else False
             if isinstance(trial, RerunTrial):
                 trial.prepare()
             else:

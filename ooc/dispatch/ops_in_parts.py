@@ -339,7 +339,7 @@ class OpsInParts:
             )
         op = OpRecord(
             func=func,
-            **self._recording.call_sites.place_of_this_op(),
+            **self._recording.place_of_this_op(),
             occurrences=self._dispatcher.occurrences(args, kwargs),
             written=self._dispatcher.operands(*ops.written_values(func, tuple(args), dict(kwargs))),
         )

@@ -87,7 +87,7 @@ class CriticalLock:
     __slots__ = ("_acquire", "_enter_section", "_exit_section", "_hold_garbage", "_release", "acquire", "release")
 
     def __init__(self, dispatcher: Dispatcher) -> None:
-        lock = threading.RLock()
+        lock = dispatcher.new_lock()
         self._acquire = self.acquire = lock.acquire
         self._release = self.release = lock.release
         self._enter_section = dispatcher.enter_section

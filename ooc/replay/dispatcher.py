@@ -20,6 +20,16 @@ class NativeReleases(enum.IntEnum):
     ALL = 2
 
 
+class SessionLock(Protocol):
+    """As `threading.RLock`; native code takes it without calling Python."""
+
+    def acquire(self) -> bool:
+        """Wait for it; True."""
+
+    def release(self) -> None:
+        """Give it back once. Raises `RuntimeError` on a thread that does not have it."""
+
+
 class Dispatcher(Protocol):
     """Compares each op with the plan, runs those that are as planned, and calls Python for all else.
 
@@ -81,6 +91,9 @@ class Dispatcher(Protocol):
 
     def allow_releases(self, which: int, /) -> None:
         """Which releases are done without Python from now on (`NativeReleases`)."""
+
+    def new_lock(self) -> SessionLock:
+        """A reentrant lock, in nobody's hands."""
 
     def new_log(self) -> OpLog:
         """An empty log."""

@@ -30,19 +30,28 @@ class FirstSightings:
         """Recordings that are kept."""
         return len(self._waiting)
 
-    def note(self, recording: RecordedStep) -> list[RecordedStep]:
-        """Note a step. Those that are to be learned from now: none, this one, or an earlier one and this one."""
+    def note(self, recording: RecordedStep, *, is_kept: bool = True) -> list[RecordedStep]:
+        """Note a step. Those that are to be learned from now: none, this one, or an earlier one and this one.
+
+        `is_kept`: it may be learned from when a second one comes; else only the second one may.
+        """
         signature = recording.signature
         if not self.has(recording):
-            self._waiting[signature] = recording
-            self._forget()
+            if is_kept:
+                self._waiting[signature] = recording
+                self._forget()
+            else:
+                self._note_repeated(signature)
             return []
         earlier = self._waiting.pop(signature, None)
+        self._note_repeated(signature)
+        return [recording] if earlier is None else [earlier, recording]
+
+    def _note_repeated(self, signature: int) -> None:
         self._repeated.pop(signature, None)
         self._repeated[signature] = None
         while len(self._repeated) > _MOST_SIGNATURES:
             del self._repeated[next(iter(self._repeated))]
-        return [recording] if earlier is None else [earlier, recording]
 
     def has(self, recording: RecordedStep) -> bool:
         """Whether one with the same signature has been noted."""

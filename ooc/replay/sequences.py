@@ -158,12 +158,12 @@ class Sequences:
                 del self._keys[next(iter(self._keys))]
         return key
 
-    def is_repeated(self, recording: RecordedStep) -> bool:
-        """Whether a step like this was noted before; if not, this one is, and nothing is learned from it yet."""
-        if self._sightings.has(recording):
-            return True
-        self._sightings.note(recording)
-        return False
+    def is_repeated(self, recording: RecordedStep, *, is_kept: bool) -> bool:
+        """Whether a step like this was noted before. If not, this one is; `is_kept`: and learned from when one comes."""
+        is_repeated = self._sightings.has(recording)
+        if not is_repeated:
+            self._sightings.note(recording, is_kept=is_kept)
+        return is_repeated
 
     def note_union(self, key: str, union: StepUnion, recording: RecordedStep, machine: Callable[[], Machine]) -> None:
         """Note that a step belongs to a union of steps, which is this sequence; plan it if its plan lacks something."""

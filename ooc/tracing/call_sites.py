@@ -37,7 +37,9 @@ _LIBRARIES = tuple(
 )
 
 
-class _Place(TypedDict):
+class Place(TypedDict):
+    """Of an op, as `OpRecord` has it."""
+
     where: str
     node: int
 
@@ -95,13 +97,7 @@ class CallSites:
 
     def native_parts(self) -> tuple[object, ...]:
         """What native/call_sites.h needs to find the same, faster."""
-        return (
-            self.of_this_op,
-            self._kind,
-            self._forward,
-            torch._C._current_autograd_node,
-            torch._C._autograd._get_sequence_nr,
-        )
+        return self.of_this_op, self._kind, self._forward, torch._C._current_autograd_node
 
     def of_this_op(self) -> str:
         """The call site of the op that is being dispatched on this thread; empty without user code on the stack."""
@@ -124,7 +120,7 @@ class CallSites:
             return f"{_OF_BACKWARD} of {forward}" if forward else f"{_OF_BACKWARD} ({text})" if text else _OF_BACKWARD
         return text
 
-    def place_of_this_op(self) -> _Place:
+    def place_of_this_op(self) -> Place:
         """The call site and the node of the op that is being dispatched, as `OpRecord` has them."""
         return {"where": self.of_this_op(), "node": self.node}
 

@@ -24,6 +24,8 @@ class StepRecorder:
 
     Attributes:
         is_cut: Recording began in mid-step: no sequence to learn.
+        is_compared: Whether it is noted of each op where in the program it comes from, of which node it is, and whether
+            it may run again. Without, nothing is learned from the recording.
         flight_nbytes: In the trace so many bytes at once stay in use by collectives under way. Of what is beyond,
             whoever moves it waits.
         grad_mode: Whether gradients were enabled when the first op ran that touches a variable.
@@ -34,6 +36,7 @@ class StepRecorder:
     def __init__(self, start_records: Mapping[int, VariableRecord], *, is_cut: bool = False) -> None:
         self.start_records = dict(start_records)
         self.is_cut = is_cut
+        self.is_compared = True
         self.flight_nbytes = 0
         self.grad_mode, self._is_begun = True, False
         self.num_replayed = self.num_beside = 0

@@ -9,7 +9,7 @@ from typing import Protocol
 from ooc.memory.record import VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.memory.step_uses import Operands
-from ooc.tracing.call_sites import CallSites
+from ooc.tracing.call_sites import CallSites, Place
 from ooc.tracing.op_log import OpLog
 from ooc.tracing.recorded_ops import OpRecord
 from ooc.tracing.recorder import StepRecorder
@@ -38,6 +38,9 @@ class NativeLogging(Protocol):
     def at_head(self, head: int, /) -> None:
         """Leave these ops to Python all the same: it has yet to see what begins."""
 
+    def compare(self, whether: bool, /) -> None:
+        """As `StepRecorder.is_compared`, of the log."""
+
 
 class StepRecording:
     """The recording of the present step: its ops so far while it runs on demand, nothing while a plan is replayed.
@@ -51,6 +54,7 @@ class StepRecording:
     def __init__(self) -> None:
         self.recorder: StepRecorder | None = StepRecorder({})
         self.was_cut = False
+        self._is_compared = True
         self._flight_nbytes = 0
         self._native: NativeLogging | None = None
         self.call_sites = CallSites()
@@ -73,11 +77,24 @@ class StepRecording:
         """A step goes on on demand, after what `recorder` has."""
         self.recorder = recorder
         recorder.flight_nbytes = self._flight_nbytes
+        recorder.is_compared = recorder.is_compared and self._is_compared
         self.call_sites.clear()
         if self._native is not None:
             recorder.log = self._native.new_log()
             self._native.demand(recorder.log)
             self._watch_head(recorder)
+
+    def compare(self, whether: bool) -> None:
+        """Whether what is recorded from now on is compared with other recordings (`StepRecorder.is_compared`)."""
+        self._is_compared = whether
+        if self.recorder is not None:
+            self.recorder.is_compared = whether and (self.recorder.is_compared or self.recorder.num_ops == 0)
+        if self._native is not None:
+            self._native.compare(whether)
+
+    def place_of_this_op(self) -> Place:
+        """The call site and the node of the op that is being dispatched, as far as anybody is to know."""
+        return self.call_sites.place_of_this_op() if self._is_compared else Place(where="", node=0)
 
     def note_head(self, op: OpRecord, *, grad_mode: bool) -> None:
         """Note an op that has run before any touched a variable, or the first that did: it tells what has begun."""
@@ -98,6 +115,7 @@ class StepRecording:
     def log_natively(self, dispatcher: NativeLogging) -> None:
         """From now on ops that need nothing from Python are logged without it."""
         self._native = dispatcher
+        dispatcher.compare(self._is_compared)
 
     def see_every_op(self) -> None:
         """From now on Python sees every op on demand."""

@@ -30,7 +30,8 @@ class Acts : public Slots {
   enum class Outcome { kDone, kPythons, kLeft, kError };  // left: the step is off its plan
 
   // All of these are owned. `empty`: lists that hold something while there is more to do than is done here.
-  PyObject *acquire = nullptr, *release = nullptr, *resident = nullptr, *loading = nullptr, *away = nullptr;
+  LockCalls lock;
+  PyObject *resident = nullptr, *loading = nullptr, *away = nullptr;
   PyObject* empty = nullptr;
   PyObject *lift = nullptr, *reread = nullptr, *guard = nullptr;  // functions of Python's: see `arrive` and `play`
   PyObject* records = nullptr;    // a dict: `ResidencyManager.records`
@@ -53,18 +54,19 @@ class Acts : public Slots {
 
   template <class Visit>
   void for_each_owned(Visit&& visit) const {
-    for (PyObject* object : {acquire, release, resident, loading, away, empty, lift, reread, guard, records, strangers,
-                             met, reinterpret_cast<PyObject*>(transfer_type), plan.before, plan.after}) {
+    for (PyObject* object : {lock.acquire, lock.release, resident, loading, away, empty, lift, reread, guard, records,
+                             strangers, met, reinterpret_cast<PyObject*>(transfer_type), plan.before, plan.after}) {
       visit(object);
     }
     for (PyObject* object : moves.objects()) visit(object);
   }
   // What was parsed is borrowed until `own`; `disown` forgets it.
-  void own() const {  // before there are strangers, and a plan
+  void own() {  // before there are strangers, and a plan
     for_each_owned([](PyObject* object) { Py_XINCREF(object); });
+    lock.look();
   }
   void disown() {
-    acquire = release = resident = loading = away = empty = lift = reread = guard = nullptr;
+    lock.acquire = lock.release = resident = loading = away = empty = lift = reread = guard = nullptr;
     records = strangers = met = nullptr;
     transfer_type = nullptr;
     moves.disown();
@@ -128,14 +130,9 @@ class Acts : public Slots {
   // Under the session's lock.
   template <class Do>
   Outcome locked(Do&& act) const {
-    PyObject* taken = PyObject_CallNoArgs(acquire);
-    if (taken == nullptr) return Outcome::kError;
-    Py_DECREF(taken);
+    if (!lock.take()) return Outcome::kError;
     const Outcome outcome = act();
-    SetAside error;  // of Python's, if it has raised
-    PyObject* unlocked = PyObject_CallNoArgs(release);
-    error.pass_on(unlocked, nullptr);
-    return unlocked == nullptr ? Outcome::kError : outcome;
+    return lock.give_back() ? outcome : Outcome::kError;
   }
 
   // Holds an object while Python is called.

@@ -75,9 +75,11 @@ class Births {
 
   // Attributes of the objects above. They live as long as the process.
   struct Names {
-    PyObject* num_free = PyUnicode_InternFromString("num_free");
+    PyObject* pool = PyUnicode_InternFromString("_pool");  // a ResidencyManager's ChunkPool
+    PyObject* num_in_pool = PyUnicode_InternFromString("_num_chunks");
+    PyObject* free = PyUnicode_InternFromString("_free");  // its FreeRanges
+    PyObject* total = PyUnicode_InternFromString("_total");
     PyObject* num_ready = PyUnicode_InternFromString("num_ready");
-    PyObject* num_chunks = PyUnicode_InternFromString("num_chunks");
     PyObject* num_serials = PyUnicode_InternFromString("num_serials");
     PyObject* peak_chunks = PyUnicode_InternFromString("peak_chunks");
     PyObject* takes_away = PyUnicode_InternFromString("takes_away");
@@ -122,10 +124,17 @@ class Births {
   // What is free in the pool, which nothing here changes, what is ready, and how many storages there have been. False
   // with an error.
   bool count() {
-    num_chunks_ = number(manager, names().num_chunks);
     num_serials_ = number(manager, names().num_serials);
     num_ready_ = number(births, names().num_ready);
-    num_in_pool_ = number(manager, names().num_free) - num_ready_;
+    // What `num_chunks` and `num_free` of the manager say, which each call two functions of Python's.
+    PyObject* pool = PyObject_GetAttr(manager, names().pool);
+    PyObject* free = pool != nullptr ? PyObject_GetAttr(pool, names().free) : nullptr;
+    if (free != nullptr) {
+      num_chunks_ = number(pool, names().num_in_pool);
+      num_in_pool_ = number(free, names().total);
+    }
+    Py_XDECREF(free);
+    Py_XDECREF(pool);
     return !PyErr_Occurred();
   }
   bool set_ready(long long num_chunks) {

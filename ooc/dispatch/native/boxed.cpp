@@ -5,10 +5,14 @@
 // object, and so to `Dispatcher.__call__`.
 //
 // A library of its own: it needs ATen's headers, which a small board may not have the memory to compile. Without it all
-// ops go through Python.
+// ops go through Python. Autograd's headers take as much again: with them (OOC_SEES_NODES) the node of an op in a backward
+// pass is known without making a Python object of it.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#ifdef OOC_SEES_NODES
+#include <torch/csrc/autograd/function.h>
+#endif
 
 #include <atomic>
 #include <exception>
@@ -271,8 +275,21 @@ PyObject* schemas_of(PyObject* funcs, PyObject* calls) {
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found.data()), nbytes);
 }
 
+#ifdef OOC_SEES_NODES
+// `CallSites::NodeOf`.
+bool node_of(long long* number) {
+  const auto node = torch::autograd::get_current_node();
+  if (node == nullptr) return false;
+  *number = static_cast<long long>(node->sequence_nr());
+  return true;
+}
+#else
+constexpr ooc::CallSites::NodeOf node_of = nullptr;
+#endif
+
 void forget(Dispatcher* self) {
   self->detach = nullptr;
+  self->node_of = nullptr;
   self->schemas_of = nullptr;
   self->schemas = nullptr;
 }
@@ -297,6 +314,7 @@ PyObject* attach(PyObject*, PyObject* object) {
     if (interpreter->vtable_ == ours) interpreter->vtable_ = ours->torchs();
   };
   self->schemas_of = schemas_of;
+  self->node_of = node_of;
   torchs->vtable_ = ours;
   Py_RETURN_NONE;
 }

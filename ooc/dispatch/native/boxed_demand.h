@@ -143,10 +143,7 @@ class BoxedDemand {
     const int64_t stopped = now_ns();
     if (error_ || op_.is_refused()) return fails(static_cast<bool>(error_));
     if (!op_.lock_and_stop(stopped - started, [&](auto&& note) { visit_results(note); })) return fails(true);
-    PyObject* unlocked = unlock(*self_->demand, Py_NewRef(Py_None));
-    if (unlocked == nullptr) return raises();
-    Py_DECREF(unlocked);
-    return Outcome::kDone;
+    return self_->demand->lock.give_back() ? Outcome::kDone : raises();
   }
 
   void call() {

@@ -5,6 +5,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <ATen/SequenceNumber.h>
+
 #include <cstdint>
 #include <unordered_map>
 
@@ -17,7 +19,10 @@ class CallSites {
   // Borrowed from the Python object, which outlives this one: `find() -> str` walks the whole stack, `kind(code) -> int`
   // is one of Kind, `forward` maps an autograd node's number to the text of the op that made it.
   PyObject *find = nullptr, *kind = nullptr, *forward = nullptr;
-  PyObject *current_node = nullptr, *newest_node = nullptr;  // torch's functions
+  PyObject* current_node = nullptr;  // torch's function
+
+  // Whether an autograd node runs on this thread, and its number; -1: one that accumulates a gradient.
+  using NodeOf = bool (*)(long long* number);
 
   // Of the op that was asked about last: `OpRecord.node`.
   long long node_number() const { return node_number_; }
@@ -39,13 +44,16 @@ class CallSites {
     backwards_.clear();
   }
 
-  // The text for the op that is being dispatched; a new reference, or null with an error.
-  PyObject* of_this_op() {
-    PyObject* node = PyObject_CallNoArgs(current_node);
-    if (node == nullptr) return nullptr;
-    PyObject* text = of_this_op(node);
-    Py_DECREF(node);
-    return text;
+  // The text for the op that is being dispatched; a new reference, or null with an error. Where `node_of` is null, Python
+  // is asked for the node.
+  PyObject* of_this_op(NodeOf node_of) {
+    Node node;
+    if (node_of != nullptr) {
+      node.runs = node_of(&node.number);
+    } else if (!ask_for_node(node)) {
+      return nullptr;
+    }
+    return of_this_op(node);
   }
 
  private:
@@ -67,13 +75,19 @@ class CallSites {
     PyObject* module;  // a weak reference: another module may come to lie at the same address
   };
 
+  struct Node {
+    bool runs = false;
+    long long number = 0;
+  };
+
   static constexpr size_t kMost = 10000;  // programs that make new code all the time have more
 
-  PyObject* of_this_op(PyObject* node) {
+  PyObject* of_this_op(const Node& node) {
     node_number_ = 0;
     if (kinds_.size() > kMost || sites_.size() > kMost) clear();
     Key key{nullptr, 0, nullptr, false};
     PyObject* module = nullptr;  // owned
+    static PyObject* self_name = PyUnicode_InternFromString("self");
     PyFrameObject* frame = PyEval_GetFrame();
     Py_XINCREF(frame);
     while (frame != nullptr && (key.code == nullptr || module == nullptr)) {
@@ -86,12 +100,12 @@ class CallSites {
         key.lasti = PyFrame_GetLasti(frame);
       } else if (kind == kCall && module == nullptr) {
         PyObject* locals = PyFrame_GetLocals(frame);
-        module = locals != nullptr ? PyMapping_GetItemString(locals, "self") : nullptr;
+        module = locals != nullptr ? PyObject_GetItem(locals, self_name) : nullptr;
         Py_XDECREF(locals);
         if (module == nullptr) break;
       } else if (kind == kBackward && key.code == nullptr && module == nullptr) {
         key.is_backward = true;
-        PyObject* known = node != Py_None ? backward_of(node) : nullptr;
+        PyObject* known = node.runs ? backward_of(node.number) : nullptr;
         if (known != nullptr || PyErr_Occurred()) {
           Py_DECREF(frame);
           return known;
@@ -109,7 +123,7 @@ class CallSites {
     key.module = module;
     PyObject* text = at(key);
     Py_XDECREF(module);
-    if (text != nullptr && node == Py_None && !note_node(text)) Py_CLEAR(text);
+    if (text != nullptr && !node.runs && !note_node(text)) Py_CLEAR(text);
     return text;
   }
 
@@ -149,14 +163,26 @@ class CallSites {
     return value;
   }
 
-  // "backward of ..." for an autograd node whose forward op is known; null, without an error, if it is not.
-  PyObject* backward_of(PyObject* node) {
+  // False with an error.
+  bool ask_for_node(Node& node) const {
     static PyObject* name = PyUnicode_InternFromString("_sequence_nr");
-    PyObject* number = PyObject_CallMethodNoArgs(node, name);
-    if (number == nullptr) return nullptr;
-    const long long value = PyLong_AsLongLong(number);
+    PyObject* object = PyObject_CallNoArgs(current_node);
+    PyObject* number = object != nullptr && object != Py_None ? PyObject_CallMethodNoArgs(object, name) : nullptr;
+    Py_XDECREF(object);
+    if (number == nullptr) return PyErr_Occurred() == nullptr;
+    node.runs = true;
+    node.number = PyLong_AsLongLong(number);
     PyErr_Clear();  // what accumulates a gradient has the largest number there is, and no op has made it
-    if (value >= 0) node_number_ = -1 - value;
+    Py_DECREF(number);
+    return true;
+  }
+
+  // "backward of ..." for an autograd node whose forward op is known; null, without an error, if it is not.
+  PyObject* backward_of(long long value) {
+    if (value < 0) return nullptr;
+    node_number_ = -1 - value;
+    PyObject* number = PyLong_FromLongLong(value);
+    if (number == nullptr) return nullptr;
     PyObject* text = PyDict_GetItemWithError(forward, number);
     Py_DECREF(number);
     if (text == nullptr || PyUnicode_GetLength(text) == 0) return nullptr;
@@ -169,12 +195,8 @@ class CallSites {
 
   // The op's own node, if it has one, is the youngest; the first op to come by made it.
   bool note_node(PyObject* text) {
-    PyObject* next = PyObject_CallNoArgs(newest_node);
-    if (next == nullptr) return false;
-    const long long value = PyLong_AsLongLong(next);
-    Py_DECREF(next);
-    node_number_ = value;
-    PyObject* number = PyLong_FromLongLong(value - 1);
+    node_number_ = static_cast<long long>(at::sequence_number::peek());
+    PyObject* number = PyLong_FromLongLong(node_number_ - 1);
     if (number == nullptr) return false;
     const bool is_noted = PyDict_SetDefault(forward, number, text) != nullptr;
     Py_DECREF(number);

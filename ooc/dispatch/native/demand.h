@@ -17,6 +17,7 @@
 
 #include "call_sites.h"
 #include "op_log.h"
+#include "session_lock.h"
 
 namespace ooc {
 
@@ -35,7 +36,8 @@ struct OpInfo {
 class Demand {
  public:
   // All of these are owned. `empty`: lists that hold something where there is more to do than is done here.
-  PyObject *records = nullptr, *resident = nullptr, *acquire = nullptr, *release = nullptr, *empty = nullptr;
+  PyObject *records = nullptr, *resident = nullptr, *empty = nullptr;
+  LockCalls lock;
   PyObject *refused = nullptr;   // the list of allocations that were refused in this op
   PyObject *describe = nullptr;  // describe(op) -> None or (call, None or ((position, name), ...), may run again)
   PyObject *failed = nullptr;    // failed(op, args, kwargs, records, written, raised): the op raised, or was refused memory
@@ -61,13 +63,16 @@ class Demand {
   }
 
   std::array<PyObject*, 9> objects() const {
-    return {records, resident, acquire, release, empty, refused, describe, failed, owners};
+    return {records, resident, lock.acquire, lock.release, empty, refused, describe, failed, owners};
   }
   // What was parsed is borrowed until `own`; `disown` forgets it.
-  void own() const {
+  void own() {
     for (PyObject* object : objects()) Py_XINCREF(object);
+    lock.look();
   }
-  void disown() { records = resident = acquire = release = empty = refused = describe = failed = owners = nullptr; }
+  void disown() {
+    records = resident = lock.acquire = lock.release = empty = refused = describe = failed = owners = nullptr;
+  }
 
   void start(OpLog* next) {
     Py_INCREF(next);

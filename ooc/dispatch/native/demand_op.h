@@ -14,15 +14,8 @@ constexpr uint64_t kMostEvents = 4096;
 
 // Release the session's lock and pass a result on (owned); where that fails, or there is an error already, null.
 inline PyObject* unlock(const ooc::Demand& demand, PyObject* result) {
-  SetAside error;
-  return error.pass_on(PyObject_CallNoArgs(demand.release), result);
-}
-
-// Take the session's lock. False with an error.
-inline bool lock(const ooc::Demand& demand) {
-  PyObject* locked = PyObject_CallNoArgs(demand.acquire);
-  Py_XDECREF(locked);
-  return locked != nullptr;
+  if (!demand.lock.give_back()) Py_CLEAR(result);
+  return result;
 }
 
 // An op on demand raised, or was refused memory: Python unpins its operands, and raises what explains it. `details`:
@@ -93,20 +86,20 @@ class DemandOp {
   // for all that the op writes.
   template <class VisitWritten>
   Start start(VisitWritten&& visit_written) {
-    if (!lock(demand_)) return Start::kError;
+    if (!demand_.lock.take()) return Start::kError;
     const uint32_t position = state_->position.load(std::memory_order_relaxed);
     index_ = position / 2;
     const bool is_ours = demand_.log != nullptr && !self_->planned && position % 2 == 0 &&
                          index_ + 1 < demand_.most_ops && demand_.is_quiet() &&
                          demand_.find_resident(addresses_, records_);
     if (is_ours && demand_.is_compared) {
-      where_ = demand_.sites.of_this_op();
+      where_ = demand_.sites.of_this_op(self_->node_of);
       node_ = demand_.sites.node_number();
     } else if (is_ours) {
       where_ = PyUnicode_New(0, 0);  // the one empty text that there is
     }
     if (where_ == nullptr) {
-      unlock(demand_, nullptr);
+      demand_.lock.give_back();
       return PyErr_Occurred() ? Start::kError : Start::kPythons;
     }
     demand_.pin(records_, now_ns());
@@ -114,9 +107,7 @@ class DemandOp {
     state_->position.store(2 * index_ + 1, std::memory_order_release);
     cold_ns_ = state_->cold_ns.load(std::memory_order_relaxed);
     const bool is_behind = self_->stream.keep_up();
-    PyObject* unlocked = unlock(demand_, is_behind ? Py_NewRef(Py_None) : nullptr);
-    if (unlocked == nullptr) return Start::kFails;  // the op does not run: it writes nothing
-    Py_DECREF(unlocked);
+    if (!demand_.lock.give_back() || !is_behind) return Start::kFails;  // the op does not run: it writes nothing
     num_noted_ = addresses_.size();
     first_ = self_->stream.begin_op();
     return Start::kRuns;
@@ -130,7 +121,7 @@ class DemandOp {
   template <class VisitResults>
   bool lock_and_stop(int64_t duration_ns, VisitResults&& visit_results) {
     last_ = self_->stream.end_op(first_);
-    if (!lock(demand_)) return false;
+    if (!demand_.lock.take()) return false;
     demand_.unpin(records_);
     visit_results([this](uint64_t address) { return note(address, num_noted_); });
     const uint64_t* addresses = addresses_.data();

@@ -25,6 +25,7 @@
 #include "play.h"
 #include "prepare_acts.h"
 #include "prepare_births.h"
+#include "prepare_demand.h"
 #include "run_on_demand.h"
 #include "sections.h"
 #include "unnoticed_mode.h"
@@ -261,49 +262,6 @@ PyObject* dispatcher_start(PyObject* object, PyObject* number) {
   Py_RETURN_NONE;
 }
 
-// prepare_demand(records, resident, acquire, release, empty, refused, describe, failed, owners,
-//                (find, kind, forward, current_node, newest_node), slots, most_ops): see `Demand`.
-PyObject* dispatcher_prepare_demand(PyObject* object, PyObject* positional) {
-  auto* self = reinterpret_cast<Dispatcher*>(object);
-  auto* demand = new (std::nothrow) ooc::Demand();
-  if (demand == nullptr) return PyErr_NoMemory();
-  PyObject* slots[5];
-  if (!PyArg_ParseTuple(positional, "O!OOOO!O!OOO(OOOOO)(OOOOO)n", &PyDict_Type, &demand->records, &demand->resident,
-                        &demand->acquire, &demand->release, &PyTuple_Type, &demand->empty, &PyList_Type,
-                        &demand->refused, &demand->describe, &demand->failed, &demand->owners, &demand->sites.find,
-                        &demand->sites.kind, &demand->sites.forward, &demand->sites.current_node,
-                        &demand->sites.newest_node, &slots[0], &slots[1], &slots[2], &slots[3], &slots[4],
-                        &demand->most_ops) ||
-      (demand->state = slot_offset(slots[0])) < 0 || (demand->stored = slot_offset(slots[1])) < 0 ||
-      (demand->pins = slot_offset(slots[2])) < 0 || (demand->seen = slot_offset(slots[3])) < 0 ||
-      (demand->used = slot_offset(slots[4])) < 0) {
-    demand->disown();
-    delete demand;
-    return nullptr;
-  }
-  demand->own();
-  delete self->demand;
-  self->demand = demand;
-  Py_RETURN_NONE;
-}
-
-PyObject* dispatcher_new_log(PyObject*, PyObject*) { return ooc::op_log_new(&ooc::op_log_type, nullptr, nullptr); }
-
-// demand(log): from now on ops that run on demand are logged there; None: Python sees each.
-PyObject* dispatcher_demand(PyObject* object, PyObject* log) {
-  auto* self = reinterpret_cast<Dispatcher*>(object);
-  if (self->demand == nullptr) Py_RETURN_NONE;
-  if (log == Py_None) {
-    self->demand->stop();
-  } else if (Py_TYPE(log) == &ooc::op_log_type) {
-    self->demand->start(reinterpret_cast<ooc::OpLog*>(log));
-  } else {
-    PyErr_SetString(PyExc_TypeError, "demand: an OpLog or None, please");
-    return nullptr;
-  }
-  Py_RETURN_NONE;
-}
-
 // vouch() -> whether it is news: the next planned op may be played with fewer operands than planned, though it changes some.
 PyObject* dispatcher_vouch(PyObject* object, PyObject*) {
   auto* self = reinterpret_cast<Dispatcher*>(object);
@@ -463,6 +421,7 @@ PyMethodDef dispatcher_methods[] = {
     {"set_trial", dispatcher_set_trial, METH_VARARGS, "Note what is known of a kind of op."},
     {"set_environment", dispatcher_set_environment, METH_O, "A part of every kind from now on."},
     {"refuse", dispatcher_refuse, METH_O, "Never call this op replayable again."},
+    {"new_lock", dispatcher_new_lock, METH_NOARGS, "A reentrant lock that native code takes in place."},
     {"new_log", dispatcher_new_log, METH_NOARGS, "An empty log of ops."},
     {"demand", dispatcher_demand, METH_O, "Log ops on demand here from now on; None: leave each to Python."},
     {"at_head", dispatcher_at_head, METH_O, "Which ops on demand Python sees because something may begin with them."},
@@ -534,7 +493,9 @@ PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_dispatch", "The hot path of a
 }  // namespace
 
 PyMODINIT_FUNC PyInit__dispatch(void) {
-  if (PyType_Ready(&dispatcher_type) < 0 || PyType_Ready(&ooc::op_log_type) < 0) return nullptr;
+  for (PyTypeObject* type : {&dispatcher_type, &ooc::op_log_type, &ooc::session_lock_type}) {
+    if (PyType_Ready(type) < 0) return nullptr;
+  }
   PyObject* module = PyModule_Create(&module_def);
   if (module == nullptr) return nullptr;
   if (PyModule_AddObjectRef(module, "Dispatcher", reinterpret_cast<PyObject*>(&dispatcher_type)) < 0 ||

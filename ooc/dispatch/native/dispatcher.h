@@ -106,6 +106,7 @@ struct Dispatcher {
   uint64_t num_boxed_demand;  // ops on demand that were run so
   PyObject* (*schemas_of)(PyObject* funcs, PyObject* calls);  // bytes: an address, or 0, for each op; owned
   void (*detach)(Dispatcher*);
+  ooc::CallSites::NodeOf node_of;  // null: Python is asked
 };
 
 // Nothing of the program's comes in between: signal handlers, which run on the main thread alone, wait, so do finalizers,

@@ -28,7 +28,7 @@ PyObject* dispatcher_prepare_acts(PyObject* object, PyObject* positional) {
   long long length = 0;
   PyObject* slots = nullptr;
   bool is_right = PyArg_ParseTuple(
-      positional, "OOOOOO!O!KLl(OOO)O!O!(OOOO!OO!O!)(KKii)", &acts->acquire, &acts->release, &acts->resident,
+      positional, "OOOOOO!O!KLl(OOO)O!O!(OOOO!OO!O!)(KKii)", &acts->lock.acquire, &acts->lock.release, &acts->resident,
       &acts->loading, &acts->away, &PyTuple_Type, &acts->empty, &PyType_Type, &acts->transfer_type, &ring, &length,
       &acts->no_guard, &acts->lift, &acts->reread, &acts->guard, &PyDict_Type, &acts->records, &PyTuple_Type, &slots,
       &moves.engine, &moves.refusal, &moves.note, &PyDict_Type, &moves.held, &moves.counters, &PyList_Type,

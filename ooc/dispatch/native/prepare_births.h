@@ -22,9 +22,9 @@ uint64_t quick_allocate(uint64_t nbytes) {
   if (bearer.load() == self && demand != nullptr && demand->log != nullptr && !self->planned && demand->is_quiet()) {
     const Section section(self);
     ooc::SetAside error;  // what runs here may have been called with one
-    if (lock(*demand)) {
+    if (demand->lock.take()) {
       address = self->births->serve(*demand, *self->state, nbytes, now_ns());
-      Py_XDECREF(unlock(*demand, Py_NewRef(Py_None)));
+      demand->lock.give_back();
     }
     PyErr_Clear();
     error.pass_on(Py_NewRef(Py_None), nullptr);
