@@ -7,7 +7,7 @@ from ooc.replay.learning_budget import LearningBudget
 from ooc.tracing.recording import StepRecording
 
 _MOST_AWAITED = 64
-"""So many recordings are compared at most until what has come before comes again: other segments may come in between."""
+"""So many recordings are compared at most until what has come before comes again; other segments come in between."""
 
 
 class Comparison:

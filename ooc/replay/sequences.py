@@ -159,7 +159,7 @@ class Sequences:
         return key
 
     def is_repeated(self, recording: RecordedStep, *, is_kept: bool) -> bool:
-        """Whether a step like this was noted before. If not, this one is; `is_kept`: and learned from when one comes."""
+        """Whether a step like this was noted before. If not, this one is; `is_kept`: and learned from later."""
         is_repeated = self._sightings.has(recording)
         if not is_repeated:
             self._sightings.note(recording, is_kept=is_kept)
