@@ -47,6 +47,9 @@ class Place(TypedDict):
 _MAX_CODES = 10_000
 """Code objects remembered from one recording to the next; a program that makes new ones all the time has more."""
 
+_NO_NODE = 1 << 63
+"""From here on numbers are of nodes that no op has made: those that accumulate gradients."""
+
 _OTHER, _USERS, _CALL, _BACKWARD = range(4)
 
 
@@ -115,7 +118,8 @@ class CallSites:
             self._forward.setdefault(self.node - 1, text)
         elif is_backward:
             number = node._sequence_nr()
-            self.node = -1 - number
+            if number < _NO_NODE:
+                self.node = -1 - number
             forward = self._forward.get(number)
             return f"{_OF_BACKWARD} of {forward}" if forward else f"{_OF_BACKWARD} ({text})" if text else _OF_BACKWARD
         return text

@@ -17,6 +17,7 @@ import ooc.dispatch.mode
 from ooc.dispatch.extension import boxed_ops
 from ooc.errors import BudgetTooSmall
 from tests.dispatch.seen_ops import Seen
+from vmm.native_build import NativeBuildError
 
 WIDTH = 160
 """A weight has 100 KiB: it is managed."""
@@ -75,6 +76,24 @@ def num_boxed(session: ooc.Session) -> int:
 def test_it_is_built_here() -> None:
     """Where ATen's headers can be compiled, and no torch has changed what they say."""
     assert boxed_ops() is not None
+
+
+@pytest.mark.parametrize("num_failing", [0, 1, 2])
+def test_where_memory_is_short_it_is_built_without_the_headers_of_autograd_or_not_at_all(
+    num_failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[tuple[str, ...]] = []
+
+    def load(name: str, _: list[str], *, flags: tuple[str, ...], memory_nbytes: int, is_optional: bool) -> str:
+        assert (name, is_optional) == ("boxed", True)
+        built.append(flags)
+        if len(built) <= num_failing:
+            raise NativeBuildError(f"{memory_nbytes} bytes are not there")
+        return "built"
+
+    monkeypatch.setattr("ooc.dispatch.extension._load", load)
+    assert boxed_ops.__wrapped__() == ("built" if num_failing < 2 else None)
+    assert built == [("-DOOC_SEES_NODES",), ()][: num_failing + 1]
 
 
 def test_bits_and_plans_are_those_of_the_way_through_python(is_boxed: bool) -> None:

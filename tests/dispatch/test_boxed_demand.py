@@ -173,10 +173,17 @@ def recorded(program: Program, **options: Any) -> tuple[list[Any], list[Any], in
                     [(e.nbytes, e.kind, e.position, e.ordinal, numbers.of(e.address)) for e in recorder.events]
                 )
                 found.append([_shown(op, numbers) for op in recorder.ops])
+                found.append(_nodes(recorder.ops))
                 found.append([(r.nbytes, r.seen, r.stored, r.pins) for r in manager.records.values()])
                 bits.append([x.detach().numpy().tobytes() if x.dtype != torch.bfloat16 else None for x in results])
                 del results
         return found, bits, runner.dispatcher.num_boxed_demand
+
+
+def _nodes(ops: Any) -> list[int | None]:
+    """Of each op the autograd node, counted from the first op's; below 0: it is of that node's gradient."""
+    first = next((op.node for op in ops if op.node > 0), 0)
+    return [None if op.node == 0 else op.node - first if op.node > 0 else -1 - (-1 - op.node - first) for op in ops]
 
 
 class _Numbers:
@@ -199,7 +206,7 @@ def _shown(op: Any, numbers: _Numbers) -> tuple[Any, ...]:
 def test_what_is_recorded_is_that_of_the_way_through_python(
     program: Program, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ops, operands, what is written and returned, allocations by number, frees, call sites, states of records."""
+    """Ops, operands, what is written and returned, allocations by number, frees, places, nodes, states of records."""
     boxed = recorded(program, recompute=recompute)
     monkeypatch.setattr(ooc.dispatch.mode, "boxed_ops", lambda: None)
     other = recorded(program, recompute=recompute)
