@@ -37,6 +37,8 @@ _HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
     "aten::_cudnn_rnn_backward": ("dropout_state", "reserve"),
     "aten::miopen_rnn": ("dropout_state",),
     "aten::miopen_rnn_backward": ("dropout_state", "reserve"),
+    # oneDNN's backward pass of a layer leaves the gradients of its gates in what the forward pass has kept.
+    "aten::mkldnn_rnn_layer_backward": ("workspace",),
 }
 REGION_NAMESPACE = "inductor"
 """Of compiled regions, which say themselves what they write (`ooc.interop.compiled_region`)."""
