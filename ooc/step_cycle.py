@@ -530,9 +530,8 @@ class StepCycle:
             self._was_new = self._was_new or self.rounds.num_steps > 1  # too long
             return None
         in_segments = self._segmentation.is_on
-        if self._comparison.is_at_rest or (
-            in_segments and not self._learning.watches
-        ):  # or some of them, one after the other
+        is_unsplit = in_segments and not self._learning.watches  # it may be some of them, one after the other
+        if self._comparison.is_at_rest or is_unsplit:
             self._why.note_all_fits()
             self._sequences.note_end(None)
             return None

@@ -12,12 +12,6 @@ namespace {
 // Events of the allocator that may wait before Python takes them: the log must not grow for ever.
 constexpr uint64_t kMostEvents = 4096;
 
-// Release the session's lock and pass a result on (owned); where that fails, or there is an error already, null.
-inline PyObject* unlock(const ooc::Demand& demand, PyObject* result) {
-  if (!demand.lock.give_back()) Py_CLEAR(result);
-  return result;
-}
-
 // An op on demand raised, or was refused memory: Python unpins its operands, and raises what explains it. `details`:
 // (records pinned, addresses written, whether it raised); null with an error, which is passed on.
 inline PyObject* tell_failed(const ooc::Demand& demand, PyObject* func, PyObject* args, PyObject* kwargs,

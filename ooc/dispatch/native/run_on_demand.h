@@ -73,7 +73,8 @@ PyObject* run_on_demand(Dispatcher* self, PyObject* func, PyObject* args, PyObje
     Py_DECREF(result);
     return fail_on_demand(self, func, args, kwargs, op, nullptr);
   }
-  return unlock(*self->demand, result);
+  if (!self->demand->lock.give_back()) Py_CLEAR(result);
+  return result;
 }
 
 // Whether the plan's next op, with these arguments, changes what is in the arena, or may.
