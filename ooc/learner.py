@@ -85,7 +85,7 @@ class Learner:
         return Learned(None, is_new=False)
 
     def _learn(self, recorder: StepRecorder, *, in_segments: bool, in_pieces: bool) -> Learned:
-        may_learn = self._budget.may_learn() and recorder.is_compared
+        may_learn = self._budget.may_learn(num_ops=recorder.num_ops) and recorder.is_compared
         if not may_learn and self._budget.everything_fits:
             self._why.note_all_fits()
             key: str | None = self._sequences.key_of(recorder.signature())

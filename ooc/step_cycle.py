@@ -92,7 +92,7 @@ class StepCycle:
         self._num_backward = 0  # backward passes since the last boundary
         self._last_optimizer: int | None = None  # identity of the one that ended the last step
         self._why = UnplannedSteps(sequences.unplannable)
-        self._unions = UnionPlans(sequences)
+        self._unions = UnionPlans(sequences, learning)
         self._learner = Learner(
             runner=runner,
             manager=manager,

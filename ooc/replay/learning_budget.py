@@ -30,6 +30,10 @@ REPEATED_FRACTION = 0.15
 has taken. Where steps of LBFGS were alike at last, comparing steps of which each was longer had taken all there was."""
 _CALM_PERIODS = 4
 """Periods in a row that had to move nothing before all is taken to fit: an evaluation may move what steps do not."""
+_FIRST_CALM_PERIODS = 2
+"""So many will do where nothing had to be moved yet: to learn 40,000 ops of a loop that fits took as long as a step."""
+_LEARNING_S = 50e-6
+"""What it takes to learn an op, about."""
 _LONGEST_PAUSE = 64
 _LEAST_FRACTION = 0.02
 """So much of it all the same where plans have gained nothing, in case that changes."""
@@ -45,14 +49,17 @@ _SAVED_SHARE = 0.4
 """What it saves where something moves, in the time that an op takes of late, waits and all. At half of the memory:
 0.37 of it in twelve layers of 192 (131 us an op on demand, 82 planned), 0.43 in episodes (60 and 34 us)."""
 _VARYING = 1.1
-"""Where steps leave out ops of their plan, it may take so many times what an op on demand took in the median of late:
-other ones ran then. Packed sequences of an LSTM, at half of their memory: 95 us an op on a plan that had nearly all of
-them, 42 on demand: some 400 times a step the plan had to be aligned anew, and what stood in for others was moved."""
+"""Where steps leave out ops of their plan, those on it may take so many times what they took on demand in the median of
+late: other ones ran then. Packed sequences of an LSTM, at half of their memory: 95 us an op on a plan that had nearly
+all of them, 42 on demand: some 400 times a step the plan had to be aligned anew, and what stood in for others moved."""
 _NUM_VARYING = 8
 """Of so many latest runs."""
 _FREE_PLANS = 8
 """So many plans are entered once, whatever others have gained before them: those were of another part of the program,
-or are replaced for what they were left for."""
+or are replaced for what they were left for. Not plans that steps leave out ops of: each of these replaces one that was
+left, and to enter one for the first time takes long (13,000 ops of packed sequences: 0.8 to 1.2 s, six times)."""
+_LONG_S = 0.05
+"""To join unlike steps in less time is not worth counting: mostly it turned out soon that there was nothing to join."""
 _MOST_SEQUENCES = 1024
 """Whose costs on demand are remembered."""
 _VISIT_NS = 50_000
@@ -156,10 +163,12 @@ class LearningBudget:
     whose graphs reach across steps: 2.7 instead of 2.9 ms a step, plain 1.7.
 
     Plans that take longer to enter than they save until they are left are entered less and less often; so are all that
-    were not entered yet, if most are such. A plan that is played to its end is compared with what its sequence took on
-    demand (`cost_ns`). Of one that is left before, only what it took to enter it is known, and guessed what each op has
-    saved. To enter one takes processor time; that it waits for the store does not count there, since on demand the same
-    would be waited for.
+    were not entered yet, if most are such, and those that steps leave out ops of if these are. Then unlike steps are
+    joined less and less often, too: each time takes long, and gives one more such plan.
+
+    A plan that is played to its end is compared with what its sequence took on demand (`cost_ns`). Of one that is left
+    before, only what it took to enter it is known, and guessed what each op has saved. To enter one takes processor
+    time; that it waits for the store does not count there, since on demand the same would be waited for.
 
     Args:
         counters: Of what is moved.
@@ -199,6 +208,8 @@ class LearningBudget:
         self._ns_per_op: float | None = None  # of late
         self._gained_s = 0.0  # by plans, as far as is known, less what others have lost
         self._account, self._num_plans = Account(), 0  # of all plans; and how many were
+        self._unions_account = Account()  # of those that steps leave out ops of
+        self._joining = Account()  # of joining unlike steps, less what that took
         self._borders = Account()  # of what was looked for within periods
         self._border_ns = 0.0  # what that has gained in this period
         self._planning = Account()  # of all that plans are, in a period
@@ -214,7 +225,8 @@ class LearningBudget:
     @property
     def everything_fits(self) -> bool:
         """Whether nothing had to be moved for some periods, so that plans are of little use."""
-        return self._is_limited and self._num_calm >= _CALM_PERIODS
+        enough = _CALM_PERIODS if self._counters.num_crowded else _FIRST_CALM_PERIODS
+        return self._is_limited and self._num_calm >= enough
 
     def end_period(self, *, num_ops: int = 0, num_planned: int = 0, num_at_borders: int = 0) -> None:
         """Note that a period of so many ops ends; `rests` then says whether the next one is to be one of rest.
@@ -273,22 +285,27 @@ class LearningBudget:
             learned_s = self._spent_s + self._uncounted_s - learned_s
             self._border_ns -= (self._clock() - started_s - learned_s) * 1e9 + _VISIT_NS
 
-    def may_learn(self, *, is_repeated: bool = False) -> bool:
-        """Whether to learn from what ends: from what has come just so before, sooner than from what is unlike."""
+    def may_learn(self, *, num_ops: int = 0, is_repeated: bool = False) -> bool:
+        """Whether to learn from what ends, so many ops: from what has come just so before, sooner than from others."""
+        expected_s = num_ops * _LEARNING_S
         if self.everything_fits:
-            return self._is_within(LEARNING_FRACTION)
+            return self._is_within(LEARNING_FRACTION, expected_s=expected_s)
         if not self._is_limited:
             return True
         if is_repeated:
             return self._repeated_s <= REPEATED_FRACTION * (self._clock() - self._opened)
-        if self._num_learned < FREE_SEQUENCES and (self._spent_s < FREE_S or self._is_within(FREE_FRACTION)):
+        is_free = self._spent_s < FREE_S or self._is_within(FREE_FRACTION, expected_s=expected_s)
+        if is_free and self._num_learned < FREE_SEQUENCES:
             return True
-        return self._is_within(_LEAST_FRACTION, at_most=MOST_FRACTION)
+        return self._is_within(_LEAST_FRACTION, at_most=MOST_FRACTION, expected_s=expected_s)
 
-    def _is_within(self, fraction: float, *, at_most: float = 0.0) -> bool:
-        """Whether this part of the time so far is not spent yet; or up to a larger one what plans have gained."""
+    def _is_within(self, fraction: float, *, at_most: float = 0.0, expected_s: float = 0.0) -> bool:
+        """Whether this part of the time so far will not be spent yet when `expected_s` more are.
+
+        Or up to a larger one what plans have gained.
+        """
         elapsed_s = self._clock() - self._opened
-        return self._spent_s <= max(fraction * elapsed_s, min(self._gained_s, at_most * elapsed_s))
+        return self._spent_s + expected_s <= max(fraction * elapsed_s, min(self._gained_s, at_most * elapsed_s))
 
     def may_enter(self, plan: ExecutablePlan) -> bool:
         """Whether to enter this plan for what begins. One that was never entered is judged by others, if many were.
@@ -297,9 +314,27 @@ class LearningBudget:
         """
         if self.everything_fits and plan.may_omit:
             return False
-        if not self._is_limited or (plan not in self._accounts and self._num_plans < _FREE_PLANS):
-            return True
-        return self._accounts.get(plan, self._account).may_try()
+        account = self._accounts.get(plan)
+        if account is None:
+            account = self._unions_account if plan.may_omit else self._account
+            if not plan.may_omit and self._num_plans < _FREE_PLANS:
+                return True
+        return not self._is_limited or account.may_try()
+
+    def may_join(self) -> bool:
+        """Whether to look for what unlike steps have in common, once `FREE_S` were spent on learning."""
+        return not self._is_limited or self._spent_s < FREE_S or self._joining.may_try()
+
+    @contextlib.contextmanager
+    def joining(self) -> Iterator[None]:
+        """Within `spending`: the time in this block goes into joining unlike steps, for plans that are to earn it."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            joined_s = self._clock() - started
+            if self._spent_s >= FREE_S and joined_s >= _LONG_S:
+                self._joining.note(-joined_s * 1e9)
 
     def cost_ns(self) -> int:
         """What the session's thread has spent so far that plans could save: processor time, and waiting for transfers.
@@ -351,16 +386,18 @@ class LearningBudget:
         if self.everything_fits:
             gain_ns = float(num_ops * _SAVED_NS - entered_ns)
         elif cost_ns is not None and op_ns is not None:
-            on_demand_ns = (num_ops + num_others) * op_ns
-            gain_ns = min(on_demand_ns - cost_ns, cost_ns)
-            tolerated_ns = on_demand_ns * (_VARYING - 1) if may_omit else 0.0
+            gain_ns = min((num_ops + num_others) * op_ns - cost_ns, cost_ns)
+            tolerated_ns = num_ops * op_ns * (_VARYING - 1) if may_omit else 0.0
             if num_others > 0 and guess_ns is not None:
                 gain_ns = min(gain_ns, guess_ns)
         if gain_ns is None:
             return
         self._num_plans += plan not in self._accounts
         self._gained_s = max(self._gained_s + gain_ns / 1e9, 0.0)
-        for account in (self._account, self._accounts.setdefault(plan, Account())):
+        accounts = [self._account, self._accounts.setdefault(plan, Account())]
+        if may_omit:
+            accounts += [self._unions_account, self._joining]
+        for account in accounts:
             account.note(gain_ns + tolerated_ns)
 
     def is_loss(self, stay: Stay | None, begun_ns: int) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from ooc.memory.record import VariableRecord
 from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.learning_budget import LearningBudget
 from ooc.replay.segmentation import WholeUnions
 from ooc.replay.sequences import Sequences
 from ooc.replay.unions import Unions
@@ -23,10 +24,12 @@ class UnionPlans:
 
     Args:
         sequences: Learns the steps that are like others.
+        budget: How much of the time that may take, and whether it has paid so far.
     """
 
-    def __init__(self, sequences: Sequences) -> None:
+    def __init__(self, sequences: Sequences, budget: LearningBudget) -> None:
         self._sequences = sequences
+        self._budget = budget
         self._unions = Unions(sequences.draws)
         self._is_on = True  # until a fault of the planner's
 
@@ -60,10 +63,11 @@ class UnionPlans:
         self, recording: RecordedStep, older_than: int, key: str | None, machine: Callable[[], Machine]
     ) -> str | None:
         """Add a step to the union that it belongs to, and have that planned. Its key, if there is one."""
-        if not self._is_on:
+        if not self._is_on or not self._budget.may_join():
             return None
         try:
-            return self._join_union(recording, older_than, key, machine)
+            with self._budget.joining():
+                return self._join_union(recording, older_than, key, machine)
         except Exception:  # noqa: BLE001 - it must not end the user's training
             _log.exception("a fault in the planner; steps that differ are planned no more. Please report it")
             self._is_on = False
