@@ -19,6 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 LENGTH = int(os.environ.get("SCRIPT_LENGTH", "1"))
 """How many times as long the scripts train. What is measured once warm needs more than what is compared."""
 
+SIZE = int(os.environ.get("SCRIPT_SIZE", "1"))
+"""How many times as wide the models are: where an op takes as long as in models that people train."""
+
 
 def iterations(count: int) -> Iterator[int]:
     """Count from 0 to `count`, times `LENGTH`; at the end tell the median CPU time of the later half, on stderr."""

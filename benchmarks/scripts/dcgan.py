@@ -1,10 +1,10 @@
 """After pytorch/examples dcgan: two networks, two optimizers, three backward passes an iteration."""
 
 import torch
-from common import iterations, tell, tell_bits
+from common import SIZE, iterations, tell, tell_bits
 from torch import nn
 
-NOISE, WIDTH, BATCH = 32, 32, 16
+NOISE, WIDTH, BATCH = 32, 32 * SIZE, 16
 
 
 def layer(kind, into, out, *rest):

@@ -10,7 +10,7 @@ import torch
 import torchvision_ops  # noqa: F401
 
 # isort: split
-from common import LENGTH, tell, tell_bits, time_optimizer_steps
+from common import LENGTH, SIZE, tell, tell_bits, time_optimizer_steps
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging
@@ -21,7 +21,7 @@ TOKENS, PAD = 512, 0
 def make_model() -> GPT2LMHeadModel:
     """Build a GPT-2 of three layers."""
     torch.manual_seed(7)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=TOKENS, n_positions=64, n_embd=128, n_layer=3, n_head=4))
+    return GPT2LMHeadModel(GPT2Config(vocab_size=TOKENS, n_positions=64, n_embd=128 * SIZE, n_layer=3, n_head=4))
 
 
 def make_texts(count: int, seed: int) -> list[dict[str, list[int]]]:

@@ -3,11 +3,11 @@
 import math
 
 import torch
-from common import iterations, tell, tell_bits
+from common import SIZE, iterations, tell, tell_bits
 from torch import nn
 from torch.nn import functional
 
-WIDTH, HEADS, DEPTH, CONTEXT, TOKENS, BATCH, PARTS = 128, 4, 3, 64, 512, 4, 2
+WIDTH, HEADS, DEPTH, CONTEXT, TOKENS, BATCH, PARTS = 128 * SIZE, 4, 3, 64, 512, 4, 2
 
 
 class Block(nn.Module):

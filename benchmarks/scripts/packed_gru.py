@@ -3,16 +3,16 @@
 import random
 
 import torch
-from common import iterations, tell, tell_bits
+from common import SIZE, iterations, tell, tell_bits
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 torch.manual_seed(1)
 choose = random.Random(2)
 embed, gru, last = (
-    nn.Embedding(3000, 128),
-    nn.GRU(128, 256, 2, batch_first=True, bidirectional=True),
-    nn.Linear(512, 20),
+    nn.Embedding(3000, 128 * SIZE),
+    nn.GRU(128 * SIZE, 256 * SIZE, 2, batch_first=True, bidirectional=True),
+    nn.Linear(512 * SIZE, 20),
 )
 parameters = [*embed.parameters(), *gru.parameters(), *last.parameters()]
 optimizer = torch.optim.Adam(parameters, lr=1e-3)

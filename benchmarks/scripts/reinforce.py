@@ -3,19 +3,20 @@
 import random
 
 import torch
-from common import iterations, tell, tell_bits
+from common import SIZE, iterations, tell, tell_bits
 from torch import nn
 from torch.distributions import Categorical
 
 torch.manual_seed(543)
 choose = random.Random(543)
+WIDTH = 256 * SIZE
 policy = nn.Sequential(
-    nn.Linear(256, 256), nn.Dropout(0.6), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2)
+    nn.Linear(WIDTH, WIDTH), nn.Dropout(0.6), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2)
 )
 optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
 for index in iterations(16):
     log_probs, rewards = [], []
-    state = torch.randn(1, 256)
+    state = torch.randn(1, WIDTH)
     for _ in range(choose.randint(4, 12)):
         chances = Categorical(logits=policy(state))
         action = chances.sample()

@@ -3,12 +3,12 @@
 import random
 
 import torch
-from common import iterations, tell, tell_bits
+from common import SIZE, iterations, tell, tell_bits
 from torch import nn
 
 torch.manual_seed(1)
 choose = random.Random(1)
-BATCH, WIDTH, NUM_WORDS = 128, 160, 500
+BATCH, WIDTH, NUM_WORDS = 128, 160 * SIZE, 500
 embed, attend, last = nn.Embedding(NUM_WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, NUM_WORDS)
 encode, decode = nn.GRUCell(WIDTH, WIDTH), nn.GRUCell(2 * WIDTH, WIDTH)
 model = nn.ModuleList([embed, attend, last, encode, decode])

@@ -3,13 +3,16 @@
 import random
 
 import torch
-from common import iterations, tell, tell_bits
+from common import SIZE, iterations, tell, tell_bits
 from torch import nn
 
 torch.manual_seed(1)
 choose = random.Random(2)
-blocks = nn.ModuleList([nn.TransformerEncoderLayer(192, 4, 768, batch_first=True, dropout=0.0) for _ in range(12)])
-first, last = nn.Linear(32, 192), nn.Linear(192, 10)
+WIDTH = 192 * SIZE
+blocks = nn.ModuleList(
+    [nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True, dropout=0.0) for _ in range(12)]
+)
+first, last = nn.Linear(32, WIDTH), nn.Linear(WIDTH, 10)
 optimizer = torch.optim.AdamW([*blocks.parameters(), *first.parameters(), *last.parameters()], lr=1e-4)
 for index in iterations(16):
     hidden = first(torch.randn(8, 64, 32))

@@ -1,16 +1,17 @@
 """After pytorch/examples time_sequence_prediction: two LSTM cells in float64, and LBFGS with a closure."""
 
 import torch
-from common import iterations, tell, tell_bits
+from common import SIZE, iterations, tell, tell_bits
 from torch import nn
 
 torch.manual_seed(0)
-cells = nn.ModuleList([nn.LSTMCell(1, 51), nn.LSTMCell(51, 51), nn.Linear(51, 1)]).double()
+WIDTH = 51 * SIZE
+cells = nn.ModuleList([nn.LSTMCell(1, WIDTH), nn.LSTMCell(WIDTH, WIDTH), nn.Linear(WIDTH, 1)]).double()
 wave = torch.sin((torch.arange(60) + torch.randint(-80, 80, (97, 1))).double() / 20)
 
 
 def loss_of(sequence, targets):
-    first, second = (tuple(torch.zeros(len(sequence), 51, dtype=torch.double) for _ in range(2)) for _ in range(2))
+    first, second = (tuple(torch.zeros(len(sequence), WIDTH, dtype=torch.double) for _ in range(2)) for _ in range(2))
     outputs = []
     for x in sequence.split(1, dim=1):
         first = cells[0](x, first)

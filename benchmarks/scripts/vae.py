@@ -1,16 +1,18 @@
 """After pytorch/examples vae: two losses in one, an evaluation and samples after each epoch."""
 
 import torch
-from common import iterations, tell, tell_bits
+from common import SIZE, iterations, tell, tell_bits
 from torch import nn
 from torch.nn import functional
+
+WIDTH = 400 * SIZE
 
 
 class VAE(nn.Module):
     def __init__(self):
         super().__init__()
-        self.fc1, self.fc21, self.fc22 = nn.Linear(784, 400), nn.Linear(400, 20), nn.Linear(400, 20)
-        self.fc3, self.fc4 = nn.Linear(20, 400), nn.Linear(400, 784)
+        self.fc1, self.fc21, self.fc22 = nn.Linear(784, WIDTH), nn.Linear(WIDTH, 20), nn.Linear(WIDTH, 20)
+        self.fc3, self.fc4 = nn.Linear(20, WIDTH), nn.Linear(WIDTH, 784)
 
     def decode(self, z):
         return torch.sigmoid(self.fc4(functional.relu(self.fc3(z))))

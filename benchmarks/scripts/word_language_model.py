@@ -1,10 +1,10 @@
 """After pytorch/examples word_language_model: a stacked LSTM, states carried along, clipping, SGD by hand."""
 
 import torch
-from common import iterations, tell, tell_bits
+from common import SIZE, iterations, tell, tell_bits
 from torch import nn
 
-TOKENS, WIDTH, SPAN, PARTS, BATCH = 2000, 256, 35, 24, 20
+TOKENS, WIDTH, SPAN, PARTS, BATCH = 2000, 256 * SIZE, 35, 24, 20
 
 torch.manual_seed(1)
 encoder, rnn = nn.Embedding(TOKENS, WIDTH), nn.LSTM(WIDTH, WIDTH, 2, dropout=0.2)

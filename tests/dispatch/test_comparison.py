@@ -102,7 +102,7 @@ def exhausted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
 
     monkeypatch.setattr(Learner, "_learn", noted)
     monkeypatch.setattr(Learner, "_learn_from", learned)
-    monkeypatch.setattr(LearningBudget, "may_learn", lambda _, *, is_repeated=False: is_repeated)
+    monkeypatch.setattr(LearningBudget, "may_learn", lambda _, *, num_ops=0, is_repeated=False: is_repeated)
     return found
 
 

@@ -35,7 +35,7 @@ def drawn_pauses(seed: int) -> Iterator[None]:
         begin(self)
         self.watches = not self.rests and (not fits or random.random() < 0.5)
 
-    def may_learn(_: LearningBudget, *, is_repeated: bool = False) -> bool:
+    def may_learn(_: LearningBudget, *, is_repeated: bool = False, **__: int) -> bool:
         return random.random() < (0.9 if is_repeated else 0.7)
 
     with (
