@@ -1,0 +1,85 @@
+"""Plans that steps leave out ops of, and joining unlike steps for them: whether that has paid."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ooc.memory.counters import Counters
+from ooc.replay.learning_budget import FREE_S, LearningBudget, Stay
+from tests.replay.test_learning_budget import _Clock, _Plan
+
+
+@pytest.mark.parametrize(("cost_ns", "is_loss"), [(85_000_000, False), (100_000_000, True)])
+def test_a_plan_that_steps_leave_out_ops_of_is_left_where_it_takes_longer(cost_ns: int, is_loss: bool) -> None:
+    """An op of these took 0.8 ms on demand. Steps differ, so what takes a little longer may not be the plan's fault."""
+    thread_ns = [0]
+    learning = LearningBudget(Counters(), is_limited=True, thread_clock=lambda: thread_ns[0])
+    plan: Any = SimpleNamespace(may_omit=True, is_elastic=True)
+    other: Any = SimpleNamespace(may_omit=False, is_elastic=True)
+    assert not learning.is_loss(Stay(plan, "key", entered_ns=0, num_ops=100), 0)
+    learning.note_on_demand("key", num_ops=100, cost_ns=80_000_000)
+    thread_ns[0] = cost_ns
+    assert learning.is_loss(Stay(plan, "key", entered_ns=0, num_ops=100), 0) == is_loss
+    assert not learning.is_loss(Stay(other, "key", entered_ns=0, num_ops=100), 0)
+    assert not learning.is_loss(Stay(plan, "key", entered_ns=0, num_ops=100, is_late=True), 0)
+
+
+def test_a_plan_that_steps_leave_counts_with_all_that_ran_after_it() -> None:
+    """Half of an LSTM's ops on a plan, and then the rest on demand: 700 ms where all on demand took 600."""
+    learning, plan = LearningBudget(Counters(), is_limited=True), _Plan(may_omit=True)
+    learning.note_on_demand("key", num_ops=2000, cost_ns=600_000_000)
+    for _ in range(8):
+        learning.end_period(num_ops=2000)
+        stay = {"num_ops": 1000, "num_others": 1000, "entered_ns": 0, "key": "key", "may_omit": True}
+        learning.note_stay(plan, cost_ns=700_000_000, **stay)  # type: ignore[arg-type]
+    assert not all(learning.may_enter(plan) for _ in range(8))  # type: ignore[arg-type]
+
+
+def test_a_plan_that_is_left_at_once_is_tried_less_and_less_often() -> None:
+    """Packed sequences, 10 of whose 9,000 ops were on a plan: that the rest came sooner is not its merit."""
+    counters = Counters()
+    learning, plan = LearningBudget(counters, is_limited=True), _Plan(may_omit=True)
+    learning.note_on_demand("key", num_ops=9000, cost_ns=1_300_000_000)
+    stay = {"num_ops": 10, "num_others": 8990, "entered_ns": 20_000_000, "key": "key", "may_omit": True}
+    num_entered = 0
+    for _ in range(64):
+        learning.begin_period()
+        counters.num_crowded += 1
+        learning.end_period(num_ops=9000)
+        if learning.may_enter(plan):  # type: ignore[arg-type]
+            num_entered += 1
+            learning.note_stay(plan, cost_ns=1_200_000_000, **stay)  # type: ignore[arg-type]
+    assert 1 < num_entered < 8
+
+
+def test_plans_that_steps_leave_ops_out_of_are_judged_by_others_of_their_kind() -> None:
+    """Each replaces one that was left, so it is not entered just because it is new; others are."""
+    learning = LearningBudget(Counters(), is_limited=True)
+    learning.end_period(num_ops=9000)
+    for num_chances in (0, 1, 2):
+        plan: Any = _Plan(may_omit=True)
+        assert [learning.may_enter(plan) for _ in range(num_chances + 1)] == [False] * num_chances + [True]
+        learning.note_stay(plan, num_ops=10, num_others=8990, entered_ns=1_000_000_000, key="key", may_omit=True)
+    assert learning.may_enter(_Plan())  # type: ignore[arg-type]
+
+
+def test_unlike_steps_are_joined_less_often_where_that_gains_nothing() -> None:
+    clock = _Clock()
+    learning, plan = LearningBudget(Counters(), is_limited=True, clock=clock), _Plan(may_omit=True)
+
+    def join(seconds: float) -> bool:
+        if not learning.may_join():
+            return False
+        with learning.spending(), learning.joining():
+            clock.now += seconds
+        return True
+
+    assert all(join(FREE_S / 4) for _ in range(5))  # at first it is free; the fifth is not any more
+    assert [join(1.0) for _ in range(6)] == [False, True, False, False, True, False]
+    assert sum(join(0.001) for _ in range(12)) >= 8  # there was nothing to join
+    learning.note_on_demand("key", num_ops=1000, cost_ns=90_000_000_000)
+    learning.note_stay(plan, num_ops=1000, entered_ns=0, key="key", cost_ns=40_000_000_000, may_omit=True)
+    assert join(1.0)
