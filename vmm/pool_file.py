@@ -61,7 +61,8 @@ class PoolFile:
         self._chunk_nbytes = chunk_nbytes
         self._dontfork = dontfork
         self._huge_pages = huge_pages
-        self._has_huge_file = False
+        self.has_huge_pages = False
+        """It is a file of huge pages, each of which is clear as a whole as soon as a part of it was touched."""
         self.is_split = False
         """Its huge pages were split, so that every mapping is to say that they stay so (`MADV_NOHUGEPAGE`)."""
         self._sys = syscalls
@@ -143,7 +144,7 @@ class PoolFile:
         if self._huge_pages:
             with contextlib.suppress(OSError):  # a wish: small pages do as well
                 descriptor = self._sys.open_huge_file(_FILE_NAME)
-                self._has_huge_file = True
+                self.has_huge_pages = True
                 return descriptor
         return self._sys.memfd_create(_FILE_NAME)
 
@@ -167,7 +168,7 @@ class PoolFile:
         For a memfd, fallocate alone would make small pages, since it knows nothing of the mapping's advice.
         """
         begin, end = start * self._chunk_nbytes, stop * self._chunk_nbytes
-        is_wish = self._huge_pages and not self._has_huge_file
+        is_wish = self._huge_pages and not self.has_huge_pages
         asks_for_huge = is_wish and machine.shmem_huge_pages() in _HUGE_SETTINGS
         if asks_for_huge:
             with contextlib.suppress(OSError):  # a wish: small pages do as well
@@ -185,7 +186,7 @@ class PoolFile:
             raise MemoryFault(
                 f"{self._what(stop)} could not be had: {error}.\n  {room.explanation}\n  Options: a smaller budget."
             ) from error
-        if self._has_huge_file and machine.samples_accesses():
+        if self.has_huge_pages and machine.samples_accesses():
             self._split_huge_pages(begin, end)
 
     def _split_huge_pages(self, begin: int, end: int) -> None:

@@ -17,7 +17,7 @@ from vmm.places import Places
 from vmm.pool_file import NOTHING, PROT_NONE, PoolFile
 from vmm.ranges import Layout, Piece
 from vmm.sizes import format_nbytes
-from vmm.syscalls import MAP_FIXED, MmapCall, Syscalls
+from vmm.syscalls import MAP_FIXED, MmapCall, Syscalls, touch
 
 __all__ = ["PosixMappings"]
 
@@ -200,7 +200,8 @@ class PosixMappings:
         start, stop = pieces[0].start, pieces[-1].stop
         before = self._layout.pieces(start, stop)
         try:
-            (still or self._make)([call for piece in pieces for call in self._calls(piece, populate=populate)])
+            calls = [call for piece in pieces for call in self._calls(piece, populate=populate)]
+            (still or self._make)(calls)
             if pieces[0].value is not None:
                 self._advise(start, stop)
         except BaseException as error:
@@ -209,13 +210,20 @@ class PosixMappings:
                 raise
             raise self._fault(what(), error) from error
         self._layout.assign(pieces)
+        if populate and self._file.has_huge_pages:
+            for piece in pieces:
+                if _is_accessible(piece.value):
+                    touch(self._places.address(piece.start), (piece.stop - piece.start) * self._chunk_nbytes)
 
     def _make(self, calls: Sequence[MmapCall]) -> None:
         for call in calls:
             self._sys.mmap(*call)
 
     def _calls(self, piece: Piece[_Mapped], *, populate: bool = True) -> list[MmapCall]:
-        """Calls by which the addresses of `piece` come to show what it says; chunks with page tables."""
+        """Calls by which the addresses of `piece` come to show what it says; chunks with page tables.
+
+        But where these come more cheaply by touching some pages: small pages do not come along before they are clear.
+        """
         address = self._places.address(piece.start)
         nbytes = (piece.stop - piece.start) * self._chunk_nbytes
         if piece.value is None:
@@ -233,7 +241,8 @@ class PosixMappings:
             return calls
         delta, access = piece.value
         offset = (piece.start + delta) * self._chunk_nbytes
-        flags = _CHUNKS | mmap.MAP_POPULATE if populate and access is Access.READ_WRITE else _CHUNKS
+        populate = populate and _is_accessible(piece.value) and not self._file.has_huge_pages
+        flags = _CHUNKS | mmap.MAP_POPULATE if populate else _CHUNKS
         return [MmapCall(address, nbytes, _prot(access), flags, self._file.descriptor, offset)]
 
     def _advise(self, start: int, stop: int) -> None:
@@ -286,6 +295,11 @@ class PosixMappings:
                 message += f" The process has {machine.map_count()} of {self._max_map_count} memory mappings."
             message += "\n  Options: larger chunks; a higher vm.max_map_count; no limit on address space (ulimit -v)."
         return MemoryFault(message)
+
+
+def _is_accessible(value: _Mapped) -> bool:
+    """Whether a place that shows this shows chunks, read-write."""
+    return value is not None and not isinstance(value, _File) and value[1] is Access.READ_WRITE
 
 
 def _prot(access: Access) -> int:

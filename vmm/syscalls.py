@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from typing import NamedTuple
 
 from vmm.huge_pages import open_huge_file
@@ -16,6 +17,7 @@ __all__ = [
     "MAP_NORESERVE",
     "MmapCall",
     "Syscalls",
+    "touch",
 ]
 
 # Not in the mmap module of Python 3.11; the same on all of Linux's architectures that PyTorch runs on.
@@ -26,6 +28,10 @@ MAP_FIXED = 0x10
 MAP_NORESERVE = 0x4000
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_FAULT_AROUND_NBYTES = 64 << 10
+"""A fault on a page of a file makes page tables for so much around it: the kernel's `fault_around_bytes` by default."""
+_ADDRESSES = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0))
+"""All of the process's addresses: a byte of it is what is at that address, and to read one where nothing is ends us."""
 
 
 class MmapCall(NamedTuple):
@@ -96,6 +102,16 @@ class Syscalls:
         """Say how a range is used."""
         if self._madvise(address, nbytes, advice):
             raise _os_error("madvise")
+
+
+def touch(address: int, nbytes: int) -> None:
+    """Have the page tables made of a range that shows a file's pages, all in memory, by reading some of them.
+
+    Where the kernel makes fewer at a time, later touches are faults. It never fails, and keeps the GIL.
+    """
+    around = -(-(address + 1) // _FAULT_AROUND_NBYTES) * _FAULT_AROUND_NBYTES
+    _ADDRESSES[address : address + 1].tobytes()
+    _ADDRESSES[around : address + nbytes : _FAULT_AROUND_NBYTES].tobytes()
 
 
 def _os_error(call: str) -> OSError:

@@ -49,7 +49,7 @@ def test_transfer_threads() -> None:
         assert _new_names_become(before, "ooc-write", "ooc-read")
     finally:
         store.close()
-    assert num_threads() == num_before
+    assert num_threads() <= num_before  # one that an earlier test has left may end meanwhile
 
 
 def test_threads_of_python() -> None:
