@@ -126,7 +126,7 @@ def parse_options(
 
 
 def _choose_chunk(budget_nbytes: int, chunk: int | str | None, granule_nbytes: int) -> int:
-    """The chunk size: as given, or the power of two from the granule to 2 MiB that gives 8,192 chunks or more.
+    """The chunk size: as given, or the least power of two, from the granule to 2 MiB, that gives at most 16,384 chunks.
 
     A variable takes whole chunks, so large ones waste memory: within 2 GiB 1,000 turns of a GRU cell, 1,016 MiB of
     tensors of 128 to 384 KiB, moved 450 MiB a step with chunks of 512 KiB, and nothing with 128. Smaller ones cost

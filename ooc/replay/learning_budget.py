@@ -315,11 +315,12 @@ class LearningBudget:
         if self.everything_fits and plan.may_omit:
             return False
         account = self._accounts.get(plan)
+        is_free = account is None and not plan.may_omit and self._num_plans < _FREE_PLANS
+        if not self._is_limited or is_free:
+            return True
         if account is None:
             account = self._unions_account if plan.may_omit else self._account
-            if not plan.may_omit and self._num_plans < _FREE_PLANS:
-                return True
-        return not self._is_limited or account.may_try()
+        return account.may_try()
 
     def may_join(self) -> bool:
         """Whether to look for what unlike steps have in common, once `FREE_S` were spent on learning."""
