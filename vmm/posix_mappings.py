@@ -200,8 +200,7 @@ class PosixMappings:
         start, stop = pieces[0].start, pieces[-1].stop
         before = self._layout.pieces(start, stop)
         try:
-            calls = [call for piece in pieces for call in self._calls(piece, populate=populate)]
-            (still or self._make)(calls)
+            (still or self._make)([call for piece in pieces for call in self._calls(piece, populate=populate)])
             if pieces[0].value is not None:
                 self._advise(start, stop)
         except BaseException as error:
