@@ -171,7 +171,8 @@ class Engine:
         self.runner.refusals.earlier_traces = self.sequences.earlier_traces
 
     def _open_telemetry(self, undo: contextlib.ExitStack) -> None:
-        self.steps = StepLog(self.manager, self.memory.space)
+        self.steps = StepLog(self.manager, self.memory.space, self.memory.allocator)
+        undo.callback(self.steps.close)
         self.timeline = Timeline(self.manager, self.memory.store, self.addresses)
         undo.callback(self.timeline.close)
         self.exports = Exports(manager=self.manager, runner=self.runner, memory=self.memory)
@@ -504,15 +505,6 @@ class Engine:
             return sum(record.nbytes for record in self.manager.records.values())
 
     # -- what was recorded
-
-    def in_core_peak_nbytes(self) -> int:
-        """Peak memory of the steps so far if they ran in core: the most bytes alive at once."""
-        with self.lock:
-            recorder = self.runner.recording.recorder
-            if self.steps.in_core_peak_nbytes == 0 and recorder is not None and self.is_open:
-                self.runner.absorb()
-                self.steps.note_recording(recorder.finish(self.manager.records))
-        return self.steps.in_core_peak_nbytes
 
     def learned(self) -> dict[str, Any]:
         """What is known of op sequences and their plans, for the report."""

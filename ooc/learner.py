@@ -94,7 +94,6 @@ class Learner:
         self._runner.settle_times()
         recording = recorder.finish(self._manager.records)
         recording.note_origins(self._manager.records)
-        self._steps.note_recording(recording)
         if self._manager.counters.evicted_nbytes:
             self._manager.foresight.remember(recording.uses)
         entered = self._sequences.active_key if recorder.num_replayed else None

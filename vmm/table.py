@@ -152,6 +152,8 @@ class AllocatorState(ctypes.Structure):
         ("detached", ctypes.c_void_p),
         ("num_detached", ctypes.c_uint64),
         ("quick_allocate", ctypes.c_void_p),
+        ("live_nbytes", ctypes.c_uint64),
+        ("peak_live_nbytes", ctypes.c_uint64),
     )
 
     if TYPE_CHECKING:
@@ -178,6 +180,8 @@ class AllocatorState(ctypes.Structure):
         counted_position: int
         num_counted: int
         quick_allocate: int | None
+        live_nbytes: int
+        peak_live_nbytes: int
 
     @property
     def is_inside_op(self) -> bool:
@@ -293,6 +297,7 @@ class AllocatorTable:
         self.state.plan = None
         self.state.owner_thread = self._library.vmm_allocator_this_thread()
         self.state.restart()
+        self.state.peak_live_nbytes = self.state.live_nbytes
         self.state.session_open = 1
         self.state.mode = MODE_DEMAND
 

@@ -330,7 +330,7 @@ def _memory(order: Order, session: ooc.Session | None) -> dict[str, int]:
     if session is not None:
         return {
             "peak_nbytes": session.report()["peak_nbytes"],
-            "in_core_peak_nbytes": session.engine.in_core_peak_nbytes(),
+            "in_core_peak_nbytes": session.engine.steps.in_core_peak_nbytes,
         }
     if order.variant in ("aliased", "managed"):  # torch's own count is that of its own allocator
         return {"peak_nbytes": order.budget_nbytes or _ALIASED_NBYTES}
@@ -353,7 +353,7 @@ def _fake_peak_nbytes(order: Order) -> int:
                 optimizer.zero_grad(set_to_none=True)
                 workload.loss(model, workload.make_batch(index)).backward()
                 optimizer.step()
-        return session.engine.in_core_peak_nbytes()
+        return session.engine.steps.in_core_peak_nbytes
 
 
 def _device_used_nbytes(order: Order) -> int:

@@ -92,7 +92,7 @@ def hint(report: Mapping[str, Any]) -> str | None:
     if example.get("why"):
         text += f". For example: {example['why'].rstrip('.')}"
     needs = report.get("in_core_peak_nbytes", 0)
-    if not needs:
+    if needs <= report.get("budget_nbytes", 0):  # what is missing is the room between variables
         return text
     return (
         f"{text}. The nearer --budget is to {math.ceil(needs / MIB)}MiB, what its tensors take at once, the less moves"

@@ -34,7 +34,7 @@ def make_report(engine: Engine) -> dict[str, Any]:
         "peak_nbytes": log.peak_chunks * engine.options.chunk_nbytes,
         "process_peak_nbytes": peak.nbytes if peak is not None else None,
         "process_memory": asdict(peak) if peak is not None else None,
-        "in_core_peak_nbytes": engine.in_core_peak_nbytes(),
+        "in_core_peak_nbytes": log.in_core_peak_nbytes,
         "store": {"directory": str(engine.memory.store.directory), "is_direct": engine.memory.store.is_direct},
         "past_budgets": log.past_budgets.document(),
         "steps": [asdict(row) for row in log.rows],

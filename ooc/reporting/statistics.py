@@ -27,7 +27,7 @@ def session_stats(engine: Engine) -> dict[str, int]:
     modes = Counter(row.mode for row in engine.steps.rows)
     return {
         "allocated_bytes.all.current": alive,
-        "allocated_bytes.all.peak": max(engine.steps.in_core_peak_nbytes, alive),
+        "allocated_bytes.all.peak": engine.steps.in_core_peak_nbytes,
         "resident_bytes.all.current": chunks * chunk_nbytes,
         "resident_bytes.all.peak": engine.steps.peak_chunks * chunk_nbytes,
         "away_bytes.all.current": away,

@@ -13,10 +13,10 @@ from ooc.memory.residency import ResidencyManager
 from ooc.telemetry.memory_watch import MemoryWatch
 from ooc.telemetry.past_budgets import PastBudget, PastBudgets
 from ooc.telemetry.why import Cause, Reason
-from ooc.tracing.recorder import RecordedStep
 from scheduler.plan import Machine
 from vmm.store import StoreError
 from vmm.store_speed import StoreSpeed
+from vmm.torch_cpu import AllocatorTable
 
 _NUM_ROWS_KEPT = 20_000
 """A row takes about 400 bytes: without a limit, a week of small steps would take gigabytes."""
@@ -80,9 +80,11 @@ class StepLog:
         past_budgets: Earlier budgets.
     """
 
-    def __init__(self, manager: ResidencyManager, space: Space) -> None:
+    def __init__(self, manager: ResidencyManager, space: Space, allocator: AllocatorTable) -> None:
         self._manager = manager
         self._space = space
+        self._allocator = allocator
+        self._in_core_peak_nbytes: int | None = None  # the allocator has it while the session is open
         self._started = 0.0
         self._before: dict[str, int] = {}
         self._began_planned = False
@@ -93,9 +95,6 @@ class StepLog:
         self._planned_chunks = 0
         self.memory = MemoryWatch(space.driver.num_chunks * space.driver.chunk_nbytes)
         self.past_budgets = PastBudgets()
-        self._largest: RecordedStep | None = None
-        self._is_unrecorded = False  # the step that ended last, so far
-        self._unrecorded_chunks = 0
         self.refusals: dict[str, int] = {}
 
     def __repr__(self) -> str:
@@ -128,9 +127,6 @@ class StepLog:
         if not self._before:
             return
         duration_s = time.perf_counter() - self._started
-        if self._is_unrecorded:
-            self._unrecorded_chunks = max(self._unrecorded_chunks, self._manager.peak_chunks)
-        self._is_unrecorded = num_demand_ops > 0
         after, before = self.counters(), self._before
         self._at_end = {name: after[name] for name in _COUNTED_BETWEEN}
         moved = {name: after[name] - before[name] for name in after}
@@ -184,20 +180,15 @@ class StepLog:
         if reason in self.refusals or len(self.refusals) < _NUM_REASONS_KEPT:
             self.refusals[reason] = self.refusals.get(reason, 0) + 1
 
-    def note_recording(self, recording: RecordedStep) -> None:
-        """Note a step that ran on demand: the one that ended last."""
-        self._is_unrecorded = False
-        if self._largest is None or recording.bound_nbytes > self._largest.bound_nbytes:
-            self._largest = recording
-
     @property
     def in_core_peak_nbytes(self) -> int:
-        """What a step needs in core: the peak of the largest recorded so far.
+        """The most bytes of large storages alive at once so far, resident or away: what it all takes in core."""
+        known = self._in_core_peak_nbytes
+        return int(self._allocator.state.peak_live_nbytes) if known is None else known
 
-        Of steps that are not recorded, since all fits or nothing is to be learned, it is known what was in memory.
-        """
-        recorded = self._largest.build().trace.peak_nbytes() if self._largest is not None else 0
-        return max(recorded, self._unrecorded_chunks * self._space.driver.chunk_nbytes)
+    def close(self) -> None:
+        """Keep what the allocator knows, which counts for another session next. After the last op."""
+        self._in_core_peak_nbytes = self.in_core_peak_nbytes
 
     def counters(self) -> dict[str, int]:
         """Counters of what was moved so far, by name; they only grow."""

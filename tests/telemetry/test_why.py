@@ -101,7 +101,16 @@ def test_steps_of_other_lengths_say_so_and_the_hint_names_the_remedy() -> None:
     assert "test_why.py" in rows[3]["why"]
     assert "multiple of 16" in last["hint"]
     assert "For example: the same ops on other sizes" in last["hint"]
-    assert last["hint"].endswith("MiB, what its tensors take at once, the less moves")
+    assert "--budget" not in last["hint"]  # all fits
+
+
+def test_the_hint_says_what_would_fit_where_not_all_does() -> None:
+    step = {"mode": "learning", "duration_s": 1.0, "num_planned_ops": 0, "num_demand_ops": 9, "cause": "ops", "why": ""}
+    report = {"steps": [step] * 8, "budget_nbytes": 8 * 1024 * KIB, "in_core_peak_nbytes": 8 * 1024 * KIB + 1}
+    assert (hint(report) or "").endswith(
+        ". The nearer --budget is to 9MiB, what its tensors take at once, the less moves"
+    )
+    assert "--budget" not in (hint({**report, "in_core_peak_nbytes": 8 * 1024 * KIB}) or "")
 
 
 def test_segments_of_other_lengths_say_so_too() -> None:

@@ -99,6 +99,9 @@ struct State {
   std::atomic<uint64_t> num_detached;
   // Asked before `cold_allocate`, on the owner's thread: an address, or 0 where that is to serve. Null: nobody.
   std::atomic<ColdAllocate> quick_allocate;
+  // Bytes, as requested, of the large storages that are alive, wherever their contents are; and the most at once.
+  std::atomic<uint64_t> live_nbytes;
+  std::atomic<uint64_t> peak_live_nbytes;
 };
 
 }  // namespace vmm

@@ -271,13 +271,7 @@ VMM_EXPORT int vmm_cuda_install(vmm::DriverCalls calls) {
 VMM_EXPORT int vmm_cuda_begin(uint64_t arena_start, uint64_t arena_stop, uint64_t small_start, uint64_t small_stop,
                               int device) {
   using namespace vmm;
-  const uint64_t granules = (g_state.arena_stop - g_state.arena_start) >> kGranuleShift;
-  if (g_alive != nullptr) munmap(g_alive, granules);
-  if (g_variable != nullptr) munmap(g_variable, granules * sizeof(uint32_t));
-  if (g_detached != nullptr) munmap(g_detached, granules * sizeof(uint32_t));
-  if (g_rerun != nullptr) munmap(g_rerun, granules);
-  g_alive = g_rerun = nullptr;
-  g_variable = g_detached = nullptr;
+  drop_tables();
   g_ended_stop = 0;
   g_state.arena_start = g_state.arena_stop = 0;
   if (!make_tables(arena_start, arena_stop)) return -1;

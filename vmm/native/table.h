@@ -33,6 +33,8 @@ uint8_t* g_alive = nullptr;
 uint32_t* g_variable = nullptr;  // its index in the plan, plus 1; or 0
 uint32_t* g_detached = nullptr;  // granules of a variable that outlived its session, or 0
 uint8_t* g_rerun = nullptr;      // storages that re-runs have here, beside the variable's own
+uint64_t* g_nbytes = nullptr;    // of a session's live variable, as requested
+uint64_t g_num_granules = 0;     // of the tables above
 uint64_t g_used_granules = 0;    // none behind these has had a storage yet
 
 std::mutex g_log_mutex;
@@ -76,6 +78,22 @@ void note_used(uint64_t granule) {
   if (granule >= g_used_granules) g_used_granules = granule + 1;
 }
 
+// Under g_log_mutex: a variable of the session begins at this granule.
+void count_live(uint64_t granule, uint64_t nbytes) {
+  g_nbytes[granule] = nbytes;
+  const uint64_t live = g_state.live_nbytes.load(std::memory_order_relaxed) + nbytes;
+  g_state.live_nbytes.store(live, std::memory_order_relaxed);
+  if (live > g_state.peak_live_nbytes.load(std::memory_order_relaxed)) {
+    g_state.peak_live_nbytes.store(live, std::memory_order_relaxed);
+  }
+}
+
+// Under g_log_mutex: it has ended, or is its session's no more.
+void uncount_live(uint64_t granule) {
+  g_state.live_nbytes.fetch_sub(g_nbytes[granule], std::memory_order_relaxed);
+  g_nbytes[granule] = 0;
+}
+
 // The front's: the variable at this address outlived its session and has been freed. Under g_log_mutex.
 void give_back_detached(void* pointer, uint64_t nbytes);
 
@@ -106,6 +124,7 @@ void release_in_arena(uint64_t address) {
     }
   }
   __atomic_store_n(&g_alive[granule], uint8_t{0}, __ATOMIC_RELEASE);
+  uncount_live(granule);
   append(kFree, address, 0);
 }
 
@@ -239,6 +258,7 @@ uint64_t serve(uint64_t nbytes, int32_t mode, uint16_t ordinal) {
   const uint64_t granule = granule_of(address);
   __atomic_store_n(&g_alive[granule], uint8_t{1}, __ATOMIC_RELEASE);
   note_used(granule);
+  count_live(granule, nbytes);
   append(kAlloc, address, nbytes, ordinal);
   return address;
 }
@@ -264,6 +284,7 @@ void* zeroed(uint64_t nbytes) {
 void note_detached(uint64_t granule, uint32_t num_granules) {
   if (g_detached[granule] == 0) g_state.num_detached.fetch_add(1, std::memory_order_relaxed);
   g_variable[granule] = 0;
+  uncount_live(granule);
   __atomic_store_n(&g_detached[granule], num_granules, __ATOMIC_RELAXED);
 }
 
@@ -274,13 +295,29 @@ bool make_tables(uint64_t arena_start, uint64_t arena_stop) {
   g_variable = static_cast<uint32_t*>(zeroed(granules * sizeof(uint32_t)));
   g_detached = static_cast<uint32_t*>(zeroed(granules * sizeof(uint32_t)));
   g_rerun = static_cast<uint8_t*>(zeroed(granules));
-  if (g_alive == nullptr || g_variable == nullptr || g_detached == nullptr || g_rerun == nullptr) return false;
+  g_nbytes = static_cast<uint64_t*>(zeroed(granules * sizeof(uint64_t)));
+  g_num_granules = granules;
+  if (!g_alive || !g_variable || !g_detached || !g_rerun || !g_nbytes) return false;
   g_state.arena_start = arena_start;
   g_state.arena_stop = arena_stop;
   g_state.detached.store(g_detached, std::memory_order_relaxed);
   g_state.num_detached = 0;
+  g_state.live_nbytes = 0;
   g_used_granules = 0;
   return true;
+}
+
+// Give them back, those that were made of them; nobody may look any more.
+void drop_tables() {
+  if (g_alive != nullptr) munmap(g_alive, g_num_granules);
+  if (g_variable != nullptr) munmap(g_variable, g_num_granules * sizeof(uint32_t));
+  if (g_detached != nullptr) munmap(g_detached, g_num_granules * sizeof(uint32_t));
+  if (g_rerun != nullptr) munmap(g_rerun, g_num_granules);
+  if (g_nbytes != nullptr) munmap(g_nbytes, g_num_granules * sizeof(uint64_t));
+  g_alive = g_rerun = nullptr;
+  g_variable = g_detached = nullptr;
+  g_nbytes = nullptr;
+  g_num_granules = 0;
 }
 
 }  // namespace
@@ -365,6 +402,7 @@ VMM_EXPORT int vmm_allocator_adopt(uint64_t address, uint64_t nbytes) {
   g_rerun[granule] = 0;
   g_state.num_rerun_alive.fetch_sub(1, std::memory_order_relaxed);
   __atomic_store_n(&g_alive[granule], uint8_t{1}, __ATOMIC_RELEASE);
+  count_live(granule, nbytes);
   append(kAlloc, address, nbytes);
   return 1;
 }
