@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -50,7 +50,8 @@ class Envelope:
         trace: The shape's, cyclic, with the sizes that the plan holds.
         elastic: Variables whose sizes differ from step to step.
         standing: Variables that exist throughout and are other storages each time: in the optimizer's part of a step,
-            the gradients. They are taken to be where the segment before left them.
+            the gradients. They are taken to be where the segment before left them. In whole steps, what is the same for
+            some steps and then another one.
         may_omit: Whether steps may leave out ops of it (`ooc.replay.step_unions`).
         union: The union of steps, if it is one, as it was when this was made: it may have grown since.
     """
@@ -117,6 +118,7 @@ class Shape:
         self._smallest = list(self._largest)
         self._serials: list[set[int]] = [set() if s is None else {s} for s in observed.start_serials]
         self._persistent: set[int] = set()
+        self._replaced: set[int] = set()  # was persistent, and is another storage now: it may be that for a while
         self._becomes: dict[int, int] = {}
         self._find_becomes(observed, {i: i for i in range(len(self._largest))})
 
@@ -176,8 +178,10 @@ class Shape:
             serial = observed.start_serials[theirs]
             if serial is not None and serial in seen[ours]:
                 self._persistent.add(ours)
-            else:
+                self._replaced.discard(ours)
+            elif ours in self._persistent:
                 self._persistent.discard(ours)
+                self._replaced.add(ours)
             if serial is not None:
                 self._serials[ours] = {serial}
         self._find_becomes(observed, alignment)
@@ -192,7 +196,9 @@ class Shape:
             largest[theirs] = self._largest[ours]
             smallest[theirs] = self._smallest[ours]
             serials[theirs] = self._serials[ours]
-        self._persistent = {back[ours] for ours in self._persistent}
+        self._persistent, self._replaced = (
+            {back[ours] for ours in known} for known in (self._persistent, self._replaced)
+        )
         self._becomes = {back[a]: back[b] for a, b in self._becomes.items()}
         self._largest, self._smallest, self._serials = largest, smallest, serials
         self.observed = observed
@@ -243,7 +249,7 @@ class Shape:
         """
         if not self.is_elastic and self._earlier is not None:
             trace = close_cycle(self._earlier, self._latest)
-            return standing(trace, trace.variables) if is_segment else Envelope(trace=trace, elastic=frozenset())
+            return standing(trace, trace.variables, among=None if is_segment else self._replaced)
         variables = self.observed.trace.variables
         varying = {
             index
@@ -273,8 +279,7 @@ class Shape:
                 replace(v, nbytes=sizes[index], becomes=becomes.get(index)) for index, v in enumerate(variables)
             ),
         )
-        found = Envelope(trace=trace, elastic=frozenset(varying))
-        return standing(trace, trace.variables, found.elastic) if is_segment else found
+        return standing(trace, trace.variables, frozenset(varying), among=None if is_segment else self._replaced)
 
     def _becomes_by_age(self, known: Mapping[int, int], varying: set[int]) -> dict[int, int]:
         """Of those whose size never differs, which is which in the next step: matched by size, in order of age."""
@@ -345,8 +350,18 @@ class Shape:
         return len(self.others_throughout(observed, alignment)), throughout
 
 
-def standing(trace: Trace, variables: tuple[Variable, ...], elastic: frozenset[int] = frozenset()) -> Envelope:
-    """The envelope in which what exists throughout and is not the same each time stays where it is at the borders."""
+def standing(
+    trace: Trace,
+    variables: tuple[Variable, ...],
+    elastic: frozenset[int] = frozenset(),
+    *,
+    among: Container[int] | None = None,
+) -> Envelope:
+    """The envelope in which what exists throughout and is not the same each time stays where it is at the borders.
+
+    `among`: no others than these; None: all. In a whole step, what is another storage each time is a batch from a list,
+    and the next one is not known; what was the same for some steps will be so again, as what an agent has collected.
+    """
     heirs = {v.becomes for v in variables}
     standing = frozenset(
         index
@@ -357,6 +372,7 @@ def standing(trace: Trace, variables: tuple[Variable, ...], elastic: frozenset[i
         and v.evictable
         and index not in elastic
         and index not in heirs
+        and (among is None or index in among)
     )
     changed = tuple(replace(v, becomes=index) if index in standing else v for index, v in enumerate(variables))
     return Envelope(trace=replace(trace, variables=changed), elastic=elastic, standing=standing)

@@ -60,6 +60,9 @@ or are replaced for what they were left for. Not plans that steps leave out ops 
 left, and to enter one for the first time takes long (13,000 ops of packed sequences: 0.8 to 1.2 s, six times)."""
 _LONG_S = 0.05
 """To join unlike steps in less time is not worth counting: mostly it turned out soon that there was nothing to join."""
+JOIN_FREE_S, JOIN_FREE_FRACTION = 1.0, 0.1
+"""So long joining unlike steps may take, or up to `FREE_S` if that is no more than this part of the time so far, before
+it has to earn what it takes. In a TreeLSTM, a union that went on growing took 31 % of the first 20 s and saved 1 %."""
 _MOST_SEQUENCES = 1024
 """Whose costs on demand are remembered."""
 _VISIT_NS = 50_000
@@ -210,6 +213,7 @@ class LearningBudget:
         self._account, self._num_plans = Account(), 0  # of all plans; and how many were
         self._unions_account = Account()  # of those that steps leave out ops of
         self._joining = Account()  # of joining unlike steps, less what that took
+        self._joined_s = self._longest_join_s = 0.0
         self._borders = Account()  # of what was looked for within periods
         self._border_ns = 0.0  # what that has gained in this period
         self._planning = Account()  # of all that plans are, in a period
@@ -323,8 +327,19 @@ class LearningBudget:
         return account.may_try()
 
     def may_join(self) -> bool:
-        """Whether to look for what unlike steps have in common, once `FREE_S` were spent on learning."""
-        return not self._is_limited or self._spent_s < FREE_S or self._joining.may_try()
+        """Whether to look for what unlike steps have in common: at first in any case, then where that pays.
+
+        And where there is the time for one as long as the longest: to begin a union of several steps anew may take
+        seconds.
+        """
+        if not self._is_limited or self._is_joining_free():
+            return True
+        is_affordable = self._is_within(_LEAST_FRACTION, at_most=MOST_FRACTION, expected_s=self._longest_join_s)
+        return is_affordable and self._joining.may_try()
+
+    def _is_joining_free(self) -> bool:
+        part_s = JOIN_FREE_FRACTION * (self._clock() - self._opened)
+        return self._joined_s < min(max(part_s, JOIN_FREE_S), FREE_S)
 
     @contextlib.contextmanager
     def joining(self) -> Iterator[None]:
@@ -334,7 +349,9 @@ class LearningBudget:
             yield
         finally:
             joined_s = self._clock() - started
-            if self._spent_s >= FREE_S and joined_s >= _LONG_S:
+            self._joined_s += joined_s
+            self._longest_join_s = max(self._longest_join_s, joined_s)
+            if joined_s >= _LONG_S and not self._is_joining_free():
                 self._joining.note(-joined_s * 1e9)
 
     def cost_ns(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ooc.memory.counters import Counters
-from ooc.replay.learning_budget import FREE_S, LearningBudget, Stay
+from ooc.replay.learning_budget import FREE_S, JOIN_FREE_S, LearningBudget, Stay
 from tests.replay.test_learning_budget import _Clock, _Plan
 
 
@@ -77,9 +77,37 @@ def test_unlike_steps_are_joined_less_often_where_that_gains_nothing() -> None:
             clock.now += seconds
         return True
 
-    assert all(join(FREE_S / 4) for _ in range(5))  # at first it is free; the fifth is not any more
-    assert [join(1.0) for _ in range(6)] == [False, True, False, False, True, False]
-    assert sum(join(0.001) for _ in range(12)) >= 8  # there was nothing to join
+    assert all(join(JOIN_FREE_S / 4) for _ in range(4))  # at first it is free
+    assert not join(1.0)  # there is no time for one
+    clock.now += 1000.0
+    assert all(join(1.0) for _ in range(3))  # up to `FREE_S`, now that it is little of the time
+    assert [join(1.0) for _ in range(8)] == [False, False, True, False, False, False, False, True]
+    clock.now += 1000.0
+    assert sum(join(0.001) for _ in range(12)) == 12 - 8  # what found nothing to join lets no more chances pass
     learning.note_on_demand("key", num_ops=1000, cost_ns=90_000_000_000)
     learning.note_stay(plan, num_ops=1000, entered_ns=0, key="key", cost_ns=40_000_000_000, may_omit=True)
     assert join(1.0)
+
+
+def test_the_longest_join_is_what_the_next_one_is_expected_to_take() -> None:
+    """To begin a union of several steps anew took 3.2 s, where nothing had been gained."""
+    clock = _Clock()
+    learning = LearningBudget(Counters(), is_limited=True, clock=clock)
+    with learning.spending(), learning.joining():
+        clock.now += 4.0
+    clock.now += 100.0
+    assert not learning.may_join()  # 8 of 104 s would be more than the least part
+    clock.now += 300.0
+    assert [learning.may_join() for _ in range(2)] == [False, True]  # the first has gained nothing
+
+
+def test_where_steps_are_long_joining_them_is_free_for_longer() -> None:
+    clock = _Clock()
+    learning = LearningBudget(Counters(), is_limited=True, clock=clock)
+    clock.now += 60.0
+    with learning.spending(), learning.joining():
+        clock.now += FREE_S - 0.5
+    assert learning.may_join()
+    with learning.spending(), learning.joining():
+        clock.now += 1.0
+    assert not learning.may_join()
