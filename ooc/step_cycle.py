@@ -471,9 +471,7 @@ class StepCycle:
             if self._learning.everything_fits:
                 self._why.note_all_fits()
             elif so_far is None:
-                self._why.note_refusal(
-                    "plans like it have cost more than they saved, or were left too early to save it"
-                )
+                self._why.note_loss()
             return
         left_because, left = executor.bailout_reason, self._sequences.active_key  # if this step has left a plan before
         self._sequences.begin(follower)

@@ -20,7 +20,7 @@ _REMEDIES = {
     ),
     "ops": "most steps had other ops than the one before, so that none came twice",
     "left": "most steps left their plan",
-    "refused": "most steps could not enter the plan that there is",
+    "refused": "most steps did not enter the plan that there is",
     "segment": "most steps had a part that did not come twice",
     "unplannable": "there is no plan for most steps",
     "unlearned": (

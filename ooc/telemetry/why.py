@@ -86,9 +86,11 @@ class UnplannedSteps:
         self._refusal = ""
         self._num_periods = 0
         self._is_unlearned = False  # the last one that was recorded
-        self._entered = ""
+        self._not_entered = ""  # why not, if there is a plan for the step that has begun
         self._fits = False
         self._num_compared = 0
+        self._num_alike = 0  # steps in a row that were as the one before
+        self._last_left = ""  # why a plan was left, the last time
         self._segments: dict[int, RecordedStep] = {}  # by their ops, the newest last
         self._num_again: dict[int, int] = {}  # how often each was as the one before
         self._num_segments = 0
@@ -114,7 +116,7 @@ class UnplannedSteps:
     def note_segment(self, recording: RecordedStep, *, num_ops: int, bailout: str) -> None:
         """What was noted last is a segment, so many ops of it on demand; `bailout`: why it left a plan, if it did."""
         if bailout:
-            self._noted.append((num_ops, Reason(cause="left", text=f"left its plan: {bailout}")))
+            self._noted.append((num_ops, self._left(bailout)))
             return
         if self._refusal:
             self._noted.append((num_ops, Reason(cause="unplannable", text=f"it cannot be planned: {self._refusal}")))
@@ -175,7 +177,18 @@ class UnplannedSteps:
 
     def note_refusal(self, reason: str) -> None:
         """The plan for the step that begins could not be entered."""
-        self._entered = reason
+        self._not_entered = f"its plan could not be entered: {reason}"
+
+    def note_loss(self) -> None:
+        """The plan for the step that begins was not entered, since such plans have gained nothing."""
+        text = (
+            "its plan was not entered: plans like it have cost more than they saved, or were left too early to save it"
+        )
+        self._not_entered = f"{text}; the last that was left: {self._last_left}" if self._last_left else text
+
+    def _left(self, bailout: str) -> Reason:
+        self._last_left = bailout
+        return Reason(cause="left", text=f"left its plan: {bailout}")
 
     def note_all_fits(self) -> None:
         """Nothing is learned from the step that has ended: everything fits."""
@@ -192,21 +205,21 @@ class UnplannedSteps:
             bailout: Why that was left, if it was.
             in_segments: Whether its segments are planned, and not the whole of it.
         """
-        entered, self._entered = self._entered, ""
+        not_entered, self._not_entered = self._not_entered, ""
         fits, self._fits = self._fits, False
         if in_segments and not fits:
             if recorder is not None and recorder.num_ops > recorder.num_replayed:  # the one that is not over
                 left = bool(recorder.num_replayed)
-                reason = Reason(cause="left", text=f"left its plan: {bailout}") if left else Reason(cause="unknown")
+                reason = self._left(bailout) if left else Reason(cause="unknown")
                 if not left and self._num_segments <= _MOST_SEGMENTS_COMPARED:
                     reason = self._compare_segment(recorder, recorder.signature())
                 self._noted.append((recorder.num_ops - recorder.num_replayed, reason))
             return self._explain_segments()
         self._noted.clear()
         if was_planned:
-            return Reason() if recorder is None else Reason(cause="left", text=f"left its plan: {bailout}")
-        if entered:
-            return Reason(cause="refused", text=f"its plan could not be entered: {entered}")
+            return Reason() if recorder is None else self._left(bailout)
+        if not_entered:
+            return Reason(cause="refused", text=not_entered)
         if fits:
             return Reason(
                 cause="fits", text="everything fits in the budget: nothing has to move, and no plan is needed"
@@ -222,8 +235,10 @@ class UnplannedSteps:
         if self._num_compared > _MOST_COMPARED:
             return _UNLEARNED if self._is_unlearned else _STEPS_BEFORE if was_twice else _NOT_COMPARED
         reason = compare(self._before, recorder)
+        self._num_alike = self._num_alike + 1 if reason.cause == "again" else 0
         if reason.cause != "again":
             return _AFTER_THE_FIRST if self._num_periods <= 1 else reason
+        was_twice = was_twice or self._num_alike > 1
         return _UNLEARNED if self._is_unlearned else _BEING_PLANNED if was_twice else reason
 
 

@@ -143,7 +143,8 @@ def test_steps_whose_plan_takes_long_say_so(monkeypatch: pytest.MonkeyPatch) -> 
     """Dozens of equal steps may end before it is made: they were seen more than twice."""
     monkeypatch.setattr(Sequences, "_plan_shape", lambda *_: None)
     *rows, last = _rows([256] * (_MOST_COMPARED + 8))
-    assert rows[3]["why"] == "as the step before: it is planned as soon as it was seen twice"
+    assert rows[2]["why"] == "as the step before: it is planned as soon as it was seen twice"
+    assert rows[3]["why"] == "as those before it: their plan is being made, or another one was expected here"
     assert rows[-12]["why"] == "as those before it: their plan is being made, or another one was expected here"
     assert (
         rows[-1]["why"] == "the steps before it were alike: their plan is being made, or another one was expected here"
@@ -204,6 +205,33 @@ def test_a_segment_in_a_planned_step_says_why_it_is_not_planned() -> None:
     reasons["k"] = "too large"
     steps.note_period(recording, "k")
     assert steps.in_part(90, 10).text == "10 of its 100 ops are a segment that cannot be planned: too large"
+
+
+def test_steps_that_come_again_are_said_to_be_planned_soon_once() -> None:
+    """Though what was learned last is not what came before it: two kinds of steps in turns, of the same ops."""
+    steps = UnplannedSteps({})
+    recording: Any = SimpleNamespace(num_ops=len(OPS), num_replayed=0, ops=OPS, events=[])
+    recorder: Any = Recorded(OPS, [])
+    recording.funcs, recording.op = recorder.funcs, recorder.op
+    texts = []
+    for number in range(4):
+        steps.note_period(recording, f"key {number}")
+        texts.append(steps.explain(recorder, was_planned=False, bailout="").text)
+    assert texts[0] == "as the step before: it is planned as soon as it was seen twice"
+    assert texts[1:] == ["as those before it: their plan is being made, or another one was expected here"] * 3
+
+
+def test_a_plan_that_is_not_entered_for_what_it_cost_says_what_such_plans_were_left_for() -> None:
+    steps = UnplannedSteps({})
+    recorder: Any = Recorded(OPS, [])
+    steps.note_loss()
+    first = steps.explain(recorder, was_planned=False, bailout="")
+    assert (first.cause, first.text.endswith("too early to save it")) == ("refused", True)
+    steps.explain(recorder, was_planned=True, bailout="op 1 (relu) allocates 2.0 MiB that the plan does not have")
+    steps.note_loss()
+    text = steps.explain(recorder, was_planned=False, bailout="").text
+    assert text.startswith("its plan was not entered: plans like it have cost more than they saved")
+    assert text.endswith("; the last that was left: op 1 (relu) allocates 2.0 MiB that the plan does not have")
 
 
 def test_each_cause_has_a_remedy() -> None:
