@@ -57,6 +57,7 @@ SCRIPTS = (
     Script(name="imagenet_dummy", budget="16MiB"),
     Script(name="time_sequence_prediction", budget="16MiB", wide_budget="128MiB"),
     Script(name="reinforce", budget="1280KiB", wide_budget="20MiB"),
+    Script(name="ppo", budget="7MiB"),
     Script(name="nanogpt", budget="9MiB", wide_budget="90MiB"),
     Script(name="skipped_layers", budget="44MiB", wide_budget="740MiB"),
     Script(name="packed_gru", budget="19MiB", wide_budget="260MiB"),

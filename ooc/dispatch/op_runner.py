@@ -338,7 +338,7 @@ class OpRunner:
         """Run an op without any managed operand while a plan is replayed, which can go on after it."""
         self._has_served, beside, cursor = False, self._executor.beside, self._dispatcher.cursor
         try:
-            with beside.running():
+            with beside.running(func):
                 result = func(*args, **kwargs)
         except BaseException:
             with self._lock:

@@ -24,10 +24,12 @@ class OpsBeside:
 
     Attributes:
         is_running: One is running now, which the plan does not have.
+        func: The one that is running, or ran last.
     """
 
     def __init__(self) -> None:
         self.is_running = False
+        self.func: Any = None
         self._cursors: list[int] = []  # the plan's op that came next
         self._ops: list[OpRecord] = []
 
@@ -40,9 +42,9 @@ class OpsBeside:
         self._ops.clear()
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """One runs in the block."""
-        self.is_running = True
+    def running(self, func: Any) -> Iterator[None]:
+        """One runs in the block, `func`."""
+        self.is_running, self.func = True, func
         try:
             yield
         finally:

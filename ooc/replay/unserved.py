@@ -97,6 +97,8 @@ class Unserved(PartOfReplay):
     def _asks(self) -> str:
         executable, cursor = self._executor.active, self._dispatcher.cursor
         assert executable is not None
+        if self._executor.beside.is_running:
+            return f"before op {cursor}, {self._executor.beside.func} allocates"
         if not self._allocator.state.is_inside_op or cursor >= executable.num_ops:
             return "code between ops allocates"
         func: Any = executable.funcs[cursor]

@@ -139,6 +139,22 @@ def test_a_step_that_leaves_its_plan_says_where_and_what_was_expected() -> None:
     assert "is not what the plan expects: aten.sum.default, tests/telemetry/test_why.py:" in rows[6]["why"]
 
 
+def test_an_op_beside_the_plan_that_takes_its_room_is_named() -> None:
+    with ooc.Session("8MiB", step_boundary="optimizer", background_planning=False, plan_cache=False) as session:
+        model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(8):
+            x = model(torch.ones(256, 128))
+            if number == 6:
+                torch.zeros(7 * 256 * KIB)
+            x.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        rows = session.report()["steps"]
+    assert rows[5]["mode"] == "planned"
+    assert "aten.zeros.default allocates 7.0 MiB that the plan does not have" in rows[6]["why"], rows[6]
+
+
 def test_steps_whose_plan_takes_long_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dozens of equal steps may end before it is made: they were seen more than twice."""
     monkeypatch.setattr(Sequences, "_plan_shape", lambda *_: None)
