@@ -11,6 +11,7 @@ from ooc.replay.acts import ResidencyActs
 from ooc.replay.bindings import Bindings
 from ooc.replay.dispatcher import Dispatcher
 from ooc.replay.executable_plan import ExecutablePlan
+from ooc.replay.ops_beside import OpsBeside
 from ooc.replay.plan_variables import ExecutableResidency
 from vmm.table import AllocatorTable
 
@@ -19,6 +20,7 @@ class Replaying(Protocol):
     """What they need of the executor; see there."""
 
     active: ExecutablePlan | None
+    beside: OpsBeside
 
     def before(self, index: int, bear: Callable[[Sequence[ExecutableResidency]], bool] | None = None) -> bool: ...
     def after(self, index: int) -> None: ...
