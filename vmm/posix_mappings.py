@@ -194,13 +194,18 @@ class PosixMappings:
     ) -> None:
         """Let neighbouring addresses show `pieces`; if a call fails, they show again what they show now.
 
+        With `populate`, chunks get their page tables: with the mapping, or, where that is cheaper, by touching some
+        pages then. Small pages do not come along before they are clear.
+
         Raises:
             MemoryFault: A call failed; `what` says for what it was made.
         """
         start, stop = pieces[0].start, pieces[-1].stop
         before = self._layout.pieces(start, stop)
+        touches = populate and self._file.has_huge_pages
+        at_once = populate and not touches
         try:
-            (still or self._make)([call for piece in pieces for call in self._calls(piece, populate=populate)])
+            (still or self._make)([call for piece in pieces for call in self._calls(piece, populate=at_once)])
             if pieces[0].value is not None:
                 self._advise(start, stop)
         except BaseException as error:
@@ -209,20 +214,16 @@ class PosixMappings:
                 raise
             raise self._fault(what(), error) from error
         self._layout.assign(pieces)
-        if populate and self._file.has_huge_pages:
-            for piece in pieces:
-                if _is_accessible(piece.value):
-                    touch(self._places.address(piece.start), (piece.stop - piece.start) * self._chunk_nbytes)
+        for piece in pieces if touches else ():
+            if _is_accessible(piece.value):
+                touch(self._places.address(piece.start), (piece.stop - piece.start) * self._chunk_nbytes)
 
     def _make(self, calls: Sequence[MmapCall]) -> None:
         for call in calls:
             self._sys.mmap(*call)
 
-    def _calls(self, piece: Piece[_Mapped], *, populate: bool = True) -> list[MmapCall]:
-        """Calls by which the addresses of `piece` come to show what it says; chunks with page tables.
-
-        But where these come more cheaply by touching some pages: small pages do not come along before they are clear.
-        """
+    def _calls(self, piece: Piece[_Mapped], *, populate: bool) -> list[MmapCall]:
+        """Calls by which the addresses of `piece` come to show what it says; with `populate`, with page tables."""
         address = self._places.address(piece.start)
         nbytes = (piece.stop - piece.start) * self._chunk_nbytes
         if piece.value is None:
@@ -240,8 +241,7 @@ class PosixMappings:
             return calls
         delta, access = piece.value
         offset = (piece.start + delta) * self._chunk_nbytes
-        populate = populate and _is_accessible(piece.value) and not self._file.has_huge_pages
-        flags = _CHUNKS | mmap.MAP_POPULATE if populate else _CHUNKS
+        flags = _CHUNKS | mmap.MAP_POPULATE if populate and access is Access.READ_WRITE else _CHUNKS
         return [MmapCall(address, nbytes, _prot(access), flags, self._file.descriptor, offset)]
 
     def _advise(self, start: int, stop: int) -> None:
@@ -256,7 +256,7 @@ class PosixMappings:
         """Undo: let addresses show again what the layout says that they show."""
         try:
             for piece in pieces:
-                self._make(self._calls(piece))
+                self._make(self._calls(piece, populate=False))
                 if piece.value is not None:
                     self._advise(piece.start, piece.stop)
         except OSError as error:
