@@ -271,10 +271,13 @@ VMM_EXPORT int vmm_cuda_install(vmm::DriverCalls calls) {
 VMM_EXPORT int vmm_cuda_begin(uint64_t arena_start, uint64_t arena_stop, uint64_t small_start, uint64_t small_stop,
                               int device) {
   using namespace vmm;
-  drop_tables();
-  g_ended_stop = 0;
-  g_state.arena_start = g_state.arena_stop = 0;
-  if (!make_tables(arena_start, arena_stop)) return -1;
+  {
+    std::lock_guard<std::mutex> lock(g_log_mutex);
+    drop_tables();
+    g_ended_stop = 0;
+    g_state.arena_start = g_state.arena_stop = 0;
+    if (!make_tables(arena_start, arena_stop)) return -1;
+  }
   std::lock_guard<std::mutex> lock(g_mutex);
   g_device = device;
   uint64_t context = 0;

@@ -97,10 +97,11 @@ void uncount_live(uint64_t granule) {
 // The front's: the variable at this address outlived its session and has been freed. Under g_log_mutex.
 void give_back_detached(void* pointer, uint64_t nbytes);
 
-// A free at an address of the arena.
+// A free at an address of the arena. It may have been one when the caller looked, and be another session's table now.
 void release_in_arena(uint64_t address) {
-  const uint64_t granule = granule_of(address);
   std::lock_guard<std::mutex> lock(g_log_mutex);
+  const uint64_t granule = granule_of(address);
+  if (granule >= g_num_granules) return;
   if (g_rerun[granule] != 0) {
     --g_rerun[granule];
     g_state.num_rerun_alive.fetch_sub(1, std::memory_order_relaxed);
@@ -288,7 +289,7 @@ void note_detached(uint64_t granule, uint32_t num_granules) {
   __atomic_store_n(&g_detached[granule], num_granules, __ATOMIC_RELAXED);
 }
 
-// Side tables for an arena. False: no address space for them.
+// Side tables for an arena, under g_log_mutex where frees may come. False: no address space for them.
 bool make_tables(uint64_t arena_start, uint64_t arena_stop) {
   const uint64_t granules = (arena_stop - arena_start) >> kGranuleShift;
   g_alive = static_cast<uint8_t*>(zeroed(granules));
@@ -307,7 +308,7 @@ bool make_tables(uint64_t arena_start, uint64_t arena_stop) {
   return true;
 }
 
-// Give them back, those that were made of them; nobody may look any more.
+// Give them back, those that were made of them. Under g_log_mutex.
 void drop_tables() {
   if (g_alive != nullptr) munmap(g_alive, g_num_granules);
   if (g_variable != nullptr) munmap(g_variable, g_num_granules * sizeof(uint32_t));
