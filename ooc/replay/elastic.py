@@ -247,9 +247,10 @@ class Shape:
             headroom: The envelope holds so much more than the largest seen.
             is_segment: Of a part of a step: other parts come before and after it.
         """
+        among = None if is_segment else self._replaced
         if not self.is_elastic and self._earlier is not None:
             trace = close_cycle(self._earlier, self._latest)
-            return standing(trace, trace.variables, among=None if is_segment else self._replaced)
+            return standing(trace, trace.variables, among=among)
         variables = self.observed.trace.variables
         varying = {
             index
@@ -279,7 +280,7 @@ class Shape:
                 replace(v, nbytes=sizes[index], becomes=becomes.get(index)) for index, v in enumerate(variables)
             ),
         )
-        return standing(trace, trace.variables, frozenset(varying), among=None if is_segment else self._replaced)
+        return standing(trace, trace.variables, frozenset(varying), among=among)
 
     def _becomes_by_age(self, known: Mapping[int, int], varying: set[int]) -> dict[int, int]:
         """Of those whose size never differs, which is which in the next step: matched by size, in order of age."""

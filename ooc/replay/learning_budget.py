@@ -60,9 +60,9 @@ or are replaced for what they were left for. Not plans that steps leave out ops 
 left, and to enter one for the first time takes long (13,000 ops of packed sequences: 0.8 to 1.2 s, six times)."""
 _LONG_S = 0.05
 """To join unlike steps in less time is not worth counting: mostly it turned out soon that there was nothing to join."""
-JOIN_FREE_S, JOIN_FREE_FRACTION = 1.0, 0.1
-"""So long joining unlike steps may take, or up to `FREE_S` if that is no more than this part of the time so far, before
-it has to earn what it takes. In a TreeLSTM, a union that went on growing took 31 % of the first 20 s and saved 1 %."""
+JOIN_FREE_S = 1.0
+"""So long joining unlike steps may take, or up to `FREE_S` where that is within `FREE_FRACTION`, before it has to earn
+what it takes. In a TreeLSTM, a union that went on growing took 31 % of the first 20 s and saved 1 %."""
 _MOST_SEQUENCES = 1024
 """Whose costs on demand are remembered."""
 _VISIT_NS = 50_000
@@ -338,7 +338,7 @@ class LearningBudget:
         return is_affordable and self._joining.may_try()
 
     def _is_joining_free(self) -> bool:
-        part_s = JOIN_FREE_FRACTION * (self._clock() - self._opened)
+        part_s = FREE_FRACTION * (self._clock() - self._opened)
         return self._joined_s < min(max(part_s, JOIN_FREE_S), FREE_S)
 
     @contextlib.contextmanager

@@ -8,7 +8,7 @@ log notes each allocation and free with its position in the step. Only at the st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ooc.memory.record import VariableRecord
@@ -167,7 +167,6 @@ class RecordedStep:
         signature: See `StepRecorder.signature`.
         family: The same, as a text.
         num_ops: Its ops.
-        bound_nbytes: No more than this was alive at once.
     """
 
     def __init__(self, *, recorder: StepRecorder, start: dict[int, StartVariable], end_serials: dict[int, int]) -> None:
@@ -178,7 +177,6 @@ class RecordedStep:
         self.family = f"{self.signature:x}"
         self.num_ops = recorder.num_ops
         self.grad_mode, self.flight_nbytes = recorder.grad_mode, recorder.flight_nbytes
-        self.bound_nbytes = _most_alive(start, recorder.events)
         self._observed: Observed | None = None
         self._num_draws = 0  # with which that was built
         self._uses: StepUses | None = None
@@ -233,16 +231,3 @@ class RecordedStep:
             self._observed = builder.build(self.ops, self._recorder.events, self.end_serials)
             self._num_draws = len(draws)
         return self._observed
-
-
-def _most_alive(start: Mapping[int, StartVariable], events: Iterable[Event]) -> int:
-    sizes = {address: variable.nbytes for address, variable in start.items()}
-    most = alive = sum(sizes.values())
-    for event in events:
-        if event.kind == ALLOC:
-            sizes[event.address] = event.nbytes
-            alive += event.nbytes
-            most = max(most, alive)
-        else:
-            alive -= sizes.pop(event.address, 0)
-    return most

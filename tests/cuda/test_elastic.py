@@ -96,6 +96,4 @@ def test_what_outlives_its_session_has_its_own_size() -> None:
 )
 def test_random_programs_of_unlike_steps(seeds: list[int]) -> None:
     tally = run_many(seeds, runner=f"{run_seed.__module__}:{run_seed.__name__}")
-    report = "\n".join(f"seed {seed}: {failure}" for seed, failure in list(tally.failures.items())[:5])
-    assert not tally.failures, f"{len(tally.failures)} of {tally.num_run} programs failed\n{report}"
-    assert tally.num_run == len(seeds)
+    tally.check(len(seeds))

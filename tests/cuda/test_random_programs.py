@@ -39,8 +39,6 @@ def run_seed(seed: int) -> dict[str, Any]:
 )
 def test_random_programs(seeds: list[int]) -> None:
     tally = run_many(seeds, runner=f"{__name__}:{run_seed.__name__}")
-    report = "\n".join(f"seed {seed}: {failure}" for seed, failure in list(tally.failures.items())[:5])
-    assert not tally.failures, f"{len(tally.failures)} of {tally.num_run} programs failed\n{report}"
-    assert tally.num_run == len(seeds)
+    tally.check(len(seeds))
     assert tally.num_steady_planned > tally.num_steady / 2, tally
     assert tally.modes["planned"] > len(seeds) / 2

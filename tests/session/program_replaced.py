@@ -48,6 +48,7 @@ def _write(state: State, s: Statement) -> None:
 
 
 _KINDS = {"replace_storage": _replace, "read_input": _read, "write_input": _write}
+VARIATIONS.update(_KINDS)
 
 
 @contextmanager
@@ -102,12 +103,7 @@ def of_replaced(seed: int) -> Program:
 def run_seed(seed: int) -> dict[str, Any]:
     """As `program_runs.run_seed`."""
     program = of_replaced(seed)
-    VARIATIONS.update(_KINDS)
-    try:
-        expected = run_in_core(program)
-        with counted_standing() as found:
-            outcome = run_in_session(program, expected)
-    finally:
-        for name in _KINDS:
-            VARIATIONS.pop(name, None)
+    expected = run_in_core(program)
+    with counted_standing() as found:
+        outcome = run_in_session(program, expected)
     return {"modes": (*outcome.modes, *found.elements()), "num_chunks": outcome.num_chunks}

@@ -59,6 +59,12 @@ class Tally:
             self.num_steady += 1
             self.num_steady_planned += "planned" in outcome.modes
 
+    def check(self, count: int) -> None:
+        """Assert that so many were run, and none failed."""
+        report = "\n".join(f"seed {seed}: {failure}" for seed, failure in list(self.failures.items())[:5])
+        assert not self.failures, f"{len(self.failures)} of {self.num_run} programs failed\n{report}"
+        assert self.num_run == count
+
 
 def run_seed(seed: int) -> dict[str, Any]:
     """Run one seed in this process."""

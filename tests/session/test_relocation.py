@@ -198,5 +198,5 @@ def test_who_takes_chunks_that_are_still_written_out_of_waits() -> None:
 
 def test_random_programs_whose_plans_copy_at_the_border() -> None:
     tally = run_many(range(8), runner="tests.session.program_relocation:run_seed")
-    assert not tally.failures, "\n".join(f"seed {seed}: {how}" for seed, how in tally.failures.items())
+    tally.check(8)
     assert tally.modes["relocating"]

@@ -17,7 +17,6 @@ from ooc.replay.reruns import Reruns
 from scheduler.adapt import Switch, SwitchKind
 from tests.session.program_runs import run_many
 from tests.session.recomputed import CASES, CHUNK_NBYTES, Training, compare, node_at, noted
-from tests.session.test_random_reruns import _check
 
 AT = 4
 """The step in which it shrinks: one that is replayed from a plan."""
@@ -116,4 +115,4 @@ def test_a_rule_left_out_shows(
 
 def test_random_programs() -> None:
     """With recomputation forced, and a budget that shrinks between ops now and then."""
-    _check(run_many(range(10), runner="tests.session.program_reruns:run_shrinking"), 10)
+    run_many(range(10), runner="tests.session.program_reruns:run_shrinking").check(10)
