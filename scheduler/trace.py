@@ -41,6 +41,29 @@ class Use:
     writes: bool
 
 
+class Uses:
+    """Makes the uses of one trace, one for all ops that use a variable in the same way.
+
+    Traces are kept, and the cycle collector of Python follows each object in them.
+    """
+
+    __slots__ = ("_made",)
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, bool, bool], Use] = {}
+
+    def __repr__(self) -> str:
+        return f"<Uses: {len(self._made)}>"
+
+    def of(self, variable: int, *, reads: bool, writes: bool) -> Use:
+        """A use of a variable: see `Use`."""
+        key = variable, reads, writes
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = Use(variable=variable, reads=reads, writes=writes)
+        return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One ATen call as the dispatcher sees it (the papers' *function*).

@@ -8,7 +8,7 @@ that contradicts none. That one is planned, and replayed with what does not come
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from ooc.replay.union_parts import FreePhase, UnionOp, UnionVariable
 from ooc.replay.union_walk import UnionWalk
 from ooc.tracing.observed import DRAWN, Observed, Origin
 from ooc.tracing.op_semantics import joins_list
-from scheduler.trace import Op, Trace, Use, Variable
+from scheduler.trace import Op, Trace, Uses, Variable
 from vmm.table import between_ops, inside_op
 
 _LEAST_COMMON = 0.35
@@ -333,9 +333,9 @@ class StepUnion:
         births: dict[UnionVariable, int] = {}
         dies: dict[UnionVariable, int] = {}
         made: list[Op] = []
-        tick = 1
+        tick, every = 1, Uses()
 
-        def pass_by(variables: list[UnionVariable], ticks: dict[UnionVariable, int]) -> None:
+        def pass_by(variables: Sequence[UnionVariable], ticks: dict[UnionVariable, int]) -> None:
             nonlocal tick
             for variable in variables:
                 ticks[variable] = tick
@@ -351,8 +351,8 @@ class StepUnion:
             tick += 1
             pass_by(op.inside, births)
             pass_by(deaths.get((op.place, FreePhase.INSIDE), []), dies)
-            uses = [Use(variable=v.index, reads=True, writes=v in op.written) for v in dict.fromkeys(op.operands)]
-            uses += [Use(variable=v.index, reads=False, writes=True) for v in op.inside if v not in op.operands]
+            uses = [every.of(v.index, reads=True, writes=v in op.written) for v in dict.fromkeys(op.operands)]
+            uses += [every.of(v.index, reads=False, writes=True) for v in op.inside if v not in op.operands]
             made.append(
                 Op(
                     name=op.name,

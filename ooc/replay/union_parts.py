@@ -108,6 +108,10 @@ class UnionVariable:
         return f"<UnionVariable of {self.nbytes} bytes, {self.label or self.kind}>"
 
 
+NO_VARIABLES: frozenset[UnionVariable] = frozenset()
+"""One for all: each call makes another."""
+
+
 @dataclass(slots=True, eq=False)
 class UnionOp:
     """An op of a union.
@@ -116,7 +120,8 @@ class UnionOp:
         operands: One variable per operand, repeats included.
         written: Operands that it changes.
         between: Variables born between the op before and this one, in order.
-        inside: Variables born in it, in order.
+        inside: Variables born in it, in order. (No containers of its own where there is nothing in them: a union has
+            ops by the ten thousand, and the cycle collector follows each object.)
         place: Which op of the union it is.
         equal: Operands and what was born in it that had one size, in some step this one.
         forward: Of an op of a backward pass, the one whose gradient it is a part of; None: none, or nobody knows.
@@ -127,9 +132,9 @@ class UnionOp:
     where: str
     duration_ns: int
     operands: tuple[UnionVariable, ...] = ()
-    written: set[UnionVariable] = field(default_factory=set)
-    between: list[UnionVariable] = field(default_factory=list)
-    inside: list[UnionVariable] = field(default_factory=list)
+    written: frozenset[UnionVariable] = NO_VARIABLES
+    between: tuple[UnionVariable, ...] = ()
+    inside: tuple[UnionVariable, ...] = ()
     place: int = -1
     equal: dict[tuple[UnionVariable, UnionVariable], int] = field(default_factory=dict)
     forward: UnionOp | None = None
@@ -138,6 +143,17 @@ class UnionOp:
     def is_bystander(self) -> bool:
         """Whether it touches no variable."""
         return not (self.operands or self.inside)
+
+    def born(self, *, is_inside: bool) -> tuple[UnionVariable, ...]:
+        """What is born in it, or between the op before and this one."""
+        return self.inside if is_inside else self.between
+
+    def bear(self, variables: tuple[UnionVariable, ...], *, is_inside: bool) -> None:
+        """These are all that is born there."""
+        if is_inside:
+            self.inside = variables
+        else:
+            self.between = variables
 
     def __repr__(self) -> str:
         return f"<UnionOp {self.place}: {self.name}>"
@@ -149,17 +165,20 @@ class StepBirths:
     def __init__(self, observed: Observed) -> None:
         trace = observed.trace
         self._trace = trace
-        num_ops = len(trace.ops)
-        self.between: list[list[int]] = [[] for _ in range(num_ops + 1)]
-        self.inside: list[list[int]] = [[] for _ in range(num_ops)]
+        self._between: dict[int, list[int]] = {}  # of the ops that have any
+        self._inside: dict[int, list[int]] = {}
         born = [(v.birth_tick, index) for index, v in enumerate(trace.variables) if v.birth_tick is not None]
         for tick, index in sorted(born):
             op, is_inside = self._place(tick)
-            (self.inside[op] if is_inside else self.between[op + 1]).append(index)
+            (self._inside if is_inside else self._between).setdefault(op + (not is_inside), []).append(index)
+
+    def at(self, op: int, *, is_inside: bool) -> Sequence[int]:
+        """What is born in op `op`, or between it and the one before, in order."""
+        return (self._inside if is_inside else self._between).get(op, ())
 
     def by_variable(self) -> dict[int, int]:
         """Of each variable that is born in the step, the op in which, or before which, that is."""
-        return {v: op for places in (self.between, self.inside) for op, there in enumerate(places) for v in there}
+        return {v: op for places in (self._between, self._inside) for op, there in places.items() for v in there}
 
     def _place(self, tick: int) -> tuple[int, bool]:
         """The op in which, or after which, this tick comes (-1: before the first); whether in it."""

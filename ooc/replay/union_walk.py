@@ -20,6 +20,7 @@ from typing import Any
 from ooc.replay.union_anchors import UnionAnchors
 from ooc.replay.union_order import interleaved, longest_ascent
 from ooc.replay.union_parts import (
+    NO_VARIABLES,
     FreePhase,
     Match,
     StepBirths,
@@ -97,7 +98,7 @@ class UnionWalk:
         self._is_new: list[bool] = []
         self._changed: dict[UnionOp, tuple[UnionVariable, ...]] = {}
         self._written: list[tuple[UnionOp, list[UnionVariable]]] = []
-        self._added: list[tuple[list[UnionVariable], UnionVariable]] = []
+        self._added: list[tuple[UnionOp, bool, UnionVariable]] = []  # whether it is born in the op, or before it
         self._stood_in: list[tuple[int, UnionOp, UnionVariable, UnionVariable]] = []
         self._not_born: list[UnionVariable] = []
         self.num_matched = self.num_new = 0
@@ -110,7 +111,7 @@ class UnionWalk:
     @property
     def nbytes_of_other_sizes(self) -> int:
         """Bytes of what only the step has, in ops that both have: mostly, what has another size there."""
-        return sum(variable.nbytes for _, variable in self._added)
+        return sum(variable.nbytes for *_, variable in self._added)
 
     @property
     def has_news(self) -> bool:
@@ -118,7 +119,7 @@ class UnionWalk:
         return bool(self.num_new or self._added or self._changed)
 
     def _touches(self, index: int) -> bool:
-        return bool(self._observed.occurrences[index] or self._births.inside[index])
+        return bool(self._observed.occurrences[index] or self._births.at(index, is_inside=True))
 
     # -- walking
 
@@ -292,7 +293,7 @@ class UnionWalk:
             return role
         if not self._has_size(variable, other) or variable in self._taken:
             return None
-        if other in self._births.between[index]:
+        if other in self._births.at(index, is_inside=False):
             return variable if variable in op.between else None
         is_start = self._observed.start_serials[other] is not None
         return variable if is_start and not variable.is_born and not variable.is_persistent else None
@@ -381,8 +382,8 @@ class UnionWalk:
                     self._stood_in.append((other, op, before, variable))
                 self._note_role(other, variable)
         self._note_written(index, op)
-        self._pair(self._births.between[index], op.between, op)
-        self._pair(self._births.inside[index], op.inside, op)
+        self._pair(index, op, is_inside=False)
+        self._pair(index, op, is_inside=True)
         if match.operands != op.operands:
             self._changed[op] = match.operands
             if len(match.operands) == len(op.operands):
@@ -395,9 +396,11 @@ class UnionWalk:
         if written:
             self._written.append((op, written))
 
-    def _pair(self, born: Sequence[int], there: list[UnionVariable], op: UnionOp) -> None:
+    def _pair(self, index: int, op: UnionOp, *, is_inside: bool) -> None:
         """What the step has born at a place, with what the union has there: of one size, in order."""
-        at = 0
+        born, there, at = self._births.at(index, is_inside=is_inside), op.born(is_inside=is_inside), 0
+        if not (born or there):
+            return
         found = set[UnionVariable]()
         for other in born:
             if other in self.roles:
@@ -408,7 +411,7 @@ class UnionWalk:
             same = next((i for i in range(at, len(there)) if is_only or self._is_born_as(there[i], other)), None)
             if same is None:
                 variable = self._new_variable(other, op)
-                self._added.append((there, variable))
+                self._added.append((op, is_inside, variable))
             else:
                 variable, at = there[same], same + 1
             self._note_role(other, variable)
@@ -429,12 +432,13 @@ class UnionWalk:
         traced = self._observed.trace.ops[index]
         op = UnionOp(func=func, name=traced.name, where=traced.where, duration_ns=traced.duration_ns)
         op.forward = self._forward(index)
-        for born, there in ((self._births.between[index], op.between), (self._births.inside[index], op.inside)):
-            for other in born:
-                self.roles[other] = self._new_variable(other, op)
-                there.append(self.roles[other])
+        for is_inside in (False, True):
+            born = self._births.at(index, is_inside=is_inside)
+            self.roles.update((other, self._new_variable(other, op)) for other in born)
+            op.bear(tuple(self.roles[other] for other in born), is_inside=is_inside)
         op.operands = tuple(self._role(other) for other in self._observed.occurrences[index])
-        op.written = {self._role(use.variable) for use in traced.uses if use.reads and use.writes}
+        written = [self._role(use.variable) for use in traced.uses if use.reads and use.writes]
+        op.written = frozenset(written) if written else NO_VARIABLES
         return op
 
     def _role(self, other: int) -> UnionVariable:
@@ -463,14 +467,14 @@ class UnionWalk:
         ops = interleaved(self._ops, self.found, self._is_new)
         for place, op in enumerate((*ops, tail)):
             op.place = place
-        for there, variable in self._added:
-            self._insert(there, variable)
+        for at, is_inside, variable in self._added:
+            self._insert(at, variable, is_inside=is_inside)
             variable.smallest = 0 if self._is_elastic else variable.nbytes  # what had the op before did not have it
         for op, operands in self._changed.items():
             op.operands = operands
-            op.written = {v for v in op.written if v in operands}
+            op.written = op.written.intersection(operands) if op.written else NO_VARIABLES
         for op, written in self._written:
-            op.written.update(v for v in written if v in op.operands)
+            op.written = op.written.union(v for v in written if v in op.operands)
         self._pair_last(tail)
         self._pair_rest()
         for index, op in enumerate(self.found):
@@ -508,7 +512,7 @@ class UnionWalk:
             if variable.num_seen == 1:
                 variable.twin = varying.get(variables[other].nbytes)
         for index, op in enumerate(self.found):
-            for born in self._births.inside[index]:
+            for born in self._births.at(index, is_inside=True):
                 nbytes = variables[born].nbytes
                 for used in set(self._observed.occurrences[index]):
                     pair = self.roles[used], self.roles[born]
@@ -516,18 +520,16 @@ class UnionWalk:
                         pair[0].join(pair[1])
 
     def _pair_last(self, tail: UnionOp) -> None:
-        born = self._births.between[len(self.found)]
         num_added = len(self._added)
-        self._pair(born, tail.between, tail)
-        for there, variable in self._added[num_added:]:
-            self._insert(there, variable)
+        self._pair(len(self.found), tail, is_inside=False)
+        for *_, variable in self._added[num_added:]:
+            self._insert(tail, variable, is_inside=False)
 
-    def _insert(self, there: list[UnionVariable], variable: UnionVariable) -> None:
+    def _insert(self, op: UnionOp, variable: UnionVariable, *, is_inside: bool) -> None:
         """Among what is born at a place; in an elastic union, by the numbers of the allocations."""
-        if self._is_elastic:
-            there.insert(bisect_right([each.ordinal for each in there], variable.ordinal), variable)
-        else:
-            there.append(variable)
+        there = op.born(is_inside=is_inside)
+        at = bisect_right([v.ordinal for v in there], variable.ordinal) if self._is_elastic else len(there)
+        op.bear((*there[:at], variable, *there[at:]), is_inside=is_inside)
 
     def _pair_rest(self) -> None:
         """What exists at the start and is only freed: by size, in order."""

@@ -17,7 +17,7 @@ from ooc.memory.record import VariableRecord
 from ooc.tracing.recorded_ops import OpRecord, forward_ops
 from scheduler.budget import smallest_num_chunks
 from scheduler.plan import Machine
-from scheduler.trace import Op, Trace, Use, Variable
+from scheduler.trace import Op, Trace, Use, Uses, Variable
 from vmm.table import between_ops, inside_op
 from vmm.torch_cpu import ALLOC, GRANULE_NBYTES, Event
 
@@ -220,6 +220,7 @@ class TraceBuilder:
     live: dict[int, int] = field(default_factory=dict)  # address -> draft index
     dying: dict[int, list[int]] = field(default_factory=dict)  # before which op, of those that collectives have used
     ranks: dict[int | None, int] = field(default_factory=dict)  # of records at the start, by serial
+    uses: Uses = field(default_factory=Uses)
 
     def build(self, ops: Sequence[OpRecord], events: Sequence[Event], end_serials: Mapping[int, int]) -> Observed:
         """From ops and events in order, and the serials of what is alive at the end, by address. Once."""
@@ -263,8 +264,8 @@ class TraceBuilder:
             apart = None if op.sliced is None else self._known(op.sliced)
             sliced.append(apart)
             whole = [v for v in dict.fromkeys(operands) if apart is None or v not in apart]
-            uses = [Use(variable=v, reads=True, writes=v in changing) for v in whole]
-            uses += [Use(variable=v, reads=False, writes=True) for v in born]
+            uses = [self.uses.of(v, reads=True, writes=v in changing) for v in whole]
+            uses += [self.uses.of(v, reads=False, writes=True) for v in born]
             # What ends before this op is used and changed in it, too: written out right after the op before, it would
             # be written out before the program's wait.
             uses += self.in_flight.uses(self.drafts, besides=operands)
