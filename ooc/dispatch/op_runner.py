@@ -506,7 +506,8 @@ class OpRunner:
                     if address:
                         return self._served(address, nbytes)
                 if executor.active is not None:
-                    executor.unserved.make_way(nbytes, may_refuse=is_ours and memory.may_refuse)
+                    may_refuse, call_site = is_ours and memory.may_refuse, self._call_sites.of_this_op
+                    executor.unserved.make_way(nbytes, may_refuse=may_refuse, call_site=call_site)
                 self.absorb()
                 record = (memory if memory.takes_away and is_ours else self._manager).allocate(nbytes)
                 record.is_workspace = self._allocator.state.is_inside_op and is_ours and not memory.may_refuse

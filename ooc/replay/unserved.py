@@ -9,6 +9,7 @@ as planned, and the step leaves its plan there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ooc.memory.no_room import NoRoom
@@ -82,19 +83,20 @@ class Unserved(PartOfReplay):
         self._bindings.set_alive(executable, variable, variable.record, is_born=True)
         return variable.record.address
 
-    def make_way(self, nbytes: int, *, may_refuse: bool) -> None:
+    def make_way(self, nbytes: int, *, may_refuse: bool, call_site: Callable[[], str]) -> None:
         """Bail out if the plan leaves no room for an allocation that it does not have.
 
-        With `may_refuse` raise `NoRoom` instead: an op that runs in parts will ask for less.
+        With `may_refuse` raise `NoRoom` instead: an op that runs in parts will ask for less. `call_site` tells where in
+        the program the op that runs was called: in the plan that may be another line, with the same op.
         """
         num_free, num_needed = self._manager.num_free, self._manager.chunks_of(nbytes)
         if num_free >= num_needed:
             return
         if may_refuse:
             raise NoRoom(num_needed=num_needed, num_free=num_free, num_pinned=0)
-        self._executor.bail_out(f"{self._asks()} {format_nbytes(nbytes)} that the plan does not have")
+        self._executor.bail_out(f"{self._asks(call_site)} {format_nbytes(nbytes)} that the plan does not have")
 
-    def _asks(self) -> str:
+    def _asks(self, call_site: Callable[[], str]) -> str:
         executable, cursor = self._executor.active, self._dispatcher.cursor
         assert executable is not None
         if self._executor.beside.is_running:
@@ -102,5 +104,5 @@ class Unserved(PartOfReplay):
         if not self._allocator.state.is_inside_op or cursor >= executable.num_ops:
             return "code between ops allocates"
         func: Any = executable.funcs[cursor]
-        where = executable.trace.ops[cursor].where
+        where = call_site()
         return f"op {cursor} ({func}{', ' if where else ''}{where}) allocates"

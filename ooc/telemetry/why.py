@@ -191,7 +191,7 @@ class UnplannedSteps:
         return Reason(cause="left", text=f"left its plan: {bailout}")
 
     def note_all_fits(self) -> None:
-        """Nothing is learned from the step that has ended: everything fits."""
+        """Nothing is learned from the step that has ended, or no plan entered: nothing has had to move of late."""
         self._fits = True
 
     def explain(
@@ -221,9 +221,7 @@ class UnplannedSteps:
         if not_entered:
             return Reason(cause="refused", text=not_entered)
         if fits:
-            return Reason(
-                cause="fits", text="everything fits in the budget: nothing has to move, and no plan is needed"
-            )
+            return Reason(cause="fits", text="nothing had to move in the steps before it, so no plan was looked for")
         if self._refusal:
             return Reason(cause="unplannable", text=f"steps like the one before cannot be planned: {self._refusal}")
         if recorder is None:

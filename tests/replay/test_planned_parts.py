@@ -176,11 +176,11 @@ def test_the_memory_that_the_plan_has_for_parts_does_not_do(monkeypatch: pytest.
     """Smaller parts ask for less; where the smallest is refused, too, the step leaves its plan in mid-op."""
     make_way, refused = Unserved.make_way, itertools.count()
 
-    def never(self: Unserved, nbytes: int, *, may_refuse: bool) -> None:
+    def never(self: Unserved, nbytes: int, *, may_refuse: bool, **more: Any) -> None:
         if may_refuse:
             next(refused)
             nbytes = 1 << 40
-        make_way(self, nbytes, may_refuse=may_refuse)
+        make_way(self, nbytes, may_refuse=may_refuse, **more)
 
     monkeypatch.setattr(Unserved, "make_way", never)
     monkeypatch.setattr(part_probes, "_known", {})  # which takes hundreds of small tensors: none of the session's
@@ -333,8 +333,8 @@ def test_an_op_that_has_failed_off_its_plan_is_over(debug: bool, monkeypatch: py
     fails = False
     make_way, get, num_failed = Unserved.make_way, PartRun._get, 0
 
-    def refusing(self: Unserved, nbytes: int, *, may_refuse: bool) -> None:
-        make_way(self, 1 << 40 if may_refuse and fails else nbytes, may_refuse=may_refuse)
+    def refusing(self: Unserved, nbytes: int, *, may_refuse: bool, **more: Any) -> None:
+        make_way(self, 1 << 40 if may_refuse and fails else nbytes, may_refuse=may_refuse, **more)
 
     def failing(self: PartRun, *args: Any) -> None:
         nonlocal num_failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, get_args
 
@@ -153,6 +154,28 @@ def test_an_op_beside_the_plan_that_takes_its_room_is_named() -> None:
         rows = session.report()["steps"]
     assert rows[5]["mode"] == "planned"
     assert "aten.zeros.default allocates 7.0 MiB that the plan does not have" in rows[6]["why"], rows[6]
+
+
+def test_an_op_that_takes_more_room_than_planned_is_named_with_its_own_line() -> None:
+    """The plan has the same op, of another line, where what is made is smaller."""
+    with ooc.Session("8MiB", step_boundary="optimizer", background_planning=False, plan_cache=False) as session:
+        model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        few, many = torch.ones(256, 1), torch.ones(7 * 1024, 1)
+        line = few.T
+        for number in range(8):
+            if number != 6:
+                x = few * line
+            else:
+                x = (many * line)[:256]
+            model(x[:, :128]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        rows = session.report()["steps"]
+    assert rows[5]["mode"] == "planned"
+    own = next(number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "(many *" in text)
+    why = f"aten.mul.Tensor, tests/telemetry/test_why.py:{own}) allocates 7.0 MiB that the plan does not have"
+    assert why in rows[6]["why"], rows[6]
 
 
 def test_steps_whose_plan_takes_long_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
