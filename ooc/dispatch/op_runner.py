@@ -474,7 +474,13 @@ class OpRunner:
         What follows up to the next boundary is an incomplete sequence, and nothing is planned for it.
         """
         if not self.recording.was_cut:
-            _log.warning("no step ended in %d ops: they are not planned (is there an optimizer?)", MAX_PERIOD_OPS)
+            most, place = self.recording.most_called(), self._call_sites.of_this_op()
+            _log.warning(
+                "no step ended in %d ops (%s; now at %s), as by an optimizer's step(): they are not planned",
+                MAX_PERIOD_OPS,
+                most,
+                place or "no line of the program's",
+            )
         self.recording.begin(self._manager.records, is_cut=True)
         self._manager.foresight.begin(None)
         self._allocator.state.restart()

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from ooc.tracing.op_semantics import op_name
 from ooc.tracing.recorded_ops import OpRecord
 from ooc.tracing.recorder import RecordedStep, StepRecorder
 from ooc.units import format_nbytes
@@ -247,7 +248,7 @@ def compare(before: Comparable, now: Comparable) -> Reason:
         if old is not new:
             expected = before.op(index)
             place = f" ({expected.where})" if expected.where else ""
-            text = f"{_op(index, now.op(index))} came, where the step before had {expected.func}{place}"
+            text = f"{_op(index, now.op(index))} came, where the step before had {op_name(expected.func)}{place}"
             return Reason(cause="ops", text=text)
     made_before = [e for e in before.events if e.kind == ALLOC]
     made_now = [e for e in now.events if e.kind == ALLOC]
@@ -264,4 +265,4 @@ def compare(before: Comparable, now: Comparable) -> Reason:
 
 
 def _op(index: int, op: OpRecord) -> str:
-    return f"op {index} ({op.func}{f', {op.where}' if op.where else ''})"
+    return f"op {index} ({op_name(op.func)}{f', {op.where}' if op.where else ''})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from enum import IntEnum
 from typing import Protocol
@@ -95,6 +96,12 @@ class StepRecording:
     def place_of_this_op(self) -> Place:
         """The call site and the node of the op that is being dispatched, as far as anybody is to know."""
         return self.call_sites.place_of_this_op() if self._is_compared else Place(where="", node=0)
+
+    def most_called(self) -> str:
+        """Which op most of the step's so far are, for people."""
+        funcs = self.recorder.funcs() if self.recorder is not None else []
+        name, number = next(iter(Counter(map(str, funcs)).most_common(1)), ("none", 0))
+        return f"{number} of them {name}"
 
     def note_head(self, op: OpRecord, *, grad_mode: bool) -> None:
         """Note an op that has run before any touched a variable, or the first that did: it tells what has begun."""

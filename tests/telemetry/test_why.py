@@ -156,6 +156,10 @@ def test_an_op_beside_the_plan_that_takes_its_room_is_named() -> None:
     assert "aten.zeros.default allocates 7.0 MiB that the plan does not have" in rows[6]["why"], rows[6]
 
 
+def wider(many: torch.Tensor, line: torch.Tensor) -> torch.Tensor:
+    return (many * line)[:256]
+
+
 def test_an_op_that_takes_more_room_than_planned_is_named_with_its_own_line() -> None:
     """The plan has the same op, of another line, where what is made is smaller."""
     with ooc.Session("8MiB", step_boundary="optimizer", background_planning=False, plan_cache=False) as session:
@@ -164,16 +168,15 @@ def test_an_op_that_takes_more_room_than_planned_is_named_with_its_own_line() ->
         few, many = torch.ones(256, 1), torch.ones(7 * 1024, 1)
         line = few.T
         for number in range(8):
-            if number != 6:
-                x = few * line
-            else:
-                x = (many * line)[:256]
+            x = few * line if number != 6 else wider(many, line)
             model(x[:, :128]).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         rows = session.report()["steps"]
     assert rows[5]["mode"] == "planned"
-    own = next(number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "(many *" in text)
+    own = next(
+        number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "return (many *" in text
+    )
     why = f"aten.mul.Tensor, tests/telemetry/test_why.py:{own}) allocates 7.0 MiB that the plan does not have"
     assert why in rows[6]["why"], rows[6]
 
@@ -314,3 +317,12 @@ def test_a_step_that_was_planned_in_part_counts_in_part() -> None:
     step = {"mode": "off_plan", "duration_s": 2.0, "num_planned_ops": 90, "num_demand_ops": 10, "cause": "ops"}
     assert planned_share([step, {**step, "num_planned_ops": 0}]) == 0.45
     assert hint({"steps": [step] * 8}) is None
+
+
+def test_an_optimizer_step_that_comes_sooner_is_called_so() -> None:
+    """It begins with an op of the profiler's, which nobody has called."""
+    enter = torch.ops.profiler._record_function_enter_new.default
+    begins = OpRecord(func=enter, where="train.py:9", occurrences=(), written=())
+    reason = compare(Recorded(OPS, []), Recorded([FIRST, begins], []))
+    expected = "op 1 (profiler._record_function_enter_new.default, as an optimizer's step begins with, train.py:9) came"
+    assert reason.text.startswith(expected), reason
