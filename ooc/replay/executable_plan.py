@@ -8,6 +8,7 @@ out in arrays that native/dispatch.cpp and vmm/native/allocator.cpp read.
 from __future__ import annotations
 
 import ctypes
+import functools
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -437,7 +438,7 @@ class ExecutablePlan:
         """The first op that touches a variable."""
         return self.funcs[self._head_index]
 
-    @property
+    @functools.cached_property
     def _head_index(self) -> int:
         return next((i for i in range(self.num_idle, self.num_ops) if not self.parts.is_mark(i)), self.num_ops - 1)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TypeVar
 
 _MOST_KEYS = 8
@@ -16,6 +17,9 @@ _SURE = 2
 """What alone has followed a context so often follows it again, however often shorter contexts went on otherwise."""
 _MOST_PASTS = 512
 """Contexts (the keys before a step) that are remembered: steps that are never the same must not fill memory."""
+
+_MOST_KNOWN = 2 * _MOST_KEYS * _MOST_PASTS
+"""More than these have: with so many keys it is looked which they still have."""
 
 _FEW, _SMALL_PART = 2, 0.05
 """With so many more or fewer variables, absolute or as a part, the same plan may begin: a loss that is kept, what falls
@@ -30,6 +34,7 @@ class SequencePredictor:
     def __init__(self) -> None:
         self._recent: deque[str] = deque(maxlen=_MOST_KEYS)
         self._followers: dict[tuple[str, ...], Counter[str]] = {}
+        self._known: set[str] = set()  # all keys that these have, and some more
 
     def __repr__(self) -> str:
         return f"<SequencePredictor after {list(self._recent)}, {len(self._followers)} pasts known>"
@@ -48,11 +53,16 @@ class SequencePredictor:
         while len(self._followers) > _MOST_PASTS:
             del self._followers[next(iter(self._followers))]
         self._recent.append(key)
+        self._known.add(key)
+        if len(self._known) > _MOST_KNOWN:
+            self._known = {*self._recent, *chain(*self._followers), *chain(*self._followers.values())}
 
     def rename(self, old: str, new: str) -> None:
         """What was noted as `old` is called `new` from now on."""
-        if old not in self._recent and not any(old in past or old in f for past, f in self._followers.items()):
+        if old not in self._known:
             return
+        self._known.remove(old)
+        self._known.add(new)
         self._recent = deque((new if key == old else key for key in self._recent), maxlen=_MOST_KEYS)
         followers, self._followers = self._followers, {}
         for past, counts in followers.items():

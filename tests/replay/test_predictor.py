@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from ooc.replay import predictor
 from ooc.replay.predictor import _MOST_PASTS, SequencePredictor, likeliest
 
 
@@ -87,3 +88,22 @@ def test_steps_that_never_repeat_take_little_memory() -> None:
 )
 def test_the_likeliest_that_begins_with_about_as_many(found: list[int], num_now: int, expected: int | None) -> None:
     assert likeliest(found, int, num_now) == expected
+
+
+@pytest.mark.parametrize("most_known", [1, 3, 100])
+def test_what_gets_another_name_is_expected_by_that(most_known: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where few of the keys are kept at hand."""
+    monkeypatch.setattr(predictor, "_MOST_KNOWN", most_known)
+    steps = SequencePredictor()
+    for key in "abcabcabc":
+        steps.note(key)
+    steps.rename("x", "y")
+    steps.rename("a", "d")
+    assert steps.next() == "d"
+    steps.note("d")
+    assert steps.next() == "b"
+    steps.rename("d", "a")
+    assert steps.next() == "b"
+    for key in "bc":
+        steps.note(key)
+    assert steps.next() == "a"
