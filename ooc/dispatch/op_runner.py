@@ -18,6 +18,7 @@ import torch
 
 from ooc.dispatch.borders import Borders
 from ooc.dispatch.collective_runs import CollectiveRuns
+from ooc.dispatch.composites import comes_whole, take_apart
 from ooc.dispatch.extension import new_dispatcher
 from ooc.dispatch.failed_ops import FailedOps
 from ooc.dispatch.guest_ops import GuestOps, is_guest
@@ -288,7 +289,10 @@ class OpRunner:
         kwargs = kwargs or {}
         if not self._is_open():
             return func(*args, **kwargs)
-        if threading.get_ident() != self._thread and self._manager.is_host:
+        is_ours = threading.get_ident() == self._thread
+        if is_ours and comes_whole(func, args, kwargs):
+            return take_apart(func, args, kwargs, mode=self.mode, outside=self._dispatcher.outside_keys())
+        if not is_ours and self._manager.is_host:
             return self.hidden.run(self.guests.run, func, args, kwargs)
         if not is_special(func):
             return self._run(func, args, kwargs)

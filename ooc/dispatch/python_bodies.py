@@ -11,14 +11,13 @@ Not seen: kernels in C++ that use tensors which they are not given.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ooc.dispatch.composites import BELOW_MODES, keys_below
 from ooc.dispatch.extension import leave_unnoticed
 from ooc.replay.dispatcher import Dispatcher
 from ooc.tracing.op_semantics import REGION_NAMESPACE
@@ -28,7 +27,6 @@ _KEYS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", 
 _TORCHS_OWN = frozenset({"prims", "rngprims", "debug_mode_ops", "c10d", "export", "_native", REGION_NAMESPACE})
 """Namespaces in which torch itself has Python functions. They use what they are given."""
 
-_BELOW_MODES = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.Python)
 _OF_NO_TENSOR = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -125,5 +123,5 @@ def run_watched(
 
 def _keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The dispatch keys of a call, below modes."""
-    found = [torch._C._dispatch_keys(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    return functools.reduce(operator.or_, found or [_OF_NO_TENSOR]) & _BELOW_MODES
+    keys = keys_below(args, kwargs)
+    return keys if keys is not None else _OF_NO_TENSOR & BELOW_MODES

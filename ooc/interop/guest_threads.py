@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from ooc.dispatch.composites import comes_whole, take_apart
 from ooc.dispatch.extension import leave_unnoticed
 from ooc.dispatch.guest_ops import as_guest, become_guest, cease_to_be_guest
 from ooc.interop.older_threads import end_visit, visit_running_threads
@@ -47,7 +48,10 @@ class GuestMode(TorchDispatchMode):
         dispatch = self.dispatch
         if dispatch is None:
             return func(*args, **(kwargs or {}))
-        return dispatch(func, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        if comes_whole(func, args, kwargs):
+            return take_apart(func, args, kwargs, mode=self, outside=None)
+        return dispatch(func, types, args, kwargs)
 
 
 _MODE = GuestMode()

@@ -146,6 +146,12 @@ class Dispatcher(Protocol):
         """Whether ops on demand that native code runs are compared, and planned: else it is not noted where they come
         from, of which node they are, and whether they may run again."""
 
+    def outside_keys(self) -> int | None:
+        """The dispatch keys (`torch._C.DispatchKeySet.raw_repr`) that were off where the op under way came from.
+
+        None: nobody knows (native/outside.h).
+        """
+
     def leave(self) -> None:
         """No plan is being replayed any more."""
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ooc.replay import precisions
 from ooc.replay.device_settings import CudaSettings
+from ooc.replay.inner_keys import InnerKeys
 from ooc.replay.random_state import Apart, RandomState, generators_of
 from ooc.tracing.replayability import is_random
 
@@ -91,7 +92,8 @@ class _Random:
 class Settings:
     """What kernels ask of the thread and the process beside their arguments.
 
-    Autocast is not among it: ops arrive below autocast, and are run again below it.
+    Autocast is not among it: ops arrive below autocast, and are run again below it. What they call may not be: that is
+    `InnerKeys`.
     """
 
     grad: bool
@@ -229,7 +231,7 @@ class Recipe:
         NoRecipe: An argument cannot be noted.
     """
 
-    __slots__ = ("_args", "_copies", "_kwargs", "_random", "_settings", "func", "stream", "variables")
+    __slots__ = ("_args", "_copies", "_inner", "_kwargs", "_random", "_settings", "func", "stream", "variables")
 
     def __init__(
         self,
@@ -251,7 +253,7 @@ class Recipe:
             self._args = tuple(noting.note(value) for value in args)
             self._kwargs = {name: noting.note(value) for name, value in kwargs.items()}
             self.variables = frozenset(noting.variables)
-            self._settings = Settings.now()
+            self._settings, self._inner = Settings.now(), InnerKeys.now()
             self._random = RandomState(
                 generators_of(noting.generator, noting.devices) if is_random(func) else (), apart
             )
@@ -270,7 +272,8 @@ class Recipe:
             copies = [storage.clone() for storage in self._copies]
             args = tuple(_made(value, storage_of, copies) for value in self._args)
             kwargs = {name: _made(value, storage_of, copies) for name, value in self._kwargs.items()}
-            return self.func(*args, **kwargs)
+            with self._inner.on():
+                return self.func(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -155,6 +155,53 @@ class Underway {
   PyObject* owner_ = nullptr;
 };
 
+// Which keys the tensors among an op's arguments have; none where one of them dispatches for itself, or may.
+c10::DispatchKeySet keys_of(const c10::OperatorHandle& op, const Stack& stack) {
+  c10::DispatchKeySet keys;
+  const auto add = [&](const c10::TensorImpl* impl) {
+    keys = keys | impl->key_set();
+    return !impl->key_set().has(c10::DispatchKey::Python);
+  };
+  for (size_t i = stack.size() - op.schema().arguments().size(); i < stack.size(); ++i) {
+    if (!for_each_tensor(stack[i], add)) return {};
+  }
+  return keys;
+}
+
+// Whether an op is made of others alone, on these tensors. Torch takes it apart before it comes to a mode, but in inference
+// mode: there it is one op, which would run with all that it makes in memory, and be another one than without inference.
+bool is_composite(const c10::OperatorHandle& op, const Stack& stack) {
+  using Key = c10::DispatchKey;
+  if (!op.hasKernelForDispatchKey(Key::CompositeImplicitAutograd) ||
+      op.hasKernelForDispatchKey(Key::CompositeExplicitAutograd) ||
+      op.hasKernelForDispatchKey(Key::CompositeExplicitAutogradNonFunctional)) {
+    return false;
+  }
+  const c10::DispatchKeySet keys = keys_of(op, stack);
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, Key::Python);
+  return !below.empty() && !below.has_any(c10::DispatchKeySet(Key::NestedTensor)) &&
+         !op.hasKernelForAnyDispatchKey(below);
+}
+
+// Under one of our modes, on any thread: torch goes on as without. Takes apart a composite op in inference mode: true then.
+bool go_on_as_outside(const c10::OperatorHandle& op, Stack* stack, ooc::AsOutside& keys) {
+  Dispatcher* self = attached.load(std::memory_order_relaxed);
+  const int64_t num_modes = TorchDispatchModeTLS::stack_len();
+  if (self == nullptr || num_modes == 0) return false;
+  const ooc::Outside* outside = self->outside;  // it lives on
+  if (!outside->is_ours(*TorchDispatchModeTLS::get_stack_at(num_modes - 1))) return false;
+  using c10::impl::tls_is_dispatch_key_included;
+  if (c10::InferenceMode::is_enabled() && outside->is_known() && is_composite(op, *stack) &&
+      !tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
+    const c10::impl::ForceDispatchKeyGuard before(c10::impl::tls_local_dispatch_key_set().included_,
+                                                  outside->excluded_keys());
+    op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);
+    return true;
+  }
+  keys.begin(*outside);
+  return false;
+}
+
 // What is saved for a backward pass is detached, and torch tells a mode so by a call of its own. Null: it is Python's.
 c10::intrusive_ptr<c10::TensorImpl> detach_boxed(const Vtable& torchs, const c10::TensorImpl* tensor) {
   if (attached.load(std::memory_order_relaxed) == nullptr || tensor->is_wrapped_number()) return {};
@@ -172,6 +219,8 @@ class Interpreter final : public Vtable {
   const Vtable* torchs() const { return &torchs_; }
 
   void dispatch(const c10::OperatorHandle& op, Stack* stack) const override {
+    ooc::AsOutside keys;
+    if (go_on_as_outside(op, stack, keys)) return;
     if (play_boxed(torchs_, op, stack)) return;
     const Underway way;
     torchs_.dispatch(op, stack);

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "kind_methods.h"
+#include "noted_keys.h"
 #include "play.h"
 #include "prepare_acts.h"
 #include "prepare_births.h"
@@ -140,7 +141,11 @@ PyObject* dispatcher_call(PyObject* object, PyObject* positional, PyObject*) {
   const Section section(self);
   if (is_ours && std::exchange(self->is_underway, false)) Section::exit(self);  // which `section` takes over from
   const NoTorchFunction none;
-  const bool is_plain = args != nullptr && are_plain(self, types);
+  ooc::AsOutside keys;
+  keys.begin(outside);
+  // Composite ops come whole then (ooc/dispatch/composites.py), unless boxed.cpp has taken them apart.
+  const bool may_be_whole = self->schemas_of == nullptr && c10::InferenceMode::is_enabled();
+  const bool is_plain = !may_be_whole && args != nullptr && are_plain(self, types);
   if (is_plain && expected_next(self, func, args, kwargs) && is_native(self->ops[self->cursor])) {
     return play(self, func, types, args, kwargs);
   }
@@ -326,6 +331,8 @@ PyObject* dispatcher_new(PyTypeObject* type, PyObject* positional, PyObject*) {
   self->state = reinterpret_cast<vmm::State*>(state);
   self->this_thread = reinterpret_cast<uint64_t (*)()>(this_thread);
   self->session_thread = self->this_thread();
+  self->outside = &outside;
+  is_outside_known();
   self->cdata_offset = probe_cdata(sample);
   self->watched_grad_mode = -1;
   if (PyErr_Occurred()) PyErr_Clear();
@@ -430,6 +437,7 @@ PyMethodDef dispatcher_methods[] = {
     {"follow_stream", dispatcher_follow_stream, METH_VARARGS, "Call this before planned ops on another stream."},
     {"begin_op_again", dispatcher_begin_op_again, METH_NOARGS, "The time of the op under way begins now."},
     {"vouch", dispatcher_vouch, METH_NOARGS, "The next planned op may have fewer operands, though it changes some."},
+    {"outside_keys", dispatcher_outside_keys, METH_NOARGS, "Dispatch keys that were off where the op came from."},
     {"leave", dispatcher_leave, METH_NOARGS, "Stop comparing ops with the plan."},
     {"enter_section", dispatcher_enter, METH_NOARGS, "From now on nothing of the program's comes in between."},
     {"exit_section", dispatcher_exit, METH_NOARGS, "The section ends; what has waited comes at the next bytecode."},

@@ -16,6 +16,7 @@
 #include "acts.h"
 #include "births.h"
 #include "demand.h"
+#include "outside.h"
 #include "set_aside.h"
 #include "sparse.h"
 #include "stream_watch.h"
@@ -100,6 +101,7 @@ struct Dispatcher {
   ooc::Births* births;  // into memory that lies ready; null: all of them are Python's
   ooc::Trials* trials;  // which kinds of op may run again
   ooc::StreamWatch stream;
+  const ooc::Outside* outside;  // how ops run as without a mode
   // Set by boxed.cpp.
   Rare* rare;  // what the next call is for; null: an op to run
   uint64_t num_boxed;         // planned ops that were played without Python

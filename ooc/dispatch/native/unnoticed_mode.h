@@ -9,8 +9,7 @@
 // and a step would not be like the one before. So who asks from there is told the truth (`keep_noticed`), but while no
 // step is compared with another (`notice`).
 //
-// Included by dispatch.cpp alone. Elsewhere than on Linux, or where torch has no such import (a build in one piece),
-// nothing is replaced, and torch goes on as it does under any mode.
+// Included by dispatch.cpp alone. Where nothing can be replaced (imports.h) torch goes on as it does under any mode.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -23,13 +22,7 @@
 #include <cstdint>
 #include <vector>
 
-#if defined(__linux__) && defined(__LP64__)
-#include <link.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
-#include <cstring>
-#endif
+#include "imports.h"
 
 namespace {
 
@@ -65,63 +58,11 @@ __attribute__((noinline)) bool is_any_mode_noticed() {
   return false;
 }
 
-#if defined(__linux__) && defined(__LP64__)
-
-constexpr char kAsked[] = "_ZN3c104impl21dispatch_mode_enabledEv";
-
-// Let a slot of a library's table of imported functions lead to ours. The table may be read-only since it was filled.
-bool replace(uintptr_t slot) {
-  const auto page_nbytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  void* page = reinterpret_cast<void*>(slot & ~(page_nbytes - 1));
-  if (mprotect(page, page_nbytes, PROT_READ | PROT_WRITE) != 0) return false;
-  __atomic_store_n(reinterpret_cast<uintptr_t*>(slot), reinterpret_cast<uintptr_t>(&is_any_mode_noticed),
-                   __ATOMIC_RELEASE);
-  return true;
-}
-
-// Called for each library of the process. `found`: how many slots were replaced.
-int visit(dl_phdr_info* library, size_t, void* found) {
-  if (library->dlpi_name == nullptr || std::strstr(library->dlpi_name, "libtorch_cpu.") == nullptr) return 0;
-  const ElfW(Dyn)* entry = nullptr;
-  for (int i = 0; i < library->dlpi_phnum; ++i) {
-    const ElfW(Phdr)& header = library->dlpi_phdr[i];
-    if (header.p_type == PT_DYNAMIC) entry = reinterpret_cast<const ElfW(Dyn)*>(library->dlpi_addr + header.p_vaddr);
-  }
-  uintptr_t symbols = 0, names = 0, imports = 0;
-  size_t imports_nbytes = 0;
-  for (; entry != nullptr && entry->d_tag != DT_NULL; ++entry) {
-    // glibc has made addresses of these; other C libraries leave them as offsets.
-    const uintptr_t address = entry->d_un.d_ptr + (entry->d_un.d_ptr < library->dlpi_addr ? library->dlpi_addr : 0);
-    if (entry->d_tag == DT_SYMTAB) symbols = address;
-    if (entry->d_tag == DT_STRTAB) names = address;
-    if (entry->d_tag == DT_JMPREL) imports = address;
-    if (entry->d_tag == DT_PLTRELSZ) imports_nbytes = entry->d_un.d_val;
-    if (entry->d_tag == DT_PLTREL && entry->d_un.d_val != DT_RELA) return 0;
-  }
-  if (symbols == 0 || names == 0 || imports == 0) return 0;
-  const auto* rows = reinterpret_cast<const ElfW(Rela)*>(imports);
-  for (size_t i = 0; i < imports_nbytes / sizeof(ElfW(Rela)); ++i) {
-    const auto& symbol = reinterpret_cast<const ElfW(Sym)*>(symbols)[ELF64_R_SYM(rows[i].r_info)];
-    if (std::strcmp(reinterpret_cast<const char*>(names + symbol.st_name), kAsked) != 0) continue;
-    *static_cast<long*>(found) += replace(library->dlpi_addr + rows[i].r_offset) ? 1 : 0;
-  }
-  return 0;
-}
-
 long replace_asked() {
-  static const long num_replaced = [] {  // once: it stays for good
-    long found = 0;
-    dl_iterate_phdr(visit, &found);
-    return found;
-  }();
+  static const long num_replaced =  // once: it stays for good
+      replace_import("_ZN3c104impl21dispatch_mode_enabledEv", reinterpret_cast<uintptr_t>(&is_any_mode_noticed));
   return num_replaced;
 }
-
-#else
-
-long replace_asked() { return 0; }
-
-#endif
 
 // leave_unnoticed(type) -> bool: torch's kernels do not ask for modes of this class any more. False: they do.
 PyObject* leave_unnoticed(PyObject*, PyObject* type) {
