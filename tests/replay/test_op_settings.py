@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ooc
+from ooc.replay.inner_keys import InnerKeys
 from ooc.replay.precisions import precision, precisions_unset, set_precision
 from ooc.replay.recipes import NoRecipe, Recipe, Settings
 from tests.session.program_reruns import forced_reruns, slow_store
@@ -158,7 +159,50 @@ def _less_precise() -> Tensor:
         return torch.randn(512, 128) @ torch.full((128, 128), 0.37)
 
 
-@pytest.mark.parametrize("make", [_div_of_range, _rand_of_bfloat16, _flushed, _less_precise])
+def _cast_within() -> Tensor:
+    """The op comes below autocast, and multiplies within it."""
+    with torch.autocast("cpu"):
+        return nn.functional.bilinear(torch.randn(512, 12), torch.randn(512, 12), torch.full((128, 12, 12), 0.37))
+
+
+def test_what_an_op_calls_is_cast_again() -> None:
+    x, weight = torch.randn(8, 12), torch.randn(16, 12, 12)
+
+    op, arguments = torch.ops.aten._trilinear.default, (x, weight, x, [1, 3], [0], [1, 2], [2, 3])
+
+    def make() -> Recipe:
+        return Recipe(
+            op,
+            arguments,
+            {},
+            variable_of=lambda _: None,
+            small_nbytes=1 << 20,
+            apart=contextlib.nullcontext,
+        )
+
+    def run(recipe: Recipe) -> Tensor:
+        result: Tensor = recipe.run(lambda _: torch.UntypedStorage(0))
+        return result
+
+    whole, expected = make(), op(*arguments)
+    with torch.autocast("cpu"):
+        cast, expected_cast = make(), op(*arguments)
+    assert not torch.equal(expected, expected_cast)
+    dtype = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        outside = InnerKeys.now()
+        assert torch.equal(run(cast), expected_cast)
+        with torch.autocast("cpu"):
+            assert torch.equal(run(whole), expected)
+        assert torch.get_autocast_dtype("cpu") == torch.float16
+        assert InnerKeys.now() == outside == InnerKeys()
+        assert torch.is_autocast_cache_enabled()
+    finally:
+        torch.set_autocast_dtype("cpu", dtype)
+
+
+@pytest.mark.parametrize("make", [_div_of_range, _rand_of_bfloat16, _flushed, _less_precise, _cast_within])
 def test_run_again_as_it_was(make: Callable[[], Tensor]) -> None:
     """What was made under settings that the program has taken back is made again under the same ones."""
 
