@@ -22,20 +22,21 @@ BELOW_MODES = torch._C._dispatch_keyset_full_after(_Key.Python)
 """The dispatch keys of what runs below a mode."""
 
 
-def keys_below(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
-    """Those of the tensors among an op's arguments; None: there are none."""
+def keys_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
+    """The dispatch keys of the tensors among an op's arguments; None: there are none."""
     found = [torch._C._dispatch_keys(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    return functools.reduce(operator.or_, found) & BELOW_MODES if found else None
+    return functools.reduce(operator.or_, found) if found else None
 
 
 def comes_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an op came whole that is made of others alone."""
+    """Whether an op came whole that is made of others alone. Not on tensors of a class that dispatches for itself."""
     if not torch.is_inference_mode_enabled() or not _is_composite(func):
         return False
-    keys = keys_below(args, kwargs)
-    if keys is None or torch._C._functorch.maybe_current_level() is not None:
+    keys = keys_of(args, kwargs)
+    if keys is None or keys.has(_Key.Python) or torch._C._functorch.maybe_current_level() is not None:
         return False
-    return not _has_kernel(func, keys.highestPriorityTypeId().name)
+    key = (keys & BELOW_MODES).highestPriorityTypeId().name
+    return not (key.startswith("Nested") or _has_kernel(func, key))
 
 
 def take_apart(

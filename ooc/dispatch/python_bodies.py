@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ooc.dispatch.composites import BELOW_MODES, keys_below
+from ooc.dispatch.composites import BELOW_MODES, keys_of
 from ooc.dispatch.extension import leave_unnoticed
 from ooc.replay.dispatcher import Dispatcher
 from ooc.tracing.op_semantics import REGION_NAMESPACE
@@ -123,5 +123,5 @@ def run_watched(
 
 def _keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The dispatch keys of a call, below modes."""
-    keys = keys_below(args, kwargs)
-    return keys if keys is not None else _OF_NO_TENSOR & BELOW_MODES
+    keys = keys_of(args, kwargs)
+    return (keys if keys is not None else _OF_NO_TENSOR) & BELOW_MODES
