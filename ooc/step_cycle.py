@@ -32,6 +32,7 @@ from ooc.learner import Learner
 from ooc.memory.record import VariableRecord
 from ooc.memory.residency import ResidencyManager
 from ooc.op_counts import NumOps, OpCounts
+from ooc.replay.differences import difference
 from ooc.replay.executable_plan import ExecutablePlan
 from ooc.replay.late_entry import LatePlans
 from ooc.replay.learning_budget import LearningBudget, Stay
@@ -289,7 +290,8 @@ class StepCycle:
                     return
                 self._pass(lambda: self._chosen(func, addresses, grad_mode), is_begun=True)
             elif chosen is not None or is_other:
-                self._runner.bail_out("something else comes first")
+                place = self._runner.recording.call_sites.of_this_op()
+                self._runner.bail_out(difference(active, cursor, func, place))
                 self._enter(chosen, is_begun=True)
             else:
                 return

@@ -18,7 +18,7 @@ _REMEDIES = {
         "most steps had the ops of the one before on other sizes. A size that comes twice is planned: pad batches to a "
         "multiple of 16 (pad_to_multiple_of=16), sort them by length, drop the last one (drop_last=True)"
     ),
-    "ops": "most steps had other ops than the one before, so that none came twice",
+    "ops": "most steps, or parts of them, had other ops than those before them",
     "left": "most steps left their plan",
     "refused": "most steps did not enter the plan that there is",
     "segment": "most steps had a part that did not come twice",

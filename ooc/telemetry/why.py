@@ -155,7 +155,7 @@ class UnplannedSteps:
             before = next(others, None)
         if before is None:
             return Reason(cause="segment", text="nothing that began like it was seen before")
-        return compare(before, recording)
+        return compare(before, recording, named="the last that began so")
 
     def _explain_segments(self) -> Reason:
         """The reason of that segment, of those noted in the step that ends, which took most ops on demand."""
@@ -241,27 +241,30 @@ class UnplannedSteps:
         return _UNLEARNED if self._is_unlearned else _BEING_PLANNED if was_twice else reason
 
 
-def compare(before: Comparable, now: Comparable) -> Reason:
-    """Where a step parts from the one before it. What comes after the end of the shorter one counts for nothing."""
+def compare(before: Comparable, now: Comparable, *, named: str = "the step before") -> Reason:
+    """Where a step parts from the one before it. What comes after the end of the shorter one counts for nothing.
+
+    `named`: what to call the latter.
+    """
     funcs = now.funcs()
     for index, (old, new) in enumerate(zip(before.funcs(), funcs, strict=False)):
         if old is not new:
             expected = before.op(index)
             place = f" ({expected.where})" if expected.where else ""
-            text = f"{_op(index, now.op(index))} came, where the step before had {op_name(expected.func)}{place}"
+            text = f"{_op(index, now.op(index))} came, where {named} had {op_name(expected.func)}{place}"
             return Reason(cause="ops", text=text)
     made_before = [e for e in before.events if e.kind == ALLOC]
     made_now = [e for e in now.events if e.kind == ALLOC]
     for old_event, new_event in zip(made_before, made_now, strict=False):
         index = new_event.position // 2
         if old_event.nbytes != new_event.nbytes and old_event.position // 2 == index and index < len(funcs):
-            sizes = f"{format_nbytes(new_event.nbytes)}, {format_nbytes(old_event.nbytes)} in the step before"
+            sizes = f"{format_nbytes(new_event.nbytes)}, {format_nbytes(old_event.nbytes)} in {named}"
             return Reason(cause="sizes", text=f"the same ops on other sizes: {_op(index, now.op(index))} made {sizes}")
         if old_event.position != new_event.position:
-            below = f"{format_nbytes(new_event.nbytes)} here, and not in the step before"
+            below = f"{format_nbytes(new_event.nbytes)} here, and not in {named}"
             place = f"{_op(index, now.op(index))} made" if index < len(funcs) else "between ops were made"
             return Reason(cause="sizes", text=f"the same ops on other sizes: {place} {below}")
-    return Reason(cause="again", text="as the step before: it is planned as soon as it was seen twice")
+    return Reason(cause="again", text=f"as {named}: it is planned as soon as it was seen twice")
 
 
 def _op(index: int, op: OpRecord) -> str:
