@@ -22,8 +22,12 @@ have gained. A mixture of experts whose sizes lay about the threshold was never 
 each step."""
 FREE_SEQUENCES = 64
 FREE_S = 4.0
-"""So long the first sequences may take together, whatever part of the time that is; beyond, `FREE_FRACTION` of it.
-Where LBFGS's history grows, each step has a turn of a loop more, and comparing 9,000 ops took a third of the time."""
+"""So long the first sequences may take together, if that is no more than `FREE_SHARE` of the time; beyond,
+`FREE_FRACTION` of it. Where LBFGS's history grows, each step has a turn of a loop more, and comparing 9,000 ops took a
+third of the time."""
+FREE_SHARE, LEAST_FREE_S = 0.25, 0.25
+"""And that whatever part of the time it is. Of 30 steps of 9,400 tiny ops, each unlike the one before, nine took half a
+second to one second more than the others' 0.1: they were all learned before the first 4 s had gone into that."""
 FREE_FRACTION = 0.1
 REPEATED_FRACTION = 0.15
 """What comes again just as it was is planned at once, so learning that may take so much of the time, whatever the rest
@@ -298,7 +302,8 @@ class LearningBudget:
             return True
         if is_repeated:
             return self._repeated_s <= REPEATED_FRACTION * (self._clock() - self._opened)
-        is_free = self._spent_s < FREE_S or self._is_within(FREE_FRACTION, expected_s=expected_s)
+        is_free = self._spent_s + expected_s <= self._free_s(FREE_S)
+        is_free = is_free or self._is_within(FREE_FRACTION, expected_s=expected_s)
         if is_free and self._num_learned < FREE_SEQUENCES:
             return True
         return self._is_within(_LEAST_FRACTION, at_most=MOST_FRACTION, expected_s=expected_s)
@@ -339,7 +344,11 @@ class LearningBudget:
 
     def _is_joining_free(self) -> bool:
         part_s = FREE_FRACTION * (self._clock() - self._opened)
-        return self._joined_s < min(max(part_s, JOIN_FREE_S), FREE_S)
+        return self._joined_s < min(max(part_s, self._free_s(JOIN_FREE_S)), FREE_S)
+
+    def _free_s(self, most_s: float) -> float:
+        """Of so long, what may go into learning now, whatever plans gain."""
+        return max(min(most_s, FREE_SHARE * (self._clock() - self._opened)), LEAST_FREE_S)
 
     @contextlib.contextmanager
     def joining(self) -> Iterator[None]:

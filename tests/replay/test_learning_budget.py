@@ -16,7 +16,9 @@ from ooc.replay.learning_budget import (
     FREE_FRACTION,
     FREE_S,
     FREE_SEQUENCES,
+    FREE_SHARE,
     LEARNING_FRACTION,
+    LEAST_FREE_S,
     MOST_FRACTION,
     REPEATED_FRACTION,
     LearningBudget,
@@ -73,9 +75,11 @@ def test_what_is_measured_once_for_all_does_not_count() -> None:
 def test_where_something_was_moved_all_is_learned() -> None:
     counters, clock = Counters(), _Clock()
     learning = _calm(counters, clock)
+    clock.now += 3.0
     with learning.spending():
         clock.now += 1.0
     learning.begin_period()
+    assert not learning.may_learn()
     counters.num_crowded += 1
     learning.end_period()
     assert learning.may_learn()
@@ -111,12 +115,13 @@ def test_where_something_moves_learning_takes_its_share_after_so_many_sequences(
     """If plans have gained as much."""
     clock = _Clock()
     learning, each_s = LearningBudget(Counters(), is_limited=True, clock=clock), FREE_S / (2 * FREE_SEQUENCES)
+    clock.now = FREE_S / FREE_SHARE
     for _ in range(FREE_SEQUENCES):
         assert learning.may_learn()
         with learning.spending():
             clock.now += each_s
     assert not learning.may_learn()
-    clock.now = FREE_SEQUENCES * each_s / MOST_FRACTION
+    clock.now = max(clock.now, FREE_SEQUENCES * each_s / MOST_FRACTION)
     assert not learning.may_learn()
     learning.note_on_demand("key", num_ops=100, cost_ns=round(2 * FREE_S * 1e9))
     learning.note_stay(_Plan(), num_ops=100, entered_ns=0, key="key", cost_ns=round(FREE_S * 1e9))
@@ -126,13 +131,29 @@ def test_where_something_moves_learning_takes_its_share_after_so_many_sequences(
 def test_the_first_sequences_take_a_larger_share_and_not_all_the_time() -> None:
     clock = _Clock()
     learning = LearningBudget(Counters(), is_limited=True, clock=clock)
+    clock.now = FREE_S / FREE_SHARE
     for _ in range(2):
         assert learning.may_learn()
         with learning.spending():
-            clock.now += FREE_S / 2
+            clock.now += 1.01 * FREE_S / 2
     assert not learning.may_learn()
-    clock.now = FREE_S / FREE_FRACTION
+    clock.now = 1.01 * FREE_S / FREE_FRACTION
     assert learning.may_learn()
+
+
+def test_the_first_sequences_of_short_steps_wait_for_their_time() -> None:
+    """However many ops a step has: what its learning will take counts before it begins."""
+    clock = _Clock()
+    learning = LearningBudget(Counters(), is_limited=True, clock=clock)
+    assert learning.may_learn()
+    with learning.spending():
+        clock.now += 1.01 * LEAST_FREE_S
+    assert not learning.may_learn()
+    clock.now = 3 * LEAST_FREE_S / FREE_SHARE
+    assert learning.may_learn()
+    assert not learning.may_learn(num_ops=50_000)
+    clock.now = 12 * LEAST_FREE_S / FREE_SHARE
+    assert learning.may_learn(num_ops=50_000)
 
 
 def test_where_plans_gain_nothing_learning_takes_less() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ooc.memory.counters import Counters
-from ooc.replay.learning_budget import FREE_S, JOIN_FREE_S, LearningBudget, Stay
+from ooc.replay.learning_budget import FREE_S, FREE_SHARE, JOIN_FREE_S, LEAST_FREE_S, LearningBudget, Stay
 from tests.replay.test_learning_budget import _Clock, _Plan
 
 
@@ -77,13 +77,17 @@ def test_unlike_steps_are_joined_less_often_where_that_gains_nothing() -> None:
             clock.now += seconds
         return True
 
-    assert all(join(JOIN_FREE_S / 4) for _ in range(4))  # at first it is free
+    assert join(LEAST_FREE_S / 2)  # at first it is free
+    assert join(LEAST_FREE_S / 2)
     assert not join(1.0)  # there is no time for one
+    clock.now += JOIN_FREE_S / FREE_SHARE
+    assert all(join((JOIN_FREE_S - LEAST_FREE_S) / 4) for _ in range(4))
+    assert not join(1.0)
     clock.now += 1000.0
     assert all(join(1.0) for _ in range(3))  # up to `FREE_S`, now that it is little of the time
-    assert [join(1.0) for _ in range(8)] == [False, False, True, False, False, False, False, True]
+    assert [join(1.0) for _ in range(14)] == [*[False] * 4, True, *[False] * 8, True]
     clock.now += 1000.0
-    assert sum(join(0.001) for _ in range(12)) == 12 - 8  # what found nothing to join lets no more chances pass
+    assert sum(join(0.001) for _ in range(20)) == 20 - 16  # what found nothing to join lets no more chances pass
     learning.note_on_demand("key", num_ops=1000, cost_ns=90_000_000_000)
     learning.note_stay(plan, num_ops=1000, entered_ns=0, key="key", cost_ns=40_000_000_000, may_omit=True)
     assert join(1.0)
