@@ -171,8 +171,6 @@ class RecordedStep:
 
     def __init__(self, *, recorder: StepRecorder, start: dict[int, StartVariable], end_serials: dict[int, int]) -> None:
         self._recorder = recorder
-        self._events = [tuple(event) for event in recorder.events]  # plain ones, of which the cycle collector lets go
-        recorder.events = []
         self.start = start
         self.end_serials = end_serials
         self.signature = recorder.signature()
@@ -201,8 +199,8 @@ class RecordedStep:
 
     @property
     def events(self) -> Sequence[Event]:
-        """Its allocations and frees. Made anew for whoever asks."""
-        return [Event._make(event) for event in self._events]
+        """Its allocations and frees."""
+        return self._recorder.events
 
     def uses(self) -> StepUses:
         """Which op used which variables, for foresight: less than a trace, and sooner made."""
@@ -212,13 +210,13 @@ class RecordedStep:
         self._uses = StepUses(
             recorder.operands_since(0),
             start={address: variable.serial for address, variable in self.start.items()},
-            allocations=[Allocation(e.address, e.kind != ALLOC, e.position) for e in self.events],
+            allocations=[Allocation(e.address, e.kind != ALLOC, e.position) for e in recorder.events],
         )
         return self._uses
 
     def note_origins(self, records: Mapping[int, VariableRecord]) -> None:
         """Note in the records of what is alive when the step ends, by address, where in it they were born, if so."""
-        born = {event.address: event for event in self.events if event.kind == ALLOC}
+        born = {event.address: event for event in self._recorder.events if event.kind == ALLOC}
         for address, record in records.items():
             event = born.get(address)
             record.origin = (self.family, event.position, event.ordinal) if event and event.ordinal else None
@@ -230,6 +228,6 @@ class RecordedStep:
         if self._observed is None or self._num_draws != len(draws):
             flights = InFlight(self.flight_nbytes)
             builder = TraceBuilder(dict(self.start), flights, self.family, self.grad_mode, draws)
-            self._observed = builder.build(self.ops, self.events, self.end_serials)
+            self._observed = builder.build(self.ops, self._recorder.events, self.end_serials)
             self._num_draws = len(draws)
         return self._observed
