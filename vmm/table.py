@@ -297,7 +297,7 @@ class AllocatorTable:
         self.state.plan = None
         self.state.owner_thread = self._library.vmm_allocator_this_thread()
         self.state.restart()
-        self.state.peak_live_nbytes = self.state.live_nbytes
+        self._library.vmm_allocator_begin_count()
         self.state.session_open = 1
         self.state.mode = MODE_DEMAND
 

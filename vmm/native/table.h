@@ -16,6 +16,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <mutex>
@@ -406,6 +407,15 @@ VMM_EXPORT int vmm_allocator_adopt(uint64_t address, uint64_t nbytes) {
   count_live(granule, nbytes);
   append(kAlloc, address, nbytes);
   return 1;
+}
+
+// A session opens: what is alive in the arena is none of its storages, and its free will take nothing off the count.
+VMM_EXPORT void vmm_allocator_begin_count() {
+  using namespace vmm;
+  std::lock_guard<std::mutex> lock(g_log_mutex);
+  if (g_state.live_nbytes != 0 && g_nbytes != nullptr) std::fill_n(g_nbytes, g_used_granules, uint64_t{0});
+  g_state.live_nbytes = 0;
+  g_state.peak_live_nbytes = 0;
 }
 
 VMM_EXPORT uint64_t vmm_allocator_this_thread() { return vmm::this_thread(); }
