@@ -66,13 +66,13 @@ def joins_list(func: Any) -> bool:
     return str(schema.arguments[0].type) == "List[Tensor]" and str(schema.returns[0].type) == "Tensor"
 
 
-@functools.cache
 def op_name(func: Any) -> str:
     """What to call an op before people: an optimizer's step begins with one of the profiler's, which nobody called."""
     name = str(func)
     return f"{name}, as an optimizer's step begins with" if name.startswith("profiler._record_function_enter") else name
 
 
+@functools.cache
 def makes_tensors(func: Any) -> bool:
     """Whether an op returns tensors; where nobody can tell, it may."""
     schema = getattr(func, "_schema", None)
