@@ -18,7 +18,6 @@ import torch
 
 from ooc.dispatch.borders import Borders
 from ooc.dispatch.collective_runs import CollectiveRuns
-from ooc.dispatch.composites import comes_whole, take_apart
 from ooc.dispatch.extension import new_dispatcher
 from ooc.dispatch.failed_ops import FailedOps
 from ooc.dispatch.guest_ops import GuestOps, is_guest
@@ -40,6 +39,7 @@ from ooc.replay.planned_trials import TrialsInPlans
 from ooc.replay.rerun_device import RerunDevice
 from ooc.replay.rerun_trials import RerunTrial, RerunTrials
 from ooc.tracing import op_semantics as ops
+from ooc.tracing.composites import comes_whole, take_apart
 from ooc.tracing.recorded_ops import OpRecord
 from ooc.tracing.recording import OpsSoFar, StepRecording
 from vmm.chunks import ChunkPool

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ooc.dispatch.composites import BELOW_MODES, keys_of
 from ooc.dispatch.extension import leave_unnoticed
 from ooc.replay.dispatcher import Dispatcher
+from ooc.tracing.composites import BELOW_MODES, keys_of
 from ooc.tracing.op_semantics import REGION_NAMESPACE
 
 _KEYS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CPU", "CUDA", "Python")

@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from ooc.dispatch.composites import comes_whole, take_apart
 from ooc.dispatch.extension import leave_unnoticed
 from ooc.dispatch.guest_ops import as_guest, become_guest, cease_to_be_guest
 from ooc.interop.older_threads import end_visit, visit_running_threads
 from ooc.interop.replacements import Replacements
 from ooc.tracing.call_sites import users_stacklevel
+from ooc.tracing.composites import comes_whole, take_apart
 
 Dispatch = Callable[[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]], Any]
 

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ooc.tracing import op_semantics as ops
 from ooc.tracing.call_sites import CallSites
+from ooc.tracing.composites import is_made_of_others, take_apart
 from ooc.tracing.gradients import raw_gradient
 from ooc.tracing.observed import NEED, Observed, close_cycle, need_nbytes
 from ooc.tracing.own_memory import OwnMemory
@@ -336,6 +337,8 @@ class _Mode(TorchDispatchMode):  # to mypy all of torch is Any
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         recording, kwargs = self.recording, kwargs or {}
+        if torch.is_inference_mode_enabled() and is_made_of_others(func, _key_of(args, kwargs)):
+            return take_apart(func, args, kwargs, mode=self, outside=None)
         if ops.is_list_op(func):
             return ops.run_list_op(func, args, kwargs, limit_nbytes=recording.split_nbytes, run=recording.run)
         if ops.is_convolution_backward(func):
@@ -343,6 +346,11 @@ class _Mode(TorchDispatchMode):  # to mypy all of torch is Any
                 func, args, kwargs, limit_nbytes=recording.split_nbytes, run=recording.run
             )
         return recording.run(func, args, kwargs)
+
+
+def _key_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """The dispatch key of real tensors on the device of an op's arguments."""
+    return next((t.device.type.upper() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)), "CPU")
 
 
 def _agree(first: Observed, second: Observed) -> bool:

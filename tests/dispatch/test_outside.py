@@ -1,6 +1,6 @@
 """What a kernel calls goes through torch's dispatcher as without a mode: autocast, lazy conjugation, inference mode.
 
-Remedy: native/outside.h, and ooc/dispatch/composites.py. Everything fits in the budget here: nothing has to move for
+Remedy: native/outside.h, and ooc/tracing/composites.py. Everything fits in the budget here: nothing has to move for
 this to go wrong.
 """
 
@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ooc
 from ooc.dispatch import mode
-from ooc.dispatch.composites import comes_whole, take_apart
 from ooc.replay.dispatcher import Dispatcher
+from ooc.tracing.composites import comes_whole, take_apart
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -68,6 +68,47 @@ def test_a_fake_step_is_the_real_one_but_for_temporaries() -> None:
     assert real.peak_nbytes() >= fake.peak_nbytes() > 0.7 * real.peak_nbytes()
 
 
+def evaluation(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Ops made of others come whole to a mode in inference mode: a linear layer on three dimensions, attention."""
+    model.train()
+    sequence = torch.randn(8, 64, 64)
+    model(sequence).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    model.eval()
+    with torch.inference_mode():
+        found = model(sequence)
+        nn.functional.scaled_dot_product_attention(found, found, found).transpose(0, 1)
+        torch.einsum("abc,cd->abd", found, torch.ones(64, 64))
+
+
+def test_ops_made_of_others_are_taken_apart_in_inference_mode_as_in_a_session() -> None:
+    def names(trace: Trace) -> list[str]:
+        """A reshape is another view where the tensor is of a class that dispatches for itself, as a fake one is."""
+        return [op.name.replace("_reshape_alias", "view") for op in trace.ops if op.uses]
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+    with Session("96MiB", plan_cache=False, threshold_nbytes=4096) as session:
+        model, optimizer = made()
+        for _ in range(6):
+            with session.step():
+                evaluation(model, optimizer)
+        real = session.trace()
+    assert real is not None
+    recording = FakeRecording(load_profile("desktop"), threshold_nbytes=4096)
+    with recording:
+        model, optimizer = made()
+        for _ in range(8):
+            evaluation(model, optimizer)
+            if recording.boundary(optimizer, model):
+                break
+    assert recording.trace is not None
+    assert names(recording.trace) == names(real)
+
+
 def test_a_step_larger_than_memory_is_recorded_in_next_to_none() -> None:
     """Weights and activations of some 250 GiB; the process grows by less than 300 MiB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -143,7 +143,7 @@ PyObject* dispatcher_call(PyObject* object, PyObject* positional, PyObject*) {
   const NoTorchFunction none;
   ooc::AsOutside keys;
   keys.begin(outside);
-  // Composite ops come whole then (ooc/dispatch/composites.py), unless boxed.cpp has taken them apart.
+  // Composite ops come whole then (ooc/tracing/composites.py), unless boxed.cpp has taken them apart.
   const bool may_be_whole = self->schemas_of == nullptr && c10::InferenceMode::is_enabled();
   const bool is_plain = !may_be_whole && args != nullptr && are_plain(self, types);
   if (is_plain && expected_next(self, func, args, kwargs) && is_native(self->ops[self->cursor])) {

@@ -2,7 +2,7 @@
 
 Torch takes them apart before they come to a dispatch mode, but not in inference mode, where they come whole. As one op
 they would run with all that they make in memory, and be other ops than those without inference. So they are taken apart
-here, as native/boxed.cpp does where it can be built.
+here, as ooc/dispatch/native/boxed.cpp does where it can be built.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ def keys_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
 def comes_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an op came whole that is made of others alone. Not on tensors of a class that dispatches for itself."""
     if not torch.is_inference_mode_enabled() or not _is_composite(func):
-        return False
+        return False  # nearly always
     keys = keys_of(args, kwargs)
     if keys is None or keys.has(_Key.Python) or torch._C._functorch.maybe_current_level() is not None:
         return False
-    key = (keys & BELOW_MODES).highestPriorityTypeId().name
-    return not (key.startswith("Nested") or _has_kernel(func, key))
+    return is_made_of_others(func, (keys & BELOW_MODES).highestPriorityTypeId().name)
+
+
+def is_made_of_others(func: Any, key: str) -> bool:
+    """Whether what torch has for an op on tensors of this dispatch key is made of other ops alone."""
+    return _is_composite(func) and not (key.startswith("Nested") or _has_kernel(func, key))
 
 
 def take_apart(
@@ -68,7 +72,9 @@ def _on(mode: TorchDispatchMode) -> Iterator[None]:
 @functools.cache
 def _is_composite(func: Any) -> bool:
     own = "CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"
-    return isinstance(func, torch._ops.OpOverload) and [_has_kernel(func, key) for key in own] == [True, False, False]
+    if not (isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel(func.name())):
+        return False  # `prim::device` has none at all
+    return [_has_kernel(func, key) for key in own] == [True, False, False]
 
 
 @functools.cache
