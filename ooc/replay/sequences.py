@@ -525,7 +525,8 @@ class Sequences:
 
     def heads(self) -> tuple[Any, ...]:
         """The functions with which what has a plan may begin."""
-        return tuple({plan.head for plan in self.latest_first().values() if plan.num_idle != plan.num_ops})
+        heads = (plan.head for plan in self.latest_first().values() if plan.num_idle != plan.num_ops)
+        return tuple({id(head): head for head in heads}.values())  # to hash an OpOverload takes ten times as long
 
     def starting_with(
         self, fits: Callable[[ExecutablePlan], bool], num_alive: Callable[[], int]
