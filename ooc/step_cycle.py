@@ -305,9 +305,10 @@ class StepCycle:
             self._tried.clear()
         grad_mode = torch.is_grad_enabled()
         is_head = not recorder.is_begun
-        num_played = recorder.num_replayed - recorder.num_beside
-        if awaited is not None and awaited is self._entered and num_played > awaited.num_idle:
-            awaited = self._awaited = None  # it was left in its middle
+        num_played, entered = recorder.num_replayed - recorder.num_beside, self._entered
+        is_same_mode = awaited is not None and entered is not None and entered.grad_mode == awaited.grad_mode
+        if entered is not None and is_same_mode and num_played > entered.num_idle:
+            awaited = self._awaited = None  # it, or another plan for what it is for, was left in its middle
             self._watch()
         is_awaited = awaited is not None and grad_mode == awaited.grad_mode and func is awaited.head
         is_border = (self._in_segments or self._is_between) and grad_mode != recorder.grad_mode
@@ -330,6 +331,8 @@ class StepCycle:
                 self._pass(lambda: self._chosen(func, addresses, grad_mode, only), is_begun=True)
             else:
                 return
+            if chosen is not None and chosen is awaited and self._executor.active is not chosen:
+                self._awaited = None  # what it is for has begun, on demand
             self._began(grad_mode)
 
     def _began(self, grad_mode: bool) -> None:

@@ -28,7 +28,7 @@ from ooc.errors import OocError
 from ooc.interop.step_in_backward import every_optimizer_in_backward
 from ooc.output_files import is_special
 from ooc.replay.given_plan import read_plan
-from ooc.reporting.hints import trains_elsewhere
+from ooc.reporting.hints import trains_elsewhere, went_on_without
 from ooc.reporting.report import summary, write_json
 from ooc.telemetry.progress import rank
 from vmm.driver import MemoryFault
@@ -388,6 +388,8 @@ def _tell(
             print(f"ooc run: cannot write the report to {report_path}: {error}", file=sys.stderr)
     if wants_summary:
         print(f"ooc run: {summary(report)}", file=sys.stderr)
+    if may_hint and (told := went_on_without(report)) is not None:
+        print(f"ooc run: {told}", file=sys.stderr)
     has_failed = isinstance(ended_by, Exception)  # before the first step ended, that says enough
     has_trained = report["steps"] or ((report["in_core_peak_nbytes"] or trains_elsewhere(report)) and not has_failed)
     if report["hint"] and (wants_summary or (may_hint and has_trained)):

@@ -46,13 +46,22 @@ class RefusedAllocations:
         self._dispatcher = dispatcher
         self._recording = recording
         self._threshold_nbytes = threshold_nbytes
-        self._largest_refused_nbytes = 0
+        self._largest_refused_nbytes = self._num_refused = 0
+        self._last_refused = ""
         self._last: tuple[str, int] = ("", 0)  # the message of the last error, and how many ops there were then
         self.pending: list[BaseException] = []
         self.earlier_traces: Callable[[], Iterable[Trace]] = lambda: ()
 
     def __repr__(self) -> str:
         return f"<RefusedAllocations, {len(self.pending)} pending>"
+
+    def document(self) -> dict[str, Any]:
+        """How many ops have raised `BudgetTooSmall`, what they need at most, and the last of them."""
+        return {
+            "num": self._num_refused,
+            "needed_nbytes": self._largest_refused_nbytes,
+            "last": self._last_refused,
+        }
 
     def note(self, error: BaseException, nbytes: int) -> None:
         """Note why an allocation of `nbytes` was refused."""
@@ -128,6 +137,8 @@ class RefusedAllocations:
             expect=self._expect,
         )
         self._largest_refused_nbytes = error.largest_needed_nbytes
+        self._num_refused += 1
+        self._last_refused = f"{error.op_name}, {error.where}" if error.where else error.op_name
         self._last = str(error), self._position()
         self.pending.clear()  # to find the sizes of results, it may have run the op once more
         return error

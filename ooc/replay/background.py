@@ -132,7 +132,9 @@ class BackgroundPlanner:
                     stdout=answer,
                     stderr=subprocess.DEVNULL,
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-                    start_new_session=True,  # Ctrl-C is for the training
+                    # Ctrl-C is for the training. Not a session of its own: where the kernel groups processes by session
+                    # (sched_autogroup_enabled), its low priority would count only within that.
+                    process_group=0,
                 )
         except (OSError, TypeError, ValueError) as error:
             if answer is not None:

@@ -485,7 +485,9 @@ class ExecutablePlan:
         if len(expected) < len(addresses):
             return False
         if len(expected) > len(addresses):  # some fell below the threshold this time
-            return self.is_elastic
+            serials = {record.serial for address in addresses if (record := record_at(address)) is not None}
+            fixed = [self.variables[i] for i in expected if i not in self.elastic and self.variables[i].is_persistent]
+            return self.is_elastic and all(variable.serial in serials for variable in fixed)
         for index, address in zip(expected, addresses, strict=True):
             record = record_at(address)
             if self.variables[index].is_persistent and (

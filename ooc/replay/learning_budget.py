@@ -38,7 +38,9 @@ _FIRST_CALM_PERIODS = 2
 """So many will do where nothing had to be moved yet: to learn 40,000 ops of a loop that fits took as long as a step."""
 _LEARNING_S = 50e-6
 """What it takes to learn an op, about."""
-_LONGEST_PAUSE = 64
+_LONGEST_PAUSE, _LONGEST_WHOLE_PAUSE = 64, 8
+"""The second for plans that were played to their end: on a busy machine one may have seemed to be a loss. Of a strictly
+periodic loop, two optimizers in turns, no step was planned in 17 turns, with all plans at hand."""
 _LEAST_FRACTION = 0.02
 """So much of it all the same where plans have gained nothing, in case that changes."""
 _SAVED_NS = 3_000
@@ -97,11 +99,11 @@ class Account:
         self._num_passed += 1
         return False
 
-    def note(self, gain_ns: float) -> None:
-        """Note what a stay has gained."""
+    def note(self, gain_ns: float, *, longest_pause: int = _LONGEST_PAUSE) -> None:
+        """Note what a stay has gained, and after a loss how many chances at most are to be let pass."""
         self.gain_ns += (gain_ns - self.gain_ns) * _LATEST_SHARE
         self._num_passed = 0
-        self._pause = 0 if gain_ns >= 0 else min(max(2 * self._pause, 1), _LONGEST_PAUSE)
+        self._pause = 0 if gain_ns >= 0 else min(max(2 * self._pause, 1), longest_pause)
 
 
 class _OnDemand:
@@ -424,8 +426,10 @@ class LearningBudget:
         accounts = [self._account, self._accounts.setdefault(plan, Account())]
         if may_omit:
             accounts += [self._unions_account, self._joining]
+        is_whole = cost_ns is not None and not (may_omit or num_others)
+        longest_pause = _LONGEST_WHOLE_PAUSE if is_whole else _LONGEST_PAUSE
         for account in accounts:
-            account.note(gain_ns + tolerated_ns)
+            account.note(gain_ns + tolerated_ns, longest_pause=longest_pause)
 
     def is_loss(self, stay: Stay | None, begun_ns: int) -> bool:
         """Whether steps that leave out ops of their plan take longer on it than on demand, as far as they are known."""

@@ -227,18 +227,19 @@ class StepUnion:
         if walk is None:
             return
         for index, variable in walk.roles.items():
-            if not variable.is_new:
+            if not variable.is_new and variable.serial != observed.start_serials[index]:  # else it says nothing new
                 self._note_start(observed, index, variable, older_than)
         self._link(observed, {i: v for i, v in walk.roles.items() if not v.is_new})
 
-    @staticmethod
-    def _note_start(observed: Observed, index: int, variable: UnionVariable, older_than: int) -> None:
+    def _note_start(self, observed: Observed, index: int, variable: UnionVariable, older_than: int) -> None:
         serial = observed.start_serials[index]
         if serial is None:
             return
         variable.is_replaced |= variable.serial not in (None, serial) or index in observed.drawn
-        # What was born in the step before, and lives on, is an optimizer's state.
-        is_older = serial == variable.serial or serial < older_than or observed.origins[index] is not None
+        # What was born in the step before, and lives on, is an optimizer's state. In the segment before it may be a
+        # gradient, which lives until the segment after this one.
+        is_state = observed.origins[index] is not None and not self.is_of_segments
+        is_older = serial == variable.serial or serial < older_than or is_state
         variable.is_persistent = variable.death is None and is_older and not variable.is_replaced
         variable.serial, variable.rank = serial, observed.start_ranks[index]
 

@@ -70,6 +70,20 @@ def trains_elsewhere(report: Mapping[str, Any]) -> bool:
     return not report["steps"] and apart_nbytes(report) > report.get("budget_nbytes", math.inf)
 
 
+def went_on_without(report: Mapping[str, Any]) -> str | None:
+    """What is to be said where ops did not fit, and the script has caught that and gone on; None: nothing."""
+    refused = report.get("refused", {})
+    num, ended_by = refused.get("num", 0), (report.get("ended_by") or {}).get("type")
+    if not num or ended_by == "BudgetTooSmall":
+        return None
+    ops = "an op" if num == 1 else f"{num} ops"
+    return (
+        f"{ops} did not fit the budget and raised BudgetTooSmall ({refused['last']}), and the script went on without: "
+        f"its results are not those of a run with --budget={math.ceil(refused['needed_nbytes'] / MIB)}MiB, where "
+        f"{'it fits' if num == 1 else 'these fit, as far as they came'}"
+    )
+
+
 def hint(report: Mapping[str, Any]) -> str | None:
     """The hint for a run, in one line; None where most of its time was planned, or it was too short to tell."""
     steps = report["steps"]
@@ -90,7 +104,8 @@ def hint(report: Mapping[str, Any]) -> str | None:
     text = f"{1 - planned_share(later):.0%} of the time after the first {_LEARNING_STEPS} steps was not planned: "
     text += _REMEDIES.get(cause, cause)
     if example.get("why"):
-        text += f". For example: {example['why'].rstrip('.')}"
+        why = example["why"].rstrip(".")
+        text += f". For example: {'a step was ' if why.startswith('as ') else ''}{why}"
     needs = report.get("in_core_peak_nbytes", 0)
     if needs <= report.get("budget_nbytes", 0):  # what is missing is the room between variables
         return text

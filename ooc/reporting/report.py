@@ -52,6 +52,7 @@ def make_report(engine: Engine) -> dict[str, Any]:
         **engine.learned(),
         "collectives": engine.collectives.document(),
         "guest_threads": engine.runner.guests.document(),
+        "refused": engine.runner.refusals.document(),
         "ended_by": None,
         "versions": versions(),
     }

@@ -126,6 +126,30 @@ def test_no_hint_says_that_no_step_ended_where_the_script_failed_before(tmp_path
     assert "no step ended" not in done.stderr
 
 
+@pytest.mark.parametrize("ends", ["skips", "fails"])
+def test_ops_that_did_not_fit_are_told_where_the_script_went_on(ends: str, tmp_path: Path) -> None:
+    """It caught the error as one of memory, or of torch, and ended with exit code 0 and other weights."""
+    script, report = tmp_path / "train.py", tmp_path / "run.json"
+    script.write_text(
+        "import torch\n"
+        "for _ in range(3):\n"
+        "    try:\n"
+        "        torch.ones(1024, 1024) @ torch.ones(1024, 1024)\n"
+        "    except RuntimeError:\n"
+        f"        {'pass' if ends == 'skips' else 'raise'}\n"
+    )
+    done = finish([*command(str(script), budget="10MiB", report=str(report))])
+    refused = json.loads(report.read_text())["refused"]
+    assert refused["last"] == "aten.mm.default, train.py:4"
+    assert refused["needed_nbytes"] == 12 << 20
+    told = (
+        "3 ops did not fit the budget and raised BudgetTooSmall (aten.mm.default, train.py:4), and the script went on"
+    )
+    assert (done.returncode, refused["num"]) == ((0, 3) if ends == "skips" else (1, 1))
+    assert (told in done.stderr) == (ends == "skips")
+    assert ("--budget=12MiB" in done.stderr) == (ends == "skips")
+
+
 def test_script_with_arguments_and_report(tmp_path: Path) -> None:
     report_path = tmp_path / "report.json"
     expected = plain(TRAIN, "--epochs", "2")

@@ -85,6 +85,13 @@ def test_a_process_that_dies(planner: BackgroundPlanner) -> None:
         planner.take()
 
 
+def test_it_is_in_our_session_and_no_key_interrupts_it(planner: BackgroundPlanner) -> None:
+    """Where the kernel groups processes by session, its low priority counts only within that."""
+    assert planner.ask(_request())
+    assert os.getsid(_pid(planner)) == os.getsid(0)
+    assert os.getpgid(_pid(planner)) != os.getpgid(0)
+
+
 def test_closing_leaves_no_process(planner: BackgroundPlanner) -> None:
     planner.ask(_request())
     pid = _pid(planner)

@@ -105,6 +105,15 @@ def test_where_something_moves_an_op_on_a_plan_saves_a_part_of_the_time_that_ops
         assert not learning.may_enter(plan)
 
 
+def test_a_plan_that_was_played_whole_is_tried_again_before_long() -> None:
+    """It may have seemed to be a loss on a busy machine; one that was left before its end is tried more seldom."""
+    learning, plan = LearningBudget(Counters(), is_limited=True, clock=_Clock()), _Plan()
+    learning.note_on_demand("key", num_ops=100, cost_ns=1_000_000)
+    for _ in range(16):
+        learning.note_stay(plan, num_ops=100, entered_ns=0, key="key", cost_ns=2_000_000)
+    assert [learning.may_enter(plan) for _ in range(9)] == [False] * 8 + [True]
+
+
 def _learn_all_that_is_free(learning: LearningBudget, clock: _Clock, each_s: float) -> None:
     for _ in range(FREE_SEQUENCES):
         with learning.spending():

@@ -367,3 +367,33 @@ def test_a_union_that_grows_little_by_little_is_kept_longer() -> None:
         assert unions.of(key) is union
         unions.note_left(key, has_news=True)
         assert unions.of(key) is None
+
+
+class OptimizerSegment(Recorded):
+    """An optimizer's step as a segment: gradients that the segment before has made, and the one after will free."""
+
+    def __init__(self, layers: Sequence[int], *, first_serial: int) -> None:
+        self._begin(0)
+        for layer in layers:
+            self.start[200 + layer] = StartVariable(
+                nbytes=NBYTES,
+                serial=first_serial + layer,
+                seen=True,
+                kind="",
+                label="",
+                origin=("backward", inside_op(layer), 1),
+            )
+            self.op("update", [100 + layer, 200 + layer], written=[100 + layer], where="optimizer")
+
+
+def test_a_gradient_that_one_segment_alone_has_is_no_variable_that_lives_on() -> None:
+    """A plan that waited for it was never entered, and the union was given up."""
+    earlier = OptimizerSegment([1, 2, 3, 4, 5, 6, 7], first_serial=100).observed()
+    latest = OptimizerSegment([0, 2, 3, 4, 5, 6, 7], first_serial=200).observed()
+    union = StepUnion(latest, "union", older_than=200, is_of_segments=True)
+    union.add(earlier, older_than=100)
+    union.note_latest(latest, older_than=200)
+    lives_on = {i for i, variable in enumerate(union.observed.trace.variables) if variable.becomes == i}
+    used = [operands for operands in union.observed.occurrences if operands]
+    assert len(used) == NUM_LAYERS
+    assert lives_on == {weight for weight, _ in used}

@@ -67,3 +67,46 @@ def test_steps_that_have_been_planned_by_their_segments(monkeypatch: pytest.Monk
 def test_steps_to_which_something_was_added_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was added had a plan of its own, so that two plans were entered in each step."""
     assert_whole_at_last(averaging, monkeypatch)
+
+
+def drawing() -> list[Any]:
+    """A step begins with rows of the data, and takes small weights further on; once, sums come before it."""
+    net = model(0, 4)
+    data, weights = batch(7), torch.randn(8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    out: list[Any] = []
+    for index in range(24):
+        found = net(data[torch.randperm(160 - 8 * (index % 5))]).square().mean()
+        loss = found * weights[torch.randperm(8)].sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(loss.item())
+        if index % 12 == 11:
+            out += [parameter.detach().sum().item() for parameter in net.parameters()]
+    return out + digest(net)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_step_is_not_cut_where_its_first_op_comes_once_more(
+    is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its plan was awaited after the sums, and was refused when it came: so it was taken to begin there, too."""
+    cuts: dict[int, int] = {}
+
+    def begin(session: ooc.Session) -> None:
+        cycle, steps, budget = session.engine.cycle, session.steps, session.engine.cycle._learning
+        pass_border, may_enter = cycle._pass, budget.may_enter
+
+        def passed(choose: Callable[[], Any], *, is_begun: bool = False) -> None:
+            cuts[steps.num_steps] = cuts.get(steps.num_steps, 0) + is_begun
+            pass_border(choose, is_begun=is_begun)
+
+        monkeypatch.setattr(cycle, "_pass", passed)
+        monkeypatch.setattr(
+            budget, "may_enter", lambda plan: not (is_refused and cuts.get(steps.num_steps)) and may_enter(plan)
+        )
+
+    rows = run(drawing, budget="1536KiB", begin=begin)
+    assert rows[11].mode == "planned"
+    assert {step: number for step, number in cuts.items() if number} == {12: 1}  # between the sums and the step
