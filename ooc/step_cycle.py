@@ -282,16 +282,15 @@ class StepCycle:
         with self._lock, self._learning.at_border():
             if self._executor.active is not active or torch._C._current_autograd_node() is not None:
                 return
-            chosen = self._chosen(func, addresses, grad_mode)
+            chosen, place = self._chosen(func, addresses, grad_mode), self._runner.recording.call_sites.of_this_op
             if chosen is active and cursor < active.num_ops:
                 return
             if cursor == active.num_ops and cursor:
                 if chosen is None and not (is_other or self._in_segments or self._is_between):
                     return
                 self._pass(lambda: self._chosen(func, addresses, grad_mode), is_begun=True)
-            elif chosen is not None or is_other:
-                place = self._runner.recording.call_sites.of_this_op()
-                self._runner.bail_out(difference(active, cursor, func, place))
+            elif is_other or (chosen and not self._executor.realignment.foresees(func, addresses, place)):
+                self._runner.bail_out(difference(active, cursor, func, place()))
                 self._enter(chosen, is_begun=True)
             else:
                 return

@@ -67,6 +67,13 @@ class Omissions(PartOfReplay):
         executable.doubts.trust(index)
         return True
 
+    def foresees(self, func: Any, addresses: Sequence[int], place: Callable[[], str]) -> bool:
+        """Whether there is such an op from here on. Changes nothing."""
+        executable, cursor = self._executor.active, self._dispatcher.cursor
+        if executable is None or not executable.may_omit:
+            return False
+        return self._find(executable, cursor, func, addresses, place) is not None
+
     def omit_rest(self) -> bool:
         """At the step's end, leave out what has not come. True if the plan is complete now."""
         executable, cursor = self._executor.active, self._dispatcher.cursor

@@ -50,6 +50,10 @@ class Realignment(PartOfReplay):
             return False
         return self._late.bind(addresses) if executable.funcs[cursor] is func else self._skip_to(func)
 
+    def foresees(self, func: Any, addresses: Sequence[int], place: Callable[[], str]) -> bool:
+        """Whether an op may be a later one of the plan, which goes on there: what is before it would be left out."""
+        return self._omissions.foresees(func, addresses, place)
+
     def _vouch_for(
         self, executable: ExecutablePlan, index: int, addresses: Sequence[int], changed: Iterable[int]
     ) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 import ooc
 from ooc.replay import segmentation
-from tests.session.test_segments import batch, digest, model, run
+from tests.session.test_segments import batch, digest, model, planned_share, run
 
 
 def assert_whole_at_last(program: Callable[[], list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,3 +111,39 @@ def test_a_step_is_not_cut_where_its_first_op_comes_once_more(
     rows = run(drawing, budget="1536KiB", begin=begin)
     assert rows[11].mode == "planned"
     assert {step: number for step, number in cuts.items() if number} == {12: 1}  # between the sums and the step
+
+
+def skipping() -> list[Any]:
+    """Each step skips layers; sums come before some of them, and so before all others in the union of these steps."""
+    net = model(0, 8)
+    data = batch(7)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    rng = random.Random(3)
+    out: list[Any] = []
+    for index in range(60):
+        x, skipped = data[torch.randperm(160)], rng.sample(range(8), rng.choice([0, 2, 3]) if index > 5 else 0)
+        for number in range(8):
+            if number not in skipped:
+                x = net[2 * number + 1](net[2 * number](x))
+        loss = x.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(loss.item())
+        if index in (9, 14):
+            out += [parameter.detach().sum().item() for parameter in net.parameters()]
+    return out + digest(net)
+
+
+def test_a_step_goes_on_with_a_union_that_begins_with_what_it_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took the plan of a single step that begins as it does, and left that at the first layer that was skipped."""
+    monkeypatch.setenv("OOC_BACKGROUND_PLANNING", "0")  # when plans are there depends on no clock
+
+    def begin(session: ooc.Session) -> None:
+        steps, budget = session.steps, session.engine.cycle._learning
+        may_enter = budget.may_enter  # while none is, nothing tells the sums from the step that they come before
+        monkeypatch.setattr(budget, "may_enter", lambda plan: not 8 <= steps.num_steps <= 15 and may_enter(plan))
+
+    rows = run(skipping, budget="2MiB", begin=begin)
+    assert planned_share(rows[-20:]) > 0.95, [(r.mode, r.num_demand_ops, r.why) for r in rows[-20:]]
+    assert len({row.mode for row in rows[-20:]}) == 1
