@@ -177,15 +177,16 @@ class Engine:
         undo.callback(self.timeline.close)
         self.exports = Exports(manager=self.manager, runner=self.runner, memory=self.memory)
         self.runner.hidden.give_out = self.exports.export
+        self.learning = LearningBudget(
+            self.manager.counters,
+            is_limited=self.options.background_planning,
+            is_roomy=lambda: self.steps.peak_chunks <= _ROOMY_FRACTION * self.manager.num_chunks,
+        )
         self.cycle = StepCycle(
             runner=self.runner,
             manager=self.manager,
             sequences=self.sequences,
-            learning=LearningBudget(
-                self.manager.counters,
-                is_limited=self.options.background_planning,
-                is_roomy=lambda: self.steps.peak_chunks <= _ROOMY_FRACTION * self.manager.num_chunks,
-            ),
+            learning=self.learning,
             exports=self.exports,
             steps=self.steps,
             timeline=self.timeline,
@@ -513,6 +514,7 @@ class Engine:
             "num_plans": sequences.num_plans,
             "not_replayable": dict(self.runner.trials.refused),
             "planning_s": sequences.maker.planning_s,
+            "learning_s": self.learning.spent_s,
             "unplannable": dict(sequences.unplannable),
             "not_played": dict(self.steps.refusals),
             **({"given_plan_refused": cache.refusal} if isinstance(cache, GivenPlan) else {}),

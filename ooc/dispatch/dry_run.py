@@ -16,8 +16,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import logging
 import random
 import sys
+import threading
 import warnings
 import weakref
 from collections import defaultdict, deque
@@ -222,6 +224,25 @@ def _twin(optimizer: torch.optim.Optimizer, recording: FakeRecording) -> torch.o
 
 
 @contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Nothing that torch logs on this thread is shown meanwhile: it tells at length where fake tensors fail."""
+    thread = threading.get_ident()
+
+    def is_anothers(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    names = [name for name in list(logging.Logger.manager.loggerDict) if name.split(".")[0] == "torch"]
+    loggers = [logging.getLogger(name) for name in names]
+    for logger in loggers:
+        logger.addFilter(is_anothers)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_anothers)
+
+
+@contextlib.contextmanager
 def _all_put_back(module: nn.Module | None) -> Iterator[None]:
     """Puts back what a call may change besides tensors; nothing is printed meanwhile."""
     python_state, torch_state = random.getstate(), torch.get_rng_state()
@@ -233,6 +254,7 @@ def _all_put_back(module: nn.Module | None) -> Iterator[None]:
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(io.StringIO()),
             warnings.catch_warnings(action="ignore"),
+            _unlogged(),
         ):
             yield
     finally:

@@ -234,6 +234,9 @@ def _time_figures(m: Metrics) -> Iterator[Figure]:
     if m.planning_s is not None:
         remark = "in all; other plans were made beside the steps"
         yield Figure(name="Waited for planning", value=format_duration(m.planning_s), remark=remark)
+    if m.learning_s is not None:
+        remark = "in all, between steps; waiting for plans is a part of it"
+        yield Figure(name="Spent on comparing steps", value=format_duration(m.learning_s), remark=remark)
 
 
 def _against_bound(step_s: float, bound_s: float | None) -> str:

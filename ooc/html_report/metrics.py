@@ -23,6 +23,7 @@ class Metrics:
     step_s: float | None = None
     planned_s: float | None = None
     planning_s: float | None = None
+    learning_s: float | None = None
     bound_s: float | None = None
     compute_s: float | None = None
     stall_s: float | None = None
@@ -107,6 +108,7 @@ def _run_metrics(run: Mapping[str, Any]) -> dict[str, Any]:
         "in_core_peak_nbytes": int(run["in_core_peak_nbytes"]) or None,
         "process_peak_nbytes": _integer(run, "process_peak_nbytes"),
         "planning_s": run["planning_s"] if isinstance(run.get("planning_s"), float) else None,
+        "learning_s": run["learning_s"] if isinstance(run.get("learning_s"), float) else None,
         "num_steps": len(steps),
         "num_planned_steps": len(planned),
         "num_off_plan_steps": sum(step["mode"] == "off_plan" for step in steps),

@@ -233,6 +233,11 @@ class LearningBudget:
         return f"<LearningBudget, {self._num_calm} periods moved nothing, {self._spent_s:.2f} s spent>"
 
     @property
+    def spent_s(self) -> float:
+        """How long learning and planning have held training up so far, in seconds."""
+        return self._spent_s
+
+    @property
     def everything_fits(self) -> bool:
         """Whether nothing had to be moved for some periods, so that plans are of little use."""
         enough = _CALM_PERIODS if self._counters.num_crowded else _FIRST_CALM_PERIODS

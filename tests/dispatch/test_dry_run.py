@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -162,6 +163,31 @@ def test_asking_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert asked[0] == unasked[0]
     assert asked[1] == unasked[1]
     assert printed == capsys.readouterr().out
+
+
+class Mismatched(nn.Module):
+    """Fails behind the op that does not fit, in a way that torch logs at length for fake tensors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (torch.ones(4096, 1024) @ torch.ones(1024, 4096)).sum()
+        return x @ torch.ones(3, 5)
+
+
+def test_where_the_model_fails_without_data_nothing_is_logged() -> None:
+    shown: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = shown.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    try:
+        with ooc.Session("8MiB", plan_cache=False), pytest.raises(ooc.BudgetTooSmall) as raised:
+            Mismatched()(torch.ones(4, 64))
+        assert "budget >=" in str(raised.value)
+        assert not shown
+        logger.error("as ever")
+        assert [record.getMessage() for record in shown] == ["as ever"]
+    finally:
+        logger.removeHandler(handler)
 
 
 def test_nothing_is_run_before_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:

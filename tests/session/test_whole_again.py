@@ -96,7 +96,7 @@ def test_a_step_is_not_cut_where_its_first_op_comes_once_more(
     cuts: dict[int, int] = {}
 
     def begin(session: ooc.Session) -> None:
-        cycle, steps, budget = session.engine.cycle, session.steps, session.engine.cycle._learning
+        cycle, steps, budget = session.engine.cycle, session.steps, session.engine.learning
         pass_border, may_enter = cycle._pass, budget.may_enter
 
         def passed(choose: Callable[[], Any], *, is_begun: bool = False) -> None:
@@ -140,7 +140,7 @@ def test_a_step_goes_on_with_a_union_that_begins_with_what_it_has_not(monkeypatc
     monkeypatch.setenv("OOC_BACKGROUND_PLANNING", "0")  # when plans are there depends on no clock
 
     def begin(session: ooc.Session) -> None:
-        steps, budget = session.steps, session.engine.cycle._learning
+        steps, budget = session.steps, session.engine.learning
         may_enter = budget.may_enter  # while none is, nothing tells the sums from the step that they come before
         monkeypatch.setattr(budget, "may_enter", lambda plan: not 8 <= steps.num_steps <= 15 and may_enter(plan))
 
