@@ -259,7 +259,7 @@ class StepCycle:
 
     def op_comes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before an op that Python sees: pass a border if there is one here."""
-        active = self._executor.active
+        executor, active = self._executor, self._executor.active
         if self._backward_depth or not self._is_open():
             return
         if active is None:
@@ -280,7 +280,7 @@ class StepCycle:
             return  # it may come at any place, and changes nothing
         is_other = is_other and (bool(addresses) or func in active.funcs[active.num_idle : active.num_idle + 1])
         with self._lock, self._learning.at_border():
-            if self._executor.active is not active or torch._C._current_autograd_node() is not None:
+            if executor.active is not active or torch._C._current_autograd_node() is not None:
                 return
             chosen, place = self._chosen(func, addresses, grad_mode), self._runner.recording.call_sites.of_this_op
             if chosen is active and cursor < active.num_ops:
@@ -289,7 +289,7 @@ class StepCycle:
                 if chosen is None and not (is_other or self._in_segments or self._is_between):
                     return
                 self._pass(lambda: self._chosen(func, addresses, grad_mode), is_begun=True)
-            elif is_other or (chosen and not self._executor.realignment.foresees(func, addresses, place)):
+            elif is_other or (chosen is not None and not executor.realignment.foresees(func, addresses, place)):
                 self._runner.bail_out(difference(active, cursor, func, place()))
                 self._enter(chosen, is_begun=True)
             else:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import ooc.session
 from ooc.cli.own_ranks import OwnRanks
-from ooc.errors import OocError
+from ooc.errors import BudgetTooSmall, OocError
 from ooc.interop.step_in_backward import every_optimizer_in_backward
 from ooc.output_files import is_special
 from ooc.replay.given_plan import read_plan
@@ -388,12 +388,22 @@ def _tell(
             print(f"ooc run: cannot write the report to {report_path}: {error}", file=sys.stderr)
     if wants_summary:
         print(f"ooc run: {summary(report)}", file=sys.stderr)
-    if may_hint and (told := went_on_without(report)) is not None:
+    if may_hint and not _is_of_budget(ended_by) and (told := went_on_without(report)) is not None:
         print(f"ooc run: {told}", file=sys.stderr)
     has_failed = isinstance(ended_by, Exception)  # before the first step ended, that says enough
     has_trained = report["steps"] or ((report["in_core_peak_nbytes"] or trains_elsewhere(report)) and not has_failed)
     if report["hint"] and (wants_summary or (may_hint and has_trained)):
         print(f"ooc run: {report['hint']}", file=sys.stderr)
+
+
+def _is_of_budget(error: BaseException | None) -> bool:
+    """Whether this error is a `BudgetTooSmall`, or has come of one, or was one before TorchScript made it another."""
+    while error is not None:
+        noted = any(BudgetTooSmall.__name__ in note for note in getattr(error, "__notes__", ()))
+        if noted or isinstance(error, BudgetTooSmall):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _report_path(text: str | None) -> Path | None:

@@ -126,9 +126,10 @@ def test_no_hint_says_that_no_step_ended_where_the_script_failed_before(tmp_path
     assert "no step ended" not in done.stderr
 
 
-@pytest.mark.parametrize("ends", ["skips", "fails"])
+@pytest.mark.parametrize("ends", ["skips", "fails", "fails otherwise"])
 def test_ops_that_did_not_fit_are_told_where_the_script_went_on(ends: str, tmp_path: Path) -> None:
     """It caught the error as one of memory, or of torch, and ended with exit code 0 and other weights."""
+    handlers = {"skips": "pass", "fails": "raise", "fails otherwise": "raise ValueError('the batch is too large')"}
     script, report = tmp_path / "train.py", tmp_path / "run.json"
     script.write_text(
         "import torch\n"
@@ -136,7 +137,7 @@ def test_ops_that_did_not_fit_are_told_where_the_script_went_on(ends: str, tmp_p
         "    try:\n"
         "        torch.ones(1024, 1024) @ torch.ones(1024, 1024)\n"
         "    except RuntimeError:\n"
-        f"        {'pass' if ends == 'skips' else 'raise'}\n"
+        f"        {handlers[ends]}\n"
     )
     done = finish([*command(str(script), budget="10MiB", report=str(report))])
     refused = json.loads(report.read_text())["refused"]
