@@ -231,15 +231,14 @@ class StepUnion:
                 self._note_start(observed, index, variable, older_than)
         self._link(observed, {i: v for i, v in walk.roles.items() if not v.is_new})
 
-    def _note_start(self, observed: Observed, index: int, variable: UnionVariable, older_than: int) -> None:
+    @staticmethod
+    def _note_start(observed: Observed, index: int, variable: UnionVariable, older_than: int) -> None:
         serial = observed.start_serials[index]
         if serial is None:
             return
         variable.is_replaced |= variable.serial not in (None, serial) or index in observed.drawn
-        # What was born in the step before, and lives on, is an optimizer's state. In the segment before it may be a
-        # gradient, which lives until the segment after this one.
-        is_state = observed.origins[index] is not None and not self.is_of_segments
-        is_older = serial == variable.serial or serial < older_than or is_state
+        # What was born in the step before, and lives on, is an optimizer's state.
+        is_older = serial == variable.serial or serial < older_than or observed.origins[index] is not None
         variable.is_persistent = variable.death is None and is_older and not variable.is_replaced
         variable.serial, variable.rank = serial, observed.start_ranks[index]
 

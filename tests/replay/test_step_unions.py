@@ -381,7 +381,7 @@ class OptimizerSegment(Recorded):
                 seen=True,
                 kind="",
                 label="",
-                origin=("backward", inside_op(layer), 1),
+                origin=None,
             )
             self.op("update", [100 + layer, 200 + layer], written=[100 + layer], where="optimizer")
 
