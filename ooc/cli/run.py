@@ -17,7 +17,7 @@ import os
 import pkgutil
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -398,12 +398,11 @@ def _tell(
 
 def _is_of_budget(error: BaseException | None) -> bool:
     """Whether this error is a `BudgetTooSmall`, or has come of one, or was one before TorchScript made it another."""
-    while error is not None:
-        noted = any(BudgetTooSmall.__name__ in note for note in getattr(error, "__notes__", ()))
-        if noted or isinstance(error, BudgetTooSmall):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(
+        isinstance(each, BudgetTooSmall)
+        or any(BudgetTooSmall.__name__ in note for note in getattr(each, "__notes__", ()))
+        for each in _chain(error)
+    )
 
 
 def _report_path(text: str | None) -> Path | None:
@@ -442,14 +441,18 @@ def _print_exception(
     if not show_all and not _is_our_bug(error, traceback):
         traceback = without_our_frames(traceback)
         error.__traceback__ = traceback  # from 3.13 on, what is printed is the exception's own
-        seen: set[int] = set()
-        chained: BaseException | None = error
-        while chained is not None and id(chained) not in seen:
-            seen.add(id(chained))
-            chained = chained.__cause__ or chained.__context__
-            if chained is not None:
-                chained.__traceback__ = without_our_frames(chained.__traceback__)
+        for chained in _chain(error.__cause__ or error.__context__):
+            chained.__traceback__ = without_our_frames(chained.__traceback__)
     print_it(kind, error, traceback)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it has come of, each once: a program may have chained them in a circle."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _is_our_bug(error: BaseException, traceback: types.TracebackType | None) -> bool:

@@ -238,6 +238,10 @@ class LearningBudget:
         return self._spent_s
 
     @property
+    def _elapsed_s(self) -> float:
+        return self._clock() - self._opened
+
+    @property
     def everything_fits(self) -> bool:
         """Whether nothing had to be moved for some periods, so that plans are of little use."""
         enough = _CALM_PERIODS if self._counters.num_crowded else _FIRST_CALM_PERIODS
@@ -308,7 +312,7 @@ class LearningBudget:
         if not self._is_limited:
             return True
         if is_repeated:
-            return self._repeated_s <= REPEATED_FRACTION * (self._clock() - self._opened)
+            return self._repeated_s <= REPEATED_FRACTION * self._elapsed_s
         is_free = self._spent_s + expected_s <= self._free_s(FREE_S)
         is_free = is_free or self._is_within(FREE_FRACTION, expected_s=expected_s)
         if is_free and self._num_learned < FREE_SEQUENCES:
@@ -320,7 +324,7 @@ class LearningBudget:
 
         Or up to a larger one what plans have gained.
         """
-        elapsed_s = self._clock() - self._opened
+        elapsed_s = self._elapsed_s  # once: each look at the clock finds another time
         return self._spent_s + expected_s <= max(fraction * elapsed_s, min(self._gained_s, at_most * elapsed_s))
 
     def may_enter(self, plan: ExecutablePlan) -> bool:
@@ -350,12 +354,12 @@ class LearningBudget:
         return is_affordable and self._joining.may_try()
 
     def _is_joining_free(self) -> bool:
-        part_s = FREE_FRACTION * (self._clock() - self._opened)
+        part_s = FREE_FRACTION * self._elapsed_s
         return self._joined_s < min(max(part_s, self._free_s(JOIN_FREE_S)), FREE_S)
 
     def _free_s(self, most_s: float) -> float:
         """Of so long, what may go into learning now, whatever plans gain."""
-        return max(min(most_s, FREE_SHARE * (self._clock() - self._opened)), LEAST_FREE_S)
+        return max(min(most_s, FREE_SHARE * self._elapsed_s), LEAST_FREE_S)
 
     @contextlib.contextmanager
     def joining(self) -> Iterator[None]:

@@ -71,10 +71,10 @@ def trains_elsewhere(report: Mapping[str, Any]) -> bool:
 
 
 def went_on_without(report: Mapping[str, Any]) -> str | None:
-    """What is to be said where ops did not fit, and the script has caught that and gone on; None: nothing."""
-    refused = report.get("refused", {})
-    num, ended_by = refused.get("num", 0), (report.get("ended_by") or {}).get("type")
-    if not num or ended_by == "BudgetTooSmall":
+    """What is to be said of a script that did not end by it, where ops did not fit; None: nothing."""
+    refused = report["refused"]
+    num = refused["num"]
+    if not num:
         return None
     ops = "an op" if num == 1 else f"{num} ops"
     return (

@@ -151,6 +151,14 @@ def test_ops_that_did_not_fit_are_told_where_the_script_went_on(ends: str, tmp_p
     assert ("--budget=12MiB" in done.stderr) == (ends == "skips")
 
 
+def test_errors_that_are_chained_in_a_circle_end_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("a, b = ValueError('a'), ValueError('b')\na.__cause__, b.__cause__ = b, a\nraise a\n")
+    done = finish([*command(str(script))])
+    assert done.returncode == 1
+    assert "ValueError: a" in done.stderr
+
+
 def test_script_with_arguments_and_report(tmp_path: Path) -> None:
     report_path = tmp_path / "report.json"
     expected = plain(TRAIN, "--epochs", "2")
